@@ -7,24 +7,24 @@ import operator
 from collections.abc import Hashable, Sequence
 
 PRIOR = 0.7
-"""The chance that a draft token is accepted, before anything is known."""
+"""The assumed chance that a draft token is accepted, without any observations."""
 WEIGHT, WEIGHT_OF_ALL = 4.0, 6.0
-"""Draft tokens that this is worth, and that what is known of other requests is worth: a request's own first dozen say
-little, and following them closely loses more than a text that is unlike the others does."""
+"""How many observed draft tokens the prior counts as: the assumed one, and the one learned from other requests. A
+request's first dozen tokens say little; following them closely loses more than an unusual text does."""
 KEEP, KEEP_OF_ALL = 0.95, 0.99
-"""Of what is known of a request, and of all, after each step that verified draft tokens: texts change."""
+"""Decay of the observations of a request, and of all requests, a step that verified draft tokens: texts change."""
 
 
 class Acceptance:
     """The chance that a draft token is accepted, by its depth.
 
-    That a token at depth j is accepted if the one before it was has a Beta posterior, with counts that fade. Its prior
-    mean is what is known of other requests, times what the depth above makes of that: where nothing is known of a depth
-    it is taken to be like the one above.
+    The chance that a token at depth j is accepted, given that its parent was, has a Beta posterior with decaying
+    counts. Its prior mean is that of other requests, scaled by how this request compares with them at the depth above:
+    a depth without observations is assumed to be like the one above.
 
     Args:
-        before: what is known of other requests.
-        keep: of what is known, after each step that verified draft tokens: texts change.
+        before: the acceptance of other requests.
+        keep: the share of the counts that is kept after each step that verified draft tokens.
         prior: the chance without ``before``.
     """
 
@@ -33,59 +33,59 @@ class Acceptance:
         self._prior = prior
         self._weight = WEIGHT if before is None else WEIGHT_OF_ALL
         self._keep = keep
-        self._tried: list[float] = []
+        self._trials: list[float] = []
         self._accepted: list[float] = []
         self._learned = 0
         self._means: list[float] = []
         self._sums = [0.0]
-        self._known_at = (0, 0)
+        self._counted = (0, 0)
 
     def learn(self, depth: int, accepted: int) -> None:
-        """Takes in a step."""
+        """Counts a step that verified ``depth`` levels of draft tokens."""
         self._learned += 1
-        more = depth - len(self._tried)
-        self._tried = [self._keep * count for count in self._tried] + [0.0] * more
-        self._accepted = [self._keep * count for count in self._accepted] + [0.0] * more
+        padding = depth - len(self._trials)
+        self._trials = [self._keep * count for count in self._trials] + [0.0] * padding
+        self._accepted = [self._keep * count for count in self._accepted] + [0.0] * padding
         for at in range(min(accepted + 1, depth)):
-            self._tried[at] += 1
+            self._trials[at] += 1
             self._accepted[at] += at < accepted
 
     def expected(self, depth: int) -> float:
-        """Draft tokens that a step with paths of this length is expected to accept."""
+        """The number of draft tokens that a step with paths of this length is expected to accept."""
         return self.by_depth(depth)[depth]
 
     def by_depth(self, depth: int) -> Sequence[float]:
         """:meth:`expected` of all lengths from 0 to at least this one."""
-        self._know(depth)
+        self._update(depth)
         return self._sums
 
-    def _know(self, depth: int) -> None:
-        """Finds the chance at each depth, given that all before it were accepted; most steps ask for the same again."""
+    def _update(self, depth: int) -> None:
+        """Updates the chance at each depth, given that its parent was accepted; most steps repeat the last query."""
         learned = (self._learned, 0 if self._before is None else self._before._learned)
-        if learned == self._known_at and depth < len(self._sums):
+        if learned == self._counted and depth < len(self._sums):
             return
         depth = max(depth, len(self._means))
         before = [self._prior] * depth
         if self._before is not None:
-            self._before._know(depth)
+            self._before._update(depth)
             before = self._before._means[:depth]
         means, better = list[float](), 1.0
         for at, prior in enumerate(before):
             mean = min(1.0, prior * better)
-            if at < len(self._tried):
-                mean = (self._weight * mean + self._accepted[at]) / (self._weight + self._tried[at])
+            if at < len(self._trials):
+                mean = (self._weight * mean + self._accepted[at]) / (self._weight + self._trials[at])
             means.append(mean)
             better = mean / prior
-        self._means, self._known_at = means, learned
+        self._means, self._counted = means, learned
         self._sums = [0.0, *itertools.accumulate(itertools.accumulate(means, operator.mul))]
 
 
 class History:
-    """What speculating brought a request, or all of them, so far. A step's outcome enters it after the step, so that
-    what is drawn in a step and how much it speculates are independent given the text before it.
+    """The acceptance of a request, or of all of them, so far. A step's outcome is recorded after the step, so what is
+    drawn in a step and how much it speculates are independent given the text before it.
 
     Attributes:
-        unread: see above; an estimate.
+        unread: an estimate of the tokens that the request's draft has not read yet.
     """
 
     def __init__(self, unread: int = 0, keep: float = KEEP) -> None:
@@ -96,7 +96,7 @@ class History:
     def acceptance(
         self, method: str | None, trees: Hashable, before: Acceptance | None = None, prior: float = PRIOR
     ) -> Acceptance:
-        """Of a method's trees that are alike, such as chains, whatever their length; with what is known of others."""
+        """That of a method's trees of one acceptance class, such as chains of any length; ``before`` is its prior."""
         if (method, trees) not in self._acceptance:
             self._acceptance[method, trees] = Acceptance(before, self._keep, prior)
         return self._acceptance[method, trees]

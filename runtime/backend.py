@@ -1,4 +1,4 @@
-"""What the engine asks of an inference backend."""
+"""The interface of inference backends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 
 from specexport.contract.model import Model
 from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.program import Speculation, StepProgram
+from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 
 class Backend(Protocol):
-    """A library that runs a bundle's graphs on one device, and what all of them share there."""
+    """A library that runs a bundle's graphs on one device, with the resources that they share."""
 
     @property
     def execution(self) -> str:
@@ -19,7 +19,7 @@ class Backend(Protocol):
 
     @property
     def fallback(self) -> str:
-        """Why not in a better way, if there is one; else empty."""
+        """Why a faster way of execution is not used, if there is one; else empty."""
 
     @property
     def default_slots(self) -> int:
@@ -27,14 +27,14 @@ class Backend(Protocol):
 
     @property
     def device(self) -> str:
-        """What it runs on, by library and name, on the CPU with the number of threads: where a measurement holds."""
+        """The library, the device, and on CPUs the number of threads: measurements hold for this combination."""
 
     @property
     def kernels(self) -> str:
-        """Which kernels compute, where a choice of them may be missing; else empty."""
+        """Which kernels are used, on a device where some may be missing; else empty."""
 
     def inexact(self, target: Graph) -> str:
-        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+        """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
@@ -43,12 +43,12 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
-        """What runs the steps of the graphs that were opened.
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+        """The program that takes steps with the opened graphs.
 
         Raises:
-            BackendError: a graph of it is refused, or does not fit.
+            BackendError: one of its graphs is refused, or does not fit.
         """
 
     def close(self) -> None:
-        """Frees everything that was opened; then does nothing."""
+        """Frees everything that was opened; later calls do nothing."""

@@ -13,10 +13,10 @@ from specexport.contract.folders import expanded
 from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
-from specexport.runtime.machine import Remembered
+from specexport.runtime.machine import MachineRecord
 
-_YOUNG = 2.0
-"""Seconds: a file may change so soon after a change that its times do not tell the two apart."""
+_TIMESTAMP_RESOLUTION = 2.0
+"""Seconds in which a second change of a file may leave its time stamps as they are."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bundle:
     """A bundle on disk.
 
     Attributes:
-        folder: where it lies.
+        folder: its path.
         manifest: its validated manifest.
     """
 
@@ -56,7 +56,7 @@ class Bundle:
 
         Args:
             name: the file; None for the target's.
-            split_special_tokens: whether special tokens in a text are read as text; None for what the target's does.
+            split_special_tokens: whether special tokens in a text are read as text; None for the target's setting.
 
         Raises:
             BundleError: the file is not a tokenizer.
@@ -68,8 +68,8 @@ class Bundle:
             raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error
         loaded.no_truncation()
         loaded.no_padding()
-        own = self.manifest.tokenizer.split_special_tokens
-        loaded.encode_special_tokens = own if split_special_tokens is None else split_special_tokens
+        default = self.manifest.tokenizer.split_special_tokens
+        loaded.encode_special_tokens = default if split_special_tokens is None else split_special_tokens
         return loaded
 
     def chat_template(self) -> ChatTemplate | None:
@@ -87,19 +87,19 @@ def _text(path: Path) -> str:
 
 
 def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
-    """Checks files as :func:`~specexport.contract.reading.check_files` does, but reads none that it knows.
+    """Checks files as :func:`~specexport.contract.reading.check_files` does, but skips those that it checked before.
 
-    Files whose hashes were right on this machine, and that nobody has touched since, are not hashed again: their place,
-    size and times are remembered in the cache folder.
+    Files whose hashes were right on this machine and that have not changed since are not hashed again: their device,
+    inode, size and time stamps are remembered in the cache folder.
     """
     check_files(folder, manifest, hashes=False)
     if not hashes:
         return
     stats = [(entry.sha256, (folder / entry.path).stat()) for entry in manifest.files]
     stamps = [f"{sha256} {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for sha256, s in stats]
-    checked = Remembered("checked", stamps, bool)
+    checked = MachineRecord("checked", stamps, bool)
     if checked.load():
         return
     check_files(folder, manifest, hashes=True)
-    if time.time() - max((s.st_ctime for _, s in stats), default=0) > _YOUNG:
+    if time.time() - max((s.st_ctime for _, s in stats), default=0) > _TIMESTAMP_RESOLUTION:
         checked.save(True)

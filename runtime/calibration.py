@@ -1,4 +1,4 @@
-"""What steps cost on this machine: measured when a bundle is first opened there, and remembered."""
+"""Measures what steps cost on this machine, when a bundle is first opened there; the costs are remembered."""
 
 from __future__ import annotations
 
@@ -19,85 +19,84 @@ from specexport.runtime.backend import Backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.costs import Cost, CostCurve, MethodCosts
 from specexport.runtime.graph import Graph
-from specexport.runtime.machine import Remembered
+from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.program import Speculation
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod
 
 SECONDS = 3.0
-"""About how long it may take, unless single steps are slower than that allows."""
+"""About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
-"""A machine that is so busy is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_HOW = "proposals behind steps"
-"""How it is measured: what was measured otherwise is not taken."""
+"""A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
+_VERSION = "proposals behind steps"
+"""Version of the measurement; older results are discarded."""
 _ROUNDS = 25
-_APART = 1.15
-"""Widths that are measured are apart by this factor at least: what lies between is interpolated."""
+_SPACING = 1.15
+"""Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
-"""Wider steps of a batch hardly ever pay."""
+"""Widest steps of a batch that are measured, all slots together, relative to a single slot's widest."""
 _LARGER = 4
-"""How many times larger the cache is that tells what a row of it costs."""
+"""How many times larger the cache is that shows what a cache row costs."""
 _PERIOD = 11
-"""Tokens after which the text repeats itself, so that there is something to look up."""
+"""Tokens after which the text repeats itself, so that look-ups have matches."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FIXED = "fixed"
 
 Progress = Callable[[str, int, int], None]
 Trial = Callable[[], float]
-"""Runs something once; the seconds it took."""
+"""Runs a call once and returns the seconds that it took."""
 
 
-def remembered(manifest: Manifest, backend: Backend, slots: int) -> Remembered[CostCurve]:
-    """Where the curve of a bundle is kept on this machine, by all that steps' times depend on."""
+def stored_costs(manifest: Manifest, backend: Backend, slots: int) -> MachineRecord[CostCurve]:
+    """Where the curve of a bundle is stored on this machine, by everything that step times depend on."""
     content = msgspec.json.encode(manifest).decode()
-    about = (_HOW, content, backend.device, str(slots), *_versions())
-    return Remembered("costs", about, CostCurve)
+    about = (_VERSION, content, backend.device, str(slots), *_versions())
+    return MachineRecord("costs", about, CostCurve)
 
 
 def _versions() -> list[str]:
-    """Of what is installed of the libraries that steps take their time in."""
-    found = []
+    """The installed libraries that steps spend their time in, with their versions."""
+    versions = []
     for name in ("specexport", "numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return versions
 
 
 def measure(
     manifest: Manifest,
     target: Graph,
-    speculations: Mapping[str, Speculation],
+    loaded_methods: Mapping[str, LoadedMethod],
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
     """Times steps and proposals, one slot first, then larger batches as far as there is time.
 
-    Of a larger batch only steps are timed that are at most ``_WIDER`` times as wide, all slots together, as the widest
-    of a single one. All of a batch size are taken in turns, so that a machine whose speed drifts treats them alike; a
-    figure is the
-    least of 25 turns, or of as many as there is time for, at least one after the first, which pays for buffers.
+    For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
+    timed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is
+    the least of 25 rounds, or of as many as there is time for, at least one after the first, which pays for buffers.
 
     Args:
         manifest: the bundle's.
-        target: the target's graph; nothing else may use it meanwhile, and its slots are empty afterwards.
-        speculations: the methods to measure, by name.
+        target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
+        loaded_methods: the methods to measure, by name.
         seconds: about how long it may take.
-        progress: is told what is done.
+        progress: called with what is being timed, the rounds done and the rounds in all.
     """
-    program = HostProgram(manifest, target, {_FIXED: Speculation(Method(), _Fixed())})
+    program = HostProgram(manifest, target, {_FIXED: LoadedMethod(Method(), _Fixed())})
     points = manifest.target.graph.points
-    tokens = _apart(sorted({point.tokens for point in points if point.rows == point.tokens}))
+    tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
     text = [at % min(_PERIOD, manifest.target.vocab_size) for at in range(_length(manifest, tokens[-1]))]
     target.shrink_cache(0)
     steps: list[Cost] = []
-    proposals: dict[str, list[Cost]] = {name: [] for name in speculations}
-    reads = {name: _first_read(manifest, one, text, target.sizes[-1]) for name, one in speculations.items()}
+    proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
+    reads = {name: _read(manifest, method, text, target.sizes[-1]) for name, method in loaded_methods.items()}
     noise: list[float] = []
-    end, turn = time.perf_counter() + seconds, 0.0
+    end, batch_time = time.perf_counter() + seconds, 0.0
     for batch in target.sizes:
         began = time.perf_counter()
-        if steps and began + 2 * turn > end:  # two turns, and the next batch size takes about as long as the last
+        if steps and began + 2 * batch_time > end:  # two rounds, each about as long as the last batch size's
             break
         most = max(_WIDER * tokens[-1] // batch, tokens[min(1, len(tokens) - 1)])
         trials: dict[tuple[str, int], Trial] = {
@@ -105,15 +104,15 @@ def measure(
             for width in tokens
             if width <= most
         }
-        for name, one in speculations.items():
-            trees = one.method.smaller_trees(manifest.target)
+        for name, loaded in loaded_methods.items():
+            trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                trials[name, len(tree)] = _propose(one.proposer, _views(text, batch, tree, name))
+                trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
         share = (end - began) / (len(target.sizes) - target.sizes.index(batch))
-        found = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
-        for (name, nodes), least in found.items():
+        costs = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
+        for (name, nodes), least in costs.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
-        turn = sum(found.values())
+        batch_time = sum(costs.values())
     rows = target.cache_sizes[0]
     larger = max((size for size in target.cache_sizes if size <= _LARGER * rows), default=rows)
     longer: dict[tuple[str, int], float] = {}
@@ -123,8 +122,8 @@ def measure(
         longer = _in_turns(ends, seconds / 8, f"timing steps with {larger} cache rows", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
-        for one in speculations.values():
-            one.proposer.release(slot)
+        for loaded in loaded_methods.values():
+            loaded.proposer.release(slot)
     target.shrink_cache(0)
     return CostCurve(
         rows=rows,
@@ -141,17 +140,17 @@ def measure(
 
 
 def _length(manifest: Manifest, widest: int) -> int:
-    """Tokens of the text that steps go on from: a chunk for a draft to read, as steps cost the same after any."""
+    """Tokens of the text that steps continue: a chunk for a draft to read, as a step costs the same after any text."""
     return max(2, min(manifest.prefill_chunk + 1, manifest.max_seq_len - widest - 1))
 
 
-def _apart(widths: Sequence[int]) -> list[int]:
-    """Some of ascending widths, the first and the last among them."""
-    found = [widths[0]]
+def _spaced(widths: Sequence[int]) -> list[int]:
+    """A selection of ascending widths that includes the first and the last."""
+    spaced = [widths[0]]
     for width in widths[1:]:
-        if width >= _APART * found[-1] or width == widths[-1]:
-            found.append(width)
-    return found
+        if width >= _SPACING * spaced[-1] or width == widths[-1]:
+            spaced.append(width)
+    return spaced
 
 
 def _ends(widths: Sequence[int]) -> tuple[int, ...]:
@@ -159,14 +158,14 @@ def _ends(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Fixed(Proposer):
-    """Proposes chains of one token: the cost of a step does not depend on which."""
+    """Proposes the token 0 throughout: the cost of a step does not depend on its tokens."""
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        made = {}
+        proposals = {}
         for view in views:
             tokens = np.zeros(len(view.tree) - 1, np.int64)
-            made[view.slot] = Proposal(tokens, view.tree, None, tokens[:, None])
-        return made
+            proposals[view.slot] = Proposal(tokens, view.tree, None, tokens[:, None])
+        return proposals
 
 
 def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> list[SlotView]:
@@ -175,7 +174,7 @@ def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> lis
 
 
 def _step(program: HostProgram, views: Sequence[SlotView]) -> Trial:
-    """A step of the same text again and again: its rows are written where they were."""
+    """A step that can be repeated: it does not grow the text, so it writes the same cache rows each time."""
 
     def trial() -> float:
         start = time.perf_counter()
@@ -194,32 +193,33 @@ def _propose(proposer: Proposer, views: Sequence[SlotView]) -> Trial:
     return trial
 
 
-def _first_read(manifest: Manifest, one: Speculation, text: Sequence[int], slots: int) -> float:
-    """Has a method read a text in every slot; seconds of a chunk, 0 where no draft reads."""
-    views, seen = _views(text, slots, TokenTree.chain(2), one.method.name), {}
-    if one.method.target_outputs:
-        made = buffers(manifest.target_signature)(ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1))[1]
-        seen = {name: array[0] for name, array in made.items()}
+def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: int) -> float:
+    """Has a method read a text in every slot; returns the seconds of a chunk, 0 if no draft reads."""
+    method, proposer = loaded.method, loaded.proposer
+    views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
+    if method.target_outputs:
+        point = ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1)
+        outputs = {name: array[0] for name, array in buffers(manifest.target_signature)(point)[1].items()}
     times: list[float] = []
     for view in views:
-        if seen:  # what a proposer goes on from; its cost does not depend on what that is
-            one.proposer.observe(view.slot, seen, 0)
-            one.proposer.observe_text(view, seen, 0, range(len(text) - 1))
-        more = True
-        while more:
+        if outputs:  # zeros: a proposer's cost does not depend on their values
+            proposer.observe(view.slot, outputs, 0)
+            proposer.observe_text(view, outputs, 0, range(len(text) - 1))
+        unread = True
+        while unread:
             start = time.perf_counter()
-            more = one.proposer.prefill(view)
+            unread = proposer.prefill(view)
             times.append(time.perf_counter() - start)
-    return min(times) if times and not one.method.reads_embeddings else 0.0
+    return min(times) if times and not method.reads_embeddings else 0.0
 
 
 def _in_turns(
     trials: Mapping[tuple[str, int], Trial], seconds: float, name: str, noise: list[float], progress: Progress | None
 ) -> dict[tuple[str, int], float]:
-    """The least time of each trial; by what factor its median is above that is added to ``noise``.
+    """The least time of each trial; the ratio of its median to that is appended to ``noise``.
 
-    Before each proposal comes a step, as in decoding: a small draft would stay in the processor's cache without it, and
-    seem to take half of what it does.
+    A step precedes each proposal, as in decoding: otherwise a small draft would stay in the processor's cache and seem
+    to take half its time.
     """
     steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
     order = list[tuple[str, int]]()
@@ -229,26 +229,26 @@ def _in_turns(
     end = time.perf_counter() + seconds
     for turn in range(_ROUNDS + 1):
         for key in order:
-            taken = trials[key]()
+            duration = trials[key]()
             if turn:
-                times[key].append(taken)
+                times[key].append(duration)
         if progress is not None:
             progress(name, turn + 1, _ROUNDS + 1)
         if turn and time.perf_counter() > end:
             break
     if progress is not None:
         progress(name, 1, 1)
-    least = {key: max(min(taken), 1e-9) for key, taken in times.items()}
-    noise += [statistics.median(taken) / least[key] for key, taken in times.items()]
+    least = {key: max(min(durations), 1e-9) for key, durations in times.items()}
+    noise += [statistics.median(durations) / least[key] for key, durations in times.items()]
     return least
 
 
 def _rising(costs: Sequence[Cost]) -> list[Cost]:
-    """Costs none of which is above that of a wider step, or of as wide a one of more slots: noise only adds to them."""
+    """Costs, lowered to that of any wider step or larger batch that took less: noise only adds to measurements."""
     return [
         msgspec.structs.replace(
-            one,
-            seconds=min(more.seconds for more in costs if more.batch >= one.batch and more.tokens >= one.tokens),
+            cost,
+            seconds=min(c.seconds for c in costs if c.batch >= cost.batch and c.tokens >= cost.tokens),
         )
-        for one in sorted(costs, key=lambda one: (one.batch, one.tokens))
+        for cost in sorted(costs, key=lambda cost: (cost.batch, cost.tokens))
     ]

@@ -1,4 +1,4 @@
-"""Of what each method of a step may do, the combination that is expected to commit most tokens a second."""
+"""Chooses a combination of methods for a step: the one that is expected to commit most tokens a second."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ class Fit:
 
     Attributes:
         width: T of a step that verifies it.
-        nodes: of the tree.
-        depth: of the tree.
-        alike: the same for trees whose draft tokens are accepted alike: chains, whatever their length.
+        nodes: the tree's size.
+        depth: the tree's depth.
+        acceptance_class: equal for trees whose draft tokens are equally likely to be accepted, as chains of any length.
     """
 
     tree: TokenTree
     width: int
     nodes: int
     depth: int
-    alike: int
+    acceptance_class: int
 
     @property
     def windowed(self) -> bool:
-        """Whether such a step is wide even where nothing was proposed."""
+        """Whether such a step is as wide even if nothing was proposed."""
         return self.width > self.nodes
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one method may do in a step.
+    """Trees that one method may propose in a step.
 
     Attributes:
-        width: T of the widest of its trees at most.
+        width: T of a step that verifies the widest of them.
         gain: draft tokens that are expected to be accepted.
-        seconds: of proposing.
-        fits: the trees of its requests.
+        seconds: time of proposing.
+        fits: the tree of each of its requests.
     """
 
     width: int
@@ -54,36 +54,36 @@ def best(
 ) -> tuple[float, tuple[Option | None, ...]]:
     """The choice of at most one option of each method that is expected to commit most tokens a second.
 
-    At a width of the step the rate is (requests + sum of gains) / (verify + sum of seconds), and the best choice is
-    found as ratios are maximised (Dinkelbach 1967): a method's best option at a rate is the one of largest gain less
-    rate times seconds, whatever the other methods do, and the rate of that choice is the next to try.
+    For a step of some width the rate is (requests + sum of gains) / (verify + sum of seconds). Dinkelbach's method
+    (1967) maximises it: at a given rate, each method's best option is the one with the largest gain - rate * seconds,
+    whatever the other methods do, and the rate of that choice is tried next, until it stops rising.
 
-    Each request commits one token in any case; ``verify`` gives seconds of a step of some width, without proposing.
+    Each request commits one token in any case; ``verify`` gives the seconds of a step of some width without proposing.
 
     Returns:
-        The rate, and an option or None for each method; None for all unless the best commits more than ``least``
-        tokens a second, which is the rate then.
+        The rate, and an option or None for each method. If no choice commits more than ``least`` tokens a second, that
+        rate, and None for every method.
     """
     rate = least
     chosen: tuple[Option | None, ...] = (None,) * len(options)
-    if len(options) == 1:  # as most often: there is nothing to combine
-        for one in options[0]:
-            found = (requests + one.gain) / (verify(one.width) + one.seconds)
-            if found > rate:
-                rate, chosen = found, (one,)
+    if len(options) == 1:  # the usual case: nothing to combine
+        for option in options[0]:
+            candidate = (requests + option.gain) / (verify(option.width) + option.seconds)
+            if candidate > rate:
+                rate, chosen = candidate, (option,)
         return rate, chosen
-    for width in sorted({option.width for known in options for option in known}):
+    for width in sorted({option.width for choices in options for option in choices}):
         while True:
-            picks = tuple(_pick([one for one in known if one.width <= width], rate) for known in options)
-            taken = [pick for pick in picks if pick is not None]
-            tokens = requests + sum(pick.gain for pick in taken)
-            found = tokens / (verify(width) + sum(pick.seconds for pick in taken))
-            if found <= rate * (1 + 1e-12):
+            picks = tuple(_pick([option for option in choices if option.width <= width], rate) for choices in options)
+            proposing = [pick for pick in picks if pick is not None]
+            tokens = requests + sum(pick.gain for pick in proposing)
+            candidate = tokens / (verify(width) + sum(pick.seconds for pick in proposing))
+            if candidate <= rate * (1 + 1e-12):
                 break
-            rate, chosen = found, picks
+            rate, chosen = candidate, picks
     return rate, chosen
 
 
 def _pick(options: Sequence[Option], rate: float) -> Option | None:
-    most = max(options, key=lambda one: one.gain - rate * one.seconds, default=None)
-    return most if most is not None and most.gain > rate * most.seconds else None
+    best = max(options, key=lambda option: option.gain - rate * option.seconds, default=None)
+    return best if best is not None and best.gain > rate * best.seconds else None

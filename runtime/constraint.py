@@ -1,9 +1,10 @@
 """Grammar-constrained outputs: which tokens may follow, at every node of a tree.
 
-p is then the target's distribution over what the grammar allows; what is drafted against it has p = 0 and is rejected.
+p is then the target's distribution over the tokens that the grammar allows; other draft tokens have p = 0 and are
+rejected.
 
-A grammar describes the text that the caller receives. A token that this text shows stands for its content, so a mark
-such as ``<think>`` may come as one token or spelled out. A special token that is left out of the text stands for
+A grammar describes the text that the caller receives. A token that appears in this text stands for its content, so a
+marker such as ``<think>`` may come as one token or spelled out. A special token that is left out of the text matches
 nothing and is allowed only where a grammar names it: ``<[id]>``, or ``<name>``.
 """
 
@@ -34,18 +35,18 @@ Ints = npt.NDArray[np.int64]
 
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
-_SAID = 300
-"""Most characters of what llguidance says in an error."""
+_MAX_REASON = 300
+"""Characters of llguidance's message in an error."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
-"""Between JSON's tokens, unless the schema's ``x-guidance`` says otherwise: without a bound it might never end."""
+"""White space between JSON's tokens, unless the schema's ``x-guidance`` sets it; unbounded, it might never end."""
 _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<json>%json\s*)|(?P<name><[^<>\[\]\s][^<>\s]*>)'
 )
-"""Texts, regular expressions and comments of Lark, which are passed over, JSON schemas and names of special tokens."""
+"""Lark's strings, regular expressions and comments, which are skipped; JSON schemas and names of special tokens."""
 
 
 class Grammars:
-    """Makes constraints for one tokenizer."""
+    """Creates constraints for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -55,51 +56,50 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Reads the tokenizer, which takes seconds where it has many tokens, so that no output has to wait for it."""
-        with contextlib.suppress(RequestError, BackendError):  # an output that needs it is told why
+        """Reads the tokenizer ahead of the first constrained output: with a large vocabulary that takes seconds."""
+        with contextlib.suppress(RequestError, BackendError):  # outputs that need it raise this error
             for skip_special_tokens in (True, False):
                 self._vocabulary(skip_special_tokens, "")
 
     def json_schema(self, schema: str, **output: Any) -> Constraint:
-        """A constraint to JSON that fits a schema, which is given as JSON.
+        """A constraint to JSON that matches a schema.
 
         Args:
-            schema: the schema.
-            output: what else is asked of the output; see :meth:`lark`.
+            schema: the schema, as JSON.
+            output: further settings of the output; see :meth:`lark`.
 
         Raises:
-            RequestError: the schema is not one, is very large, or holds what no output can be constrained to; or
-                llguidance cannot read the tokenizer.
+            RequestError: the schema is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
             BackendError: llguidance is not installed.
         """
         return self._constraint(schema, "JSON schema", "json_schema", **output)
 
     def lark(self, grammar: str, **output: Any) -> Constraint:
-        """A constraint to a grammar in llguidance's form of Lark; errors are those of :meth:`json_schema`.
+        """A constraint to a grammar in llguidance's dialect of Lark; errors are those of :meth:`json_schema`.
 
         Args:
             grammar: the grammar.
-            output: ``stop_token_ids``, which end the output wherever it may end, and ``skip_special_tokens``, whether
-                its text leaves them out.
+            output: ``stop_token_ids``, which may end the output wherever the grammar allows an end, and
+                ``skip_special_tokens``, whether its text leaves these tokens out.
         """
         return self._constraint(grammar, "grammar", "grammar", **output)
 
     def _constraint(
         self,
         text: str,
-        what: str,
+        kind: str,
         param: str,
         *,
         stop_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> Constraint:
-        if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are made
-            raise RequestError(f"the {what} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
+        if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are computed
+            raise RequestError(f"the {kind} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the {what} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
+                f"the {kind} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
                 param=param,
             ) from error
         vocabulary = self._vocabulary(skip_special_tokens, param)
@@ -113,28 +113,28 @@ class Grammars:
                 else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
             )
         except ValueError as error:  # such as an escape that is half a character
-            why = _one_line(str(error))
-            raise RequestError(f"the {what} cannot be used: {why}", param=param) from error
+            why = _reason(str(error))
+            raise RequestError(f"the {kind} cannot be used: {why}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = _one_line(matcher.get_error())
-            raise RequestError(f"the {what} cannot be used: {why}", param=param)
+            why = _reason(matcher.get_error())
+            raise RequestError(f"the {kind} cannot be used: {why}", param=param)
         ends = frozenset([*self._eos, *stop_token_ids])
-        return Constraint(matcher, self._vocab_size, ends, what, param)
+        return Constraint(matcher, self._vocab_size, ends, kind, param)
 
     def _lark(self, grammar: str) -> str:
-        """Lark with the numbers of tokens for their names, of which llguidance knows some, and bounded white space."""
+        """Lark with token ids instead of names, of which llguidance knows only some, and with bounded white space."""
         parts, at = list[str](), 0
-        while found := _LARK.search(grammar, at):
-            part, end = found[0], found.end()
-            if found["name"] is not None and part in self._added_tokens:
+        while match := _LARK.search(grammar, at):
+            part, end = match[0], match.end()
+            if match["name"] is not None and part in self._added_tokens:
                 part = f"<[{self._added_tokens[part]}]>"
-            elif found["json"] is not None:
-                with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
+            elif match["json"] is not None:
+                with contextlib.suppress(ValueError, RecursionError):  # llguidance reports what is wrong
                     schema, end = json.JSONDecoder().raw_decode(grammar, end)
                     part += json.dumps(_bounded(schema))
-            parts += grammar[at : found.start()], part
+            parts += grammar[at : match.start()], part
             at = end
         return "".join([*parts, grammar[at:]])
 
@@ -144,9 +144,9 @@ class Grammars:
 
     def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
         with self._lock:
-            return self._read(skip_special_tokens, param)
+            return self._read_vocabulary(skip_special_tokens, param)
 
-    def _read(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
+    def _read_vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
         if skip_special_tokens not in self._vocabularies:
             try:
                 import llguidance
@@ -160,7 +160,7 @@ class Grammars:
                     "the model names no end-of-text token, so a constrained output could never end", param=param
                 )
             try:
-                shown = _Shown(self._text, skip_special_tokens)
+                shown = _VisibleTokens(self._text, skip_special_tokens)
             except ValueError as error:
                 decoder = self._tokenizer.decoder
                 kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
@@ -180,13 +180,13 @@ class Grammars:
 
 
 class _Text:
-    """A tokenizer's tokens as text, and text in the middle of another as tokens.
+    """A tokenizer's tokens as bytes, and the tokens of a text in the middle of another.
 
     Attributes:
-        tokens: the bytes of each; logits may be of more tokens than the tokenizer knows.
+        tokens: the bytes of each token; logits may be wider than the tokenizer's vocabulary.
         eos: tokens that end a text.
-        unknown: tokens that are none.
-        special: those that a text may leave out.
+        unknown: ids that the tokenizer does not have.
+        special: tokens that a text may leave out.
 
     Raises:
         ValueError: llguidance cannot read how the tokenizer decodes.
@@ -202,7 +202,7 @@ class _Text:
         for token in stated["added_tokens"]:
             token["special"] = token["special"] or token["id"] in self.eos
         file, model = json.dumps(stated), stated["model"]
-        if "merges" in model:  # which take as long to read as the tokens, and are for encoding alone
+        if "merges" in model:  # as slow to read as the tokens, and needed for encoding alone
             model["merges"] = []
         reader = llguidance.LLTokenizer(json.dumps(stated), n_vocab=width, eos_token=list(eos), slices=[])
         self.tokens = [reader.decode_bytes([id]) for id in range(width)]
@@ -210,23 +210,23 @@ class _Text:
         self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
 
     def encoded(self, text: str, plainly: bool) -> list[int]:
-        """A text's tokens; ``plainly``, or where one of them would end the text, special ones are spelled out."""
+        """A text's tokens; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
         with self._lock:
             self._tokenizer.encode_special_tokens = plainly
             ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         return ids if plainly or self.eos.isdisjoint(ids) else self.encoded(text, True)
 
 
-class _Shown:
-    """A tokenizer as llguidance reads it, by what each token adds to the text.
+class _VisibleTokens:
+    """A tokenizer in the form that llguidance reads, by what each token adds to the visible text.
 
-    Given a tokenizer's file, llguidance would take every added token that looks like ``<name>`` for a special one, and
-    still expect it wherever a grammar's text holds its content.
+    From a tokenizer's file, llguidance would treat every added token that looks like ``<name>`` as special, and still
+    expect it wherever a grammar's text holds its content.
 
     Attributes:
-        eos_token_id: ends a text.
-        bos_token_id: none is expected in an output.
-        tokens: the bytes of each.
+        eos_token_id: the token that ends a text.
+        bos_token_id: None, as an output has none.
+        tokens: the bytes of each token.
         special_token_ids: tokens that add nothing to the text, or end it.
     """
 
@@ -237,12 +237,12 @@ class _Shown:
         self.eos_token_id, self.bos_token_id = min(text.eos), None
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text behind another."""
+        """The tokens of a text that follows another."""
         return self._text.encoded(text.decode(errors="replace"), self._plainly)
 
 
 def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a tokenizer's file without the space that it puts before a text."""
+    """A component of a tokenizer's file, changed so that it puts no space before a text."""
     kind, never = part.get("type"), {"prepend_scheme": "never", "add_prefix_space": False}
     if kind == "Prepend":
         return {"type": "Sequence", "normalizers": []}
@@ -250,49 +250,49 @@ def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class Constraint:
-    """One output's grammar, and how far the output has come in it.
+    """One output's grammar, and its state after the output so far.
 
     Args:
         matcher: llguidance's, at the grammar's start.
         vocab_size: V.
         ends: tokens that end the output.
-        what: the grammar, in words.
-        param: and as a parameter.
+        kind: "grammar" or "JSON schema", for errors.
+        param: the parameter that holds it.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], what: str, param: str
+        self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], kind: str, param: str
     ) -> None:
         self._matcher = matcher
-        self._what, self._param = what, param
+        self._kind, self._param = kind, param
         self._vocab_size = vocab_size
         self._ends = ends
         self._end_ids = np.array(sorted(token for token in ends if token < vocab_size), np.int64)
         self._ended = False
 
     def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        """Logits with minus infinity wherever the grammar does not let a token follow.
+        """Logits, with minus infinity for tokens that the grammar does not allow.
 
-        Nodes that the grammar forbids to reach are left as they are, and so are all where it could not be followed:
-        see :meth:`check`. Arguments are those of :class:`~specexport.runtime.logits.LogitsProcessor`.
+        Nodes that the grammar does not allow are unchanged, as are all nodes if it failed: see :meth:`check`. Arguments
+        are those of :class:`~specexport.runtime.logits.LogitsProcessor`.
         """
-        made: Floats = logits.copy()
+        masked: Floats = logits.copy()
         if not self._ended:
-            self._mask(made, tree, draft_tokens.tolist(), 0, self._matcher)
-        return made
+            self._mask(masked, tree, draft_tokens.tolist(), 0, self._matcher)
+        return masked
 
     def check(self) -> None:
-        """Raises what a step could not, as other requests share it.
+        """Raises the error that a step could not raise, as other requests share it.
 
         Raises:
             RequestError: the grammar has become too complex to follow.
         """
         if self._matcher.is_error():
-            why = _one_line(self._matcher.get_error())
-            raise RequestError(f"the {self._what} cannot be followed: {why}", param=self._param)
+            why = _reason(self._matcher.get_error())
+            raise RequestError(f"the {self._kind} cannot be followed: {why}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Moves on by the tokens of a step, up to the output's end: a draft may go on behind it."""
+        """Advances by the tokens of a step, up to the output's end: a draft may go on after it."""
         for token in tokens:
             self._ended = self._ended or token in self._ends
             if self._ended:
@@ -302,7 +302,7 @@ class Constraint:
     def _mask(
         self, logits: Floats, tree: TokenTree, tokens: list[int], node: int, matcher: llguidance.LLMatcher
     ) -> None:
-        """Masks a node that a matcher has come to, and the nodes below it."""
+        """Masks the node that a matcher has reached, and the nodes below it."""
         allowed = self._allowed(matcher)
         if matcher.is_error():
             return
@@ -323,30 +323,34 @@ class Constraint:
         return allowed
 
 
-def _one_line(why: str) -> str:
-    """What llguidance says, of several lines."""
-    return " ".join(why.split())[:_SAID]
+def _reason(why: str) -> str:
+    """The first characters of a message from llguidance, on one line."""
+    return " ".join(why.split())[:_MAX_REASON]
 
 
 def _json_grammar(schema: str) -> str:
-    """The grammar of JSON that fits a schema, as llguidance has it."""
+    """The grammar of JSON that matches a schema, in llguidance's form."""
     import llguidance
 
-    read = llguidance.LLMatcher.grammar_from_json_schema
+    compile_schema = llguidance.LLMatcher.grammar_from_json_schema
     try:
         stated = json.loads(schema)
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError:
-        return read(schema)  # which says what is wrong with it
+        return compile_schema(schema)  # llguidance reports what is wrong with it
     if stated is True:
         stated, schema = {}, "{}"
-    # Not the schema as read: numbers may have been rounded.
-    return read(schema) if _bounded(stated) is stated else read(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    # The original text, as parsing may have rounded numbers.
+    return (
+        compile_schema(schema)
+        if _bounded(stated) is stated
+        else compile_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    )
 
 
 def _bounded(schema: Any) -> Any:
-    """A schema that says how white space is bounded, if it does not say so itself."""
+    """A schema with a bound for white space, unless it sets one itself."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):
         return schema

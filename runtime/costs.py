@@ -1,4 +1,4 @@
-"""What a step is going to take on this machine: what was measured, and what lies between."""
+"""The expected time of a step on this machine, interpolated between measurements."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specexport.contract.model import Size, Strict
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 _PACE_STEP, _FACTOR_STEP = 1.02, 1.005
-"""By what a time that was seen moves the machine's speed, and how a call compares with the others."""
+"""By how much one observed time moves the estimate of the machine's speed, and a call's own factor."""
 _MOST: Final = 1.5
-"""Furthest that a cost is moved from what was measured."""
+"""Most by which a call's factor changes its measured cost."""
 
 
 class Cost(Strict, frozen=True):
-    """The time of one call, the least of several: whatever else a machine does only adds to it.
+    """The time of one call, the least of several: other load on the machine only adds to it.
 
     Attributes:
         batch: slots that took part, B.
-        tokens: of a step, T a slot; of proposing, the nodes of the tree proposed for each slot.
-        seconds: of wall clock.
+        tokens: for a step, T; for proposing, the nodes of each slot's tree.
+        seconds: wall-clock time.
     """
 
     batch: Size
@@ -33,12 +33,12 @@ class Cost(Strict, frozen=True):
 
 
 class MethodCosts(Strict, frozen=True):
-    """What a way to propose costs beside the step that verifies.
+    """What proposing with a method costs.
 
     Attributes:
         method: its name.
-        propose: d(B, K): proposing the trees that it may be asked to fill.
-        read: seconds of a chunk of text that a draft is behind in; 0 where nothing is read.
+        propose: d(B, K): the time of proposing each of its trees.
+        read: seconds in which a draft reads a chunk of text; 0 for methods that read nothing.
     """
 
     method: str
@@ -47,16 +47,15 @@ class MethodCosts(Strict, frozen=True):
 
 
 class CostCurve(Strict, frozen=True):
-    """What was measured of a bundle on a machine.
+    """The measured costs of a bundle on a machine.
 
     Attributes:
-        rows: of the cache that ``steps`` were measured with.
-        steps: c(B, T): whole steps but for proposing, for every batch size up to the largest that was measured.
-        more_rows: of the larger cache of ``longer``.
-        longer: c(1, T) with the larger cache; none if there was no room for one.
-        methods: of every method that was measured.
-        noise: by what factor the median time of a call was above its least, for the middle one of the calls: what else
-            the machine did.
+        rows: rows of the cache that ``steps`` were measured with.
+        steps: c(B, T): steps without proposing, for every batch size up to the largest that was measured.
+        more_rows: rows of the larger cache of ``longer``.
+        longer: c(1, T) with the larger cache; empty if the bundle has none.
+        methods: the costs of every measured method.
+        noise: ratio of a call's median time to its least, the median over all calls: other load on the machine.
     """
 
     rows: Size
@@ -68,23 +67,23 @@ class CostCurve(Strict, frozen=True):
 
 
 class Costs:
-    """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths that were not measured are interpolated
-    linearly, and extrapolated beyond the last. Attention costs the same for each further row of each slot's cache.
+    """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths between measured ones are interpolated
+    linearly, those beyond the last extrapolated. Each further row of a slot's cache adds the same cost.
 
-    A batch larger than all that were measured takes as long as the largest of them does with as many tokens in all,
-    and its proposals take longer in proportion.
+    A batch larger than any that was measured takes as long as the largest one with as many tokens in total, and its
+    proposals take proportionally longer.
 
-    The times of the steps themselves refine them (:meth:`refine`): in decoding a wide step takes some percent longer,
-    beside a plain one, than when it was measured, and the machine may have been busy then. Only how costs compare
-    matters. So each call has a factor of its own beside the machine's present speed, and a time that is longer or
-    shorter than expected moves both a little, whatever it is: they follow the median, and an outlier is one step.
+    The times of steps refine the costs (:meth:`refine`): in decoding a wide step takes a few percent longer, relative
+    to a plain one, than when it was measured, and the machine may have been busy then. Only ratios of costs matter. So
+    each call has a factor beside the machine's present speed, and a time above or below the expected one moves both by
+    a fixed small step: they follow the median, and outliers count as much as any other time.
 
     Attributes:
-        curve: what was measured.
+        curve: the measured costs.
 
     Args:
-        curve: it.
-        refined: whether to take in the times of steps; else costs stay what they are.
+        curve: the measured costs.
+        refined: whether the times of steps refine the costs; else they are constant.
     """
 
     def __init__(self, curve: CostCurve, refined: bool = False) -> None:
@@ -93,8 +92,8 @@ class Costs:
         self._pace = 1.0
         self._factors: dict[tuple[str | None, int, int], float] = {}
         self._steps, self._longer = _Line(curve.steps), _Line(curve.longer)
-        self._propose = {one.method: _Line(one.propose) for one in curve.methods}
-        self._read = {one.method: one.read for one in curve.methods}
+        self._propose = {costs.method: _Line(costs.propose) for costs in curve.methods}
+        self._read = {costs.method: costs.read for costs in curve.methods}
         self._measured_step = lru_cache(maxsize=4096)(self._step)
         self._measured_propose = lru_cache(maxsize=4096)(self._proposing)
 
@@ -107,14 +106,14 @@ class Costs:
         return self._measured_propose(method, batch, nodes) * self._factors.get((method, batch, nodes), 1.0)
 
     def refine(self, method: str | None, batch: int, tokens: int, expected: float, seconds: float) -> None:
-        """Takes in how long a call took.
+        """Refines the costs by the time of a call.
 
         Args:
-            method: that proposed; None for a step without proposing.
+            method: the method that proposed; None for a step without proposing.
             batch: slots that took part.
-            tokens: of a step, a slot; of proposing, the nodes of the tree.
-            expected: seconds that :meth:`step` or :meth:`propose` said.
-            seconds: that it took.
+            tokens: for a step, T; for proposing, the nodes of the tree.
+            expected: seconds by :meth:`step` or :meth:`propose`.
+            seconds: measured seconds.
         """
         if not self._refined or expected <= 0.0:
             return
@@ -124,19 +123,19 @@ class Costs:
         self._factors[key] = min(max(factor, 1 / _MOST), _MOST)
 
     def _step(self, batch: int, tokens: int, rows: int) -> float:
-        more = self.curve.more_rows - self.curve.rows
-        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / more if self.curve.longer else 0.0
+        further = self.curve.more_rows - self.curve.rows
+        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / further if self.curve.longer else 0.0
         wide = tokens * max(1.0, batch / self._steps.largest)
         return self._steps.at(batch, wide) + row * batch * max(0, rows - self.curve.rows)
 
     def _proposing(self, method: str, batch: int, nodes: int) -> float:
-        known = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
-        if known is None:
+        line = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
+        if line is None:
             return 0.0
-        return known.at(batch, nodes) * max(1.0, batch / known.largest)
+        return line.at(batch, nodes) * max(1.0, batch / line.largest)
 
     def read(self, method: str) -> float:
-        """Seconds of a chunk that a method's draft is behind in; 0 where nothing is read."""
+        """Seconds in which a method's draft reads a chunk of text; 0 for methods that read nothing."""
         return self._read.get(method, 0.0)
 
 
@@ -144,20 +143,20 @@ class _Line:
     """Seconds by batch and tokens.
 
     Attributes:
-        largest: batch size.
+        largest: the largest batch size.
     """
 
     def __init__(self, costs: Sequence[Cost]) -> None:
-        self._known: dict[int, list[tuple[int, float]]] = {}
-        for cost in sorted(costs, key=lambda one: one.tokens):
-            self._known.setdefault(cost.batch, []).append((cost.tokens, cost.seconds))
-        self.largest = max(self._known, default=1)
+        self._points: dict[int, list[tuple[int, float]]] = {}
+        for cost in sorted(costs, key=lambda cost: cost.tokens):
+            self._points.setdefault(cost.batch, []).append((cost.tokens, cost.seconds))
+        self.largest = max(self._points, default=1)
 
     def at(self, batch: int, tokens: float) -> float:
-        """The value at a place between or beyond those of a batch size; more of anything never costs less."""
-        known = self._known[batch if batch in self._known else self.largest]
-        if tokens <= known[0][0] or len(known) == 1:
-            return known[0][1]
-        right = min(max(bisect_left(known, (tokens, 0.0)), 1), len(known) - 1)
-        (before, low), (after, high) = known[right - 1], known[right]
+        """The cost of a number of tokens, interpolated or extrapolated; more tokens never cost less."""
+        points = self._points[batch if batch in self._points else self.largest]
+        if tokens <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        right = min(max(bisect_left(points, (tokens, 0.0)), 1), len(points) - 1)
+        (before, low), (after, high) = points[right - 1], points[right]
         return low + max(0.0, (high - low) / (after - before)) * (tokens - before)

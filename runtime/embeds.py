@@ -1,4 +1,4 @@
-"""Prompts that hold embeddings instead of tokens: what an encoder made of sound, images or anything else."""
+"""Prompts that hold embeddings instead of tokens, such as an encoder's output for sound or images."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specexport.contract.errors import RequestError
 
 Floats = npt.NDArray[np.float32]
 Encode = Callable[[str, bool], list[int]]
-"""Tokens of a text; the flag asks for the tokenizer's own special tokens."""
+"""Tokens of a text; the flag adds the tokenizer's special tokens."""
 
 _KEY = secrets.token_bytes(16)
 _FIRST_MARK = -2
-"""The largest mark: -1 ends the outputs that suffix decoding stores."""
+"""The largest mark: -1 separates the outputs that suffix decoding stores."""
 
 
 class EmbedsPrompt:
@@ -27,14 +27,14 @@ class EmbedsPrompt:
 
     >>> EmbedsPrompt(["User: ", sound, " Transcribe it."])  # doctest: +SKIP
 
-    Embeddings are what transformers takes as ``inputs_embeds``: what ``model.get_input_embeddings()`` makes of token
-    ids. So they are scaled where the model's embedding layer scales (Gemma), and are not where the model multiplies
-    afterwards (Granite). The prompt may end with them.
+    Embeddings are what transformers takes as ``inputs_embeds``: what ``model.get_input_embeddings()`` returns for token
+    ids. So they are scaled if the model's embedding layer scales (Gemma), and not if the model multiplies afterwards
+    (Granite). The prompt may end with them.
 
     Args:
         parts: embeddings, or a list or tuple of parts that are read one after another. A part is embeddings, an array
-            ``[N,H]`` of floating-point numbers, or what ``numpy.asarray`` makes one of, such as a torch tensor on the
-            CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
+            ``[N,H]`` of floating-point numbers, or anything that ``numpy.asarray`` accepts, such as a torch tensor on
+            the CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
             Only a text that comes first gets the tokenizer's special tokens, such as a start token.
     """
 
@@ -48,19 +48,19 @@ class Embeddings:
 
     Attributes:
         rows: float32 ``[N,H]``.
-        at: int64 ``[P]``, for each position of the prompt which of the rows is read there; -1 where a token is.
+        at: int64 ``[P]``, the row that is read at each position of the prompt; -1 for a token.
     """
 
     rows: Floats
     at: npt.NDArray[np.int64]
 
     def put(self, start: int, inputs_embeds: Floats, embeds_mask: npt.NDArray[np.bool_]) -> None:
-        """Lays out what is read from a position of the prompt on, as a step graph takes it.
+        """Writes the part of the prompt from a position on into a step graph's inputs.
 
         Args:
             start: the position.
-            inputs_embeds: float32 ``[T,H]``; rows where tokens are read are left as they are.
-            embeds_mask: bool ``[T]``; positions behind the prompt are tokens.
+            inputs_embeds: float32 ``[T,H]``; rows of tokens are left unchanged.
+            embeds_mask: bool ``[T]``; positions after the prompt are tokens.
         """
         part = self.at[start : start + len(embeds_mask)]
         embeds_mask[:] = False
@@ -73,9 +73,9 @@ class EncodedPrompt:
     """A prompt with embeddings as an engine reads it.
 
     Attributes:
-        tokens: of each position its token id; where an embedding is read a negative number instead, the same one for
-            equal embeddings and no others, so that texts are told apart by their tokens alone.
-        embeddings: theirs.
+        tokens: the token id of each position; for an embedding a negative number, equal for equal embeddings alone, so
+            that texts can be compared by their tokens.
+        embeddings: those of the negative numbers.
     """
 
     tokens: list[int]
@@ -89,44 +89,44 @@ def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> En
     """Reads a prompt's parts.
 
     Raises:
-        RequestError: a part is none, has embeddings of another width, or numbers that are not finite; or there are too
-            many. Names the part.
+        RequestError: a part has another type, embeddings of another width, or numbers that are not finite; or there are
+            too many positions. Names the part.
     """
     tokens: list[int] = []
     at: list[npt.NDArray[np.int64]] = []
     rows: list[Floats] = []
-    made = 0
+    count = 0
     for index, part in enumerate(prompt.parts):
         name = f"prompt_embeds: part {index}"
-        found = encode(part, index == 0) if isinstance(part, str) else _array(part, name, size)
-        count = len(found)
-        if len(tokens) + count > longest:
+        content = encode(part, index == 0) if isinstance(part, str) else _array(part, name, size)
+        length = len(content)
+        if len(tokens) + length > longest:
             raise RequestError(
-                f"prompt_embeds: {len(tokens) + count} positions up to part {index}, but this bundle's context holds "
+                f"prompt_embeds: {len(tokens) + length} positions up to part {index}, but this bundle's context holds "
                 f"{longest}, output included; shorten the prompt or build with a larger --max-seq-len"
             )
-        if isinstance(found, np.ndarray) and found.ndim == 2:
+        if isinstance(content, np.ndarray) and content.ndim == 2:
             with np.errstate(over="ignore"):
-                own = np.array(found, np.float32)
-            if not np.isfinite(own).all():
+                embeds = np.array(content, np.float32)
+            if not np.isfinite(embeds).all():
                 raise RequestError(f"{name} has numbers that are not finite in float32")
-            tokens += [_mark(row) for row in own]
-            rows.append(own)
-            at.append(np.arange(made, made + count))
-            made += count
+            tokens += [_mark(row) for row in embeds]
+            rows.append(embeds)
+            at.append(np.arange(count, count + length))
+            count += length
         else:
-            tokens += [int(token) for token in found]
-            at.append(np.full(count, -1))
-    if not made:
+            tokens += [int(token) for token in content]
+            at.append(np.full(length, -1))
+    if not count:
         raise RequestError("prompt_embeds: no part holds embeddings; give a prompt of text or token ids as one")
     return EncodedPrompt(tokens, Embeddings(np.concatenate(rows), np.concatenate(at)))
 
 
 def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:
-    """A part that is no text, as an array: of embeddings ``[N,H]``, or of token ids ``[N]``."""
+    """A part other than text as an array: embeddings ``[N,H]``, or token ids ``[N]``."""
     try:
         array = np.asarray(part)
-    except Exception as error:  # whatever the library whose array it is raises
+    except Exception as error:  # another library's array may raise anything
         raise RequestError(f"{name}: cannot be read as an array: {error}; expected float32 [N,{size}]") from error
     if array.ndim > 1 and len(array) == 1 and array.dtype.kind == ("f" if array.ndim == 3 else "i"):
         array = array[0]  # a batch of one
@@ -140,17 +140,17 @@ def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:
 
 
 def _mark(row: Floats) -> int:
-    """A negative number that stands for an embedding: 62 bits of a hash of it, with a key of this process."""
+    """A negative number that identifies an embedding: 62 bits of its hash, with a key of this process."""
     digest = hashlib.blake2b(row.tobytes(), digest_size=8, key=_KEY).digest()
     return _FIRST_MARK - (int.from_bytes(digest, "little") >> 2)
 
 
 def is_embedding(token: int) -> bool:
-    """Whether a text's token is one that stands for an embedding, which nothing may propose."""
+    """Whether a text's token stands for an embedding, which nothing may propose."""
     return token < 0
 
 
 def tokens_before_embeddings(tokens: Sequence[int]) -> list[int]:
-    """The tokens of a text's part up to its first embedding."""
+    """The tokens of a text up to its first embedding."""
     end = next((at for at, token in enumerate(tokens) if is_embedding(token)), len(tokens))
     return list(tokens[:end])

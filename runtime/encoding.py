@@ -1,4 +1,4 @@
-"""Text into tokens where others run beside it: without holding Python's lock, and not at all where it cannot fit."""
+"""Tokenizes text without blocking other threads, and bounds how many tokens a text must have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 _COMPOSED = 4
-"""Most code points that canonical composition makes one of: the longest full canonical decomposition there is."""
+"""Most code points that canonical composition combines: the length of the longest full decomposition."""
 _SHRINK = {"Prepend": 1, "Lowercase": 1, "ByteLevel": 1, "NFD": 1, "NFKD": 1, "NFC": _COMPOSED, "NFKC": _COMPOSED}
-"""Normalizers that keep text at least this many times shorter than it was; others may remove any amount of it."""
+"""Normalizers, and how many times shorter they may make a text; others may remove any amount of it."""
 _KEEPING = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts")
-"""Pre-tokenizers that remove nothing, unless their ``behavior`` is to."""
+"""Pre-tokenizers that remove nothing, unless their ``behavior`` says so."""
 
 
 def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -25,10 +25,10 @@ def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True)
 
 
 def characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that one token of it can stand for; None where there is no such number.
+    """Most characters of a text that one token can stand for; None if there is no bound.
 
-    There is one if nothing of a text is lost on the way: no normalizer, pre-tokenizer or added token swallows text of
-    any length, and what the vocabulary lacks is said byte by byte or one unknown token a character.
+    There is one if no text is lost: no normalizer, pre-tokenizer or added token swallows text of any length, and
+    characters outside the vocabulary become bytes or an unknown token each.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     if tokenizer.truncation is not None or any(token.lstrip or token.rstrip for token in added):
@@ -47,13 +47,13 @@ def characters_per_token(tokenizer: Tokenizer) -> int | None:
         if part["type"] not in _KEEPING or part.get("behavior") == "Removed":
             return None
     vocabulary = tokenizer.get_vocab()
-    if not _says_everything(tokenizer, vocabulary):
+    if not _covers_all_text(tokenizer, vocabulary):
         return None
     return shrink * max(map(len, vocabulary))
 
 
-def _says_everything(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> bool:
-    """Whether there are tokens for every character."""
+def _covers_all_text(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> bool:
+    """Whether every character has tokens."""
     model = tokenizer.model
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -66,15 +66,15 @@ def _says_everything(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> bool:
     return bytewise and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
 
 
-def _parts(component: Any, of_several: str) -> Iterator[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer consists of, as a tokenizer's file says it."""
+def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
+    """The components of a normalizer or pre-tokenizer, as a tokenizer's file describes them."""
     if component is not None:
-        yield from _flat(json.loads(component.__getstate__()), of_several)
+        yield from _flat(json.loads(component.__getstate__()), key)
 
 
-def _flat(part: dict[str, Any], of_several: str) -> Iterator[dict[str, Any]]:
+def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     if part["type"] == "Sequence":
-        for one in part[of_several]:
-            yield from _flat(one, of_several)
+        for inner in part[key]:
+            yield from _flat(inner, key)
     else:
         yield part

@@ -1,4 +1,4 @@
-"""The engine: a loaded bundle, and the requests made of it."""
+"""The engine: a loaded bundle, and its requests."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measure, remembered
+from specexport.runtime.bypass import BypassRunner, bypasses_model, continuation
+from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.graph import Graph
-from specexport.runtime.hypothesis import BypassRunner, continuation, taken_as_it_is
 from specexport.runtime.logits import LogitsProcessor, Penalties
 from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.program import PLAIN_TREE, Speculation
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers import Opening, open_proposer
 from specexport.runtime.request import Request
@@ -45,6 +44,7 @@ from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculative import DEFAULT, Speculative, choose
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 from specexport.runtime.values import require_text, token_ids
@@ -55,7 +55,7 @@ _WARM_UP_TOKENS = 32
 
 
 class Engine:
-    """Generates text from a bundle; made by :meth:`load`.
+    """Generates text from a bundle; create it with :meth:`load`.
 
     It has as many slots as the bundle's largest batch size, and runs that many requests at once; others wait for a free
     one. Methods may be called from any thread, and a thread may have several streams. There is no background thread:
@@ -65,11 +65,11 @@ class Engine:
         manifest: the bundle's.
         tokenizer: the bundle's.
         chat_template: the model's, or None.
-        backend: what runs its graphs.
-        speculations: the loaded methods with their proposers, by name: those the bundle was built for, the default
+        backend: the backend that runs its graphs.
+        loaded_methods: the methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
         slots: requests that run at once.
-        costs: what steps cost on this machine; None if each request speculates with its method's default.
+        costs: the costs of steps on this machine; None if each request speculates with its method's default.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine:
         bundle: Bundle,
         backend: Backend,
         target: Graph,
-        speculations: Mapping[str, Speculation],
+        loaded_methods: Mapping[str, LoadedMethod],
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
@@ -91,25 +91,25 @@ class Engine:
         self.backend = backend
         self._target = target
         self.slots = target.sizes[-1]
-        self.speculations = dict(speculations)
-        self._built = tuple(method.name for method in self.manifest.methods if method.name in speculations)
-        program = backend.program(target, self.speculations)
-        if backend.execution != "host":  # there the first step costs 50 ms more, and warming up six times that
-            self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.speculations), reuse=True))
+        self.loaded_methods = dict(loaded_methods)
+        self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
+        program = backend.program(target, self.loaded_methods)
+        if backend.execution != "host":  # on the host the first step costs 50 ms more, and warming up six times that
+            self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.loaded_methods), reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._calibrated() if calibrate and self.speculations else None
+            measured = self._stored_costs() if calibrate and self.loaded_methods else None
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
-            policy = SpeculationPolicy(self.manifest, self.speculations)
+            policy = SpeculationPolicy(self.manifest, self.loaded_methods)
         else:
-            policy = MeasuredPolicy(self.manifest, self.speculations, self.costs, target.sizes)
+            policy = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
             if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
                 policy.look_up = program.look_up
-                texts = (one.name for one in self.methods.values() if not one.needs_graph and not one.takes_hypothesis)
-                self._lookup = next(texts, None)
+                methods = self.methods.values()
+                self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
         self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
         self._closed = False
 
@@ -131,7 +131,7 @@ class Engine:
         """Opens a bundle and loads its graphs.
 
         Args:
-            bundle: a folder made by ``specexport build``, or an opened one.
+            bundle: a folder written by ``specexport build``, or an opened bundle.
             threads: CPU threads; None for one per core that this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             methods: options of methods that need no graph, instead of the bundle's or the defaults, such as
@@ -145,14 +145,14 @@ class Engine:
                 opened on a machine; the figures are kept in the cache folder, as are int8 and int4 graphs in
                 onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
                 measures. Without it a request alone speculates with its method's default.
-            costs: what steps cost, instead of measuring it.
-            backend: what runs it, one of ``contract.engines.BACKENDS``; None for what it was built for.
+            costs: the costs of steps, instead of measuring them.
+            backend: one of ``contract.engines.BACKENDS``; None for the one that the bundle was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
                 bundle is loaded, including other programs'.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
-            BackendError: its backend is not installed, refuses a graph, or has no device or no room for it.
+            BackendError: its backend is not installed, refuses a graph, or has no device or too little memory.
             BuildError: a method's options are wrong, or it needs a graph.
             RequestError: the bundle was not built for the batch size.
         """
@@ -169,8 +169,8 @@ class Engine:
                 )
             target = running.open(manifest.target, slots, buffers(manifest.target_signature))
             opening = Opening(opened, running, slots)
-            speculations = {method.name: Speculation(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, speculations, prefix_cache, calibrate, costs)
+            loaded_methods = {method.name: LoadedMethod(method, open_proposer(method, opening)) for method in available}
+            return cls(opened, running, target, loaded_methods, prefix_cache, calibrate, costs)
         except BaseException:
             running.close()
             raise
@@ -178,11 +178,11 @@ class Engine:
     @property
     def methods(self) -> dict[str, Method]:
         """Every method a request may choose, by name."""
-        return {name: one.method for name, one in self.speculations.items()}
+        return {name: loaded.method for name, loaded in self.loaded_methods.items()}
 
     @property
     def inexact(self) -> str:
-        """Why texts may part from plain decoding's where two tokens are about equally likely; empty where none do."""
+        """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
         return self.backend.inexact(self._target)
 
     def __enter__(self) -> Engine:
@@ -194,52 +194,52 @@ class Engine:
     def close(self) -> None:
         """Frees the models and their caches; later requests are refused.
 
-        Streams that this thread started end, requests that wait for a slot fail, and those of other threads that run
-        are finished first: what is left of them can still be read.
+        Streams that this thread started end and requests that wait for a slot fail. Running requests of other threads
+        finish first, so the rest of their output can still be read.
         """
         self._closed = True
         self._scheduler.close()
         if hasattr(self, "_target"):
             del self._target
-            self.speculations.clear()
+            self.loaded_methods.clear()
             self.backend.close()
 
     def prepare_grammars(self) -> None:
-        """Does now what the first output that is bound to a schema or a grammar would wait for: seconds, where the
-        tokenizer has many tokens.
+        """Reads the tokenizer for schemas and grammars now; the first constrained output would wait for it, for seconds
+        with a large vocabulary.
         """
         self._grammars.prepare()
 
-    def trouble(self, stuck: float) -> str | None:
-        """Why requests make no progress, such as a turn of more than ``stuck`` seconds; None while they do."""
-        return self._scheduler.trouble(stuck)
+    def stall_reason(self, timeout: float) -> str | None:
+        """Why requests make no progress, such as a turn of more than ``timeout`` seconds; None while they do."""
+        return self._scheduler.stall_reason(timeout)
 
     def defaults(self) -> SamplingParams:
         """The model's own sampling parameters, as its checkpoint states them."""
         return self.params()
 
-    def params(self, **own: Any) -> SamplingParams:
-        """The model's own sampling parameters, but for those that are named.
+    def params(self, **overrides: Any) -> SamplingParams:
+        """The model's own sampling parameters, with some overridden.
 
-        What the model says of lengths yields: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens``
-        to ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
+        The model's length limits give way: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens`` to
+        ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
 
         Raises:
             RequestError: a value is out of range; names the field.
         """
         model = msgspec.structs.asdict(self.manifest.generation)
         rules: GenerationRules = model["rules"]
-        if "max_tokens" in own:
+        if "max_tokens" in overrides:
             rules = msgspec.structs.replace(rules, max_length=None)
         elif model["max_tokens"] is None:
             model["max_tokens"] = rules.max_length or SamplingParams.max_tokens
-        if "min_tokens" in own or any(own.get(name) is not None for name in ("json_schema", "grammar")):
+        if "min_tokens" in overrides or any(overrides.get(name) is not None for name in ("json_schema", "grammar")):
             rules = msgspec.structs.replace(rules, min_length=0)
             model["min_tokens"] = 0
-        most = own.get("max_tokens", model["max_tokens"])
+        most = overrides.get("max_tokens", model["max_tokens"])
         if isinstance(most, int):
             model["min_tokens"] = min(model["min_tokens"], max(0, most))
-        return SamplingParams(**model | {"rules": rules} | own)
+        return SamplingParams(**model | {"rules": rules} | overrides)
 
     @overload
     def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
@@ -253,9 +253,8 @@ class Engine:
         Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
 
         Raises:
-            RequestError: it is neither text nor token ids, a token id is outside the vocabulary, the prompt is empty
-                and no start token is known, or it has embeddings that the bundle was not built for or that are not
-                right.
+            RequestError: the prompt is neither text nor token ids, has a token id outside the vocabulary, is empty
+                without a known start token, or has embeddings that are invalid or that the bundle was not built for.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
@@ -274,7 +273,7 @@ class Engine:
                     "the prompt is empty and the tokenizer has no start token; give at least one token", param="prompt"
                 )
             tokens = [start if start is not None else info.eos_token_ids[0]]
-        self._require_known(tokens)
+        self._require_in_vocabulary(tokens)
         return tokens
 
     def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
@@ -286,11 +285,12 @@ class Engine:
             require_text(text, "prompt_embeds", "prompt")
             return list(self.tokenizer.encode(text, add_special_tokens=first).ids)
 
-        made = encoded(prompt, encode, size, self.manifest.max_seq_len)
-        self._require_known([token for token, row in zip(made.tokens, made.embeddings.at, strict=True) if row < 0])
-        return made
+        result = encoded(prompt, encode, size, self.manifest.max_seq_len)
+        rows = result.embeddings.at
+        self._require_in_vocabulary([token for token, row in zip(result.tokens, rows, strict=True) if row < 0])
+        return result
 
-    def _require_known(self, tokens: Sequence[int]) -> None:
+    def _require_in_vocabulary(self, tokens: Sequence[int]) -> None:
         limit = self.manifest.target.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < limit), None)
         if wrong is not None:
@@ -323,17 +323,18 @@ class Engine:
         params = params or self.defaults()
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
-        read = self.encode(prompt)
-        limit, embedded = self.manifest.max_seq_len, isinstance(read, EncodedPrompt)
-        if len(read) >= limit and params.max_tokens != 0:
+        encoded_prompt = self.encode(prompt)
+        length = len(encoded_prompt)
+        limit, embedded = self.manifest.max_seq_len, isinstance(encoded_prompt, EncodedPrompt)
+        if length >= limit and params.max_tokens != 0:
             raise RequestError(
-                f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}, output included; "
+                f"the prompt has {length} tokens, but this bundle's context holds {limit}, output included; "
                 "shorten the prompt or build with a larger --max-seq-len",
                 param="prompt",
             )
-        if params.rules.max_length is not None and len(read) >= params.rules.max_length and params.max_tokens:
+        if params.rules.max_length is not None and length >= params.rules.max_length and params.max_tokens:
             raise RequestError(
-                f"the prompt has {len(read)} tokens, but the model's own max_length is {params.rules.max_length}, "
+                f"the prompt has {length} tokens, but the model's own max_length is {params.rules.max_length}, "
                 "output included; shorten the prompt or say max_tokens",
                 param="prompt",
             )
@@ -342,30 +343,30 @@ class Engine:
                 raise RequestError(
                     "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
                 )
-            if len(read) > limit:
+            if length > limit:
                 raise RequestError(
-                    f"the prompt has {len(read)} tokens, but this bundle's context holds {limit}; shorten the prompt",
+                    f"the prompt has {length} tokens, but this bundle's context holds {limit}; shorten the prompt",
                     param="prompt",
                 )
-        own = self.manifest.generation
+        bundled = self.manifest.generation
         params = params.replace(
-            posterior_threshold=own.posterior_threshold
+            posterior_threshold=bundled.posterior_threshold
             if params.posterior_threshold is None
             else params.posterior_threshold,
-            posterior_alpha=own.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
+            posterior_alpha=bundled.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
         )
-        asked = Speculative.of(speculative)
+        options = Speculative.of(speculative)
         free = self.costs is not None
         defaults = self._built if self._lookup is None else (*self._built, self._lookup)
-        chosen, tree = choose(asked, self.methods, defaults, params, embedded, free)
+        chosen, tree = choose(options, self.methods, defaults, params, embedded, free)
         expected: Sequence[int] = ()
-        if asked.hypothesis is not None:
-            expected = continuation(self, prompt if isinstance(prompt, str) else "", asked.hypothesis)
-        request = self._request(read, params, chosen, tree, expected, asked.options)
-        request.fixed = asked.num_speculative_tokens is not None
-        if asked == DEFAULT and chosen not in (None, self._lookup):
+        if options.hypothesis is not None:
+            expected = continuation(self, prompt if isinstance(prompt, str) else "", options.hypothesis)
+        request = self._request(encoded_prompt, params, chosen, tree, expected, options.options)
+        request.fixed = options.num_speculative_tokens is not None
+        if options == DEFAULT and chosen not in (None, self._lookup):
             request.lookup = self._lookup
-        bypass = asked.hypothesis is not None and taken_as_it_is(params, asked.hypothesis_entropy)
+        bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
         return Stream(BypassRunner() if bypass else self._scheduler, request)
 
     def _request(
@@ -382,8 +383,8 @@ class Engine:
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
         rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.manifest.max_seq_len
-        room = min(rules.max_length or longest, longest) - len(tokens)
-        room = room if params.max_tokens is None else min(params.max_tokens, room)
+        remaining = min(rules.max_length or longest, longest) - len(tokens)
+        remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         # A grammar ends the text by itself.
         least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
@@ -399,10 +400,10 @@ class Engine:
             if params.grammar is not None:
                 processors.append(self._grammars.lark(params.grammar, **output))
         if rules.change_logits:
-            processors.append(Rules(rules, tokens, ends, vocab_size, room))
+            processors.append(Rules(rules, tokens, ends, vocab_size, remaining))
         view.processors = processors
         text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
-        request = Request(view, text, room, ends)
+        request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution
         return request
 
@@ -416,28 +417,28 @@ class Engine:
         return completed(self.stream(prompt, params, speculative))
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
-        """Measures what steps cost on this machine and keeps the figures for engines that are opened later.
+        """Measures what steps cost on this machine and stores the costs for engines that are opened later.
 
-        They are not kept if the machine was too busy. Nothing else may use the engine meanwhile.
+        They are not stored if the machine was too busy. Nothing else may use the engine meanwhile.
 
         Args:
             seconds: about how long it may take.
-            progress: called with what is done.
+            progress: called with what is being timed, the rounds done and the rounds in all.
         """
-        built = {name: self.speculations[name] for name in self._built if self.methods[name].needs_graph}
-        found = measure(self.manifest, self._target, built, seconds, progress)
-        if found.noise <= MOST_NOISE:
-            remembered(self.manifest, self.backend, self.slots).save(found)
-        return found
+        built = {name: self.loaded_methods[name] for name in self._built if self.methods[name].needs_graph}
+        costs = measure(self.manifest, self._target, built, seconds, progress)
+        if costs.noise <= MOST_NOISE:
+            stored_costs(self.manifest, self.backend, self.slots).save(costs)
+        return costs
 
-    def _calibrated(self) -> CostCurve | None:
-        """The kept figures of this machine, or new ones."""
-        known = remembered(self.manifest, self.backend, self.slots).load()
-        return self.calibrate() if known is None and self.backend.execution == "host" else known
+    def _stored_costs(self) -> CostCurve | None:
+        """The costs stored on this machine, or new ones."""
+        costs = stored_costs(self.manifest, self.backend, self.slots).load()
+        return self.calibrate() if costs is None and self.backend.execution == "host" else costs
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
-        # Repeats, so that look-ups find something; long enough for the longest chain.
+        # Repeated, so that look-ups have matches; long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         trees = {name: self.methods[name].token_trees()[0] for name in self._built or list(self.methods)[:1]}
@@ -446,18 +447,18 @@ class Engine:
                 pass
 
 
-def available_methods(manifest: Manifest, given: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
+def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
     """The methods that work with a bundle: those it was built for, and those that need no graph.
 
     Args:
         manifest: the bundle's.
-        given: options of methods that need no graph, instead of the bundle's or the defaults.
+        requested: options of methods that need no graph, instead of the bundle's or the defaults.
 
     Raises:
-        BuildError: a given method needs a graph, or proposes chains that the bundle does not verify.
+        BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
     """
-    named: dict[str, TextMethod] = {}
-    for method in given:
+    replacements: dict[str, TextMethod] = {}
+    for method in requested:
         if not isinstance(method, TextMethod):
             raise BuildError(
                 f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
@@ -469,16 +470,16 @@ def available_methods(manifest: Manifest, given: Sequence[MethodOptions] = ()) -
                 f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
                 "num_speculative_tokens"
             )
-        named[method.name] = method
-    own = {method.name: method for method in manifest.methods}
+        replacements[method.name] = method
+    methods = {method.name: method for method in manifest.methods}
     for kind in text_methods():
         name = method_name(kind)
-        if name in named or name not in own:
-            asked = named.get(name, kind())
-            if name in own and not asked.sizes:  # other options leave the trees as they are
-                fitted = with_trees(asked, own[name].token_trees())
+        if name in replacements or name not in methods:
+            method = replacements.get(name, kind())
+            if name in methods and not method.sizes:  # other options do not change the trees
+                fitted = with_trees(method, methods[name].token_trees())
             else:
-                fitted = for_bundle(asked, manifest.target)
+                fitted = for_bundle(method, manifest.target)
             if fitted.trees:
-                own[name] = fitted
-    return tuple(own.values())
+                methods[name] = fitted
+    return tuple(methods.values())

@@ -21,7 +21,7 @@ from specexport.runtime.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostErr
 
 def main() -> int:
     """Follows the first rank until that closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the first rank is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
     read = sys.stdin.buffer.read
     job = msgspec.msgpack.decode(read(*LENGTH.unpack(read(LENGTH.size))), type=Job)
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
@@ -41,28 +41,28 @@ def main() -> int:
 
 def _opened(job: Job, meeting: Meeting) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
-    made_by = buffers(bundle.manifest.target_signature)
+    arrays = buffers(bundle.manifest.target_signature)
     if job.backend is None:
-        made: Graph = open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, made_by, job.threads, job.keep, meeting)
-        return made
+        graph: Graph = open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.threads, job.keep, meeting)
+        return graph
     from specexport.runtime.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, job.backend, job.utilization).follow(job, made_by, meeting)
+    return CudaBackend(bundle, job.backend, job.utilization).follow(job, arrays, meeting)
 
 
-def _follow(graph: Graph, told: Run) -> None:
-    for name, arguments in told.changes:
+def _follow(graph: Graph, message: Run) -> None:
+    for name, arguments in message.changes:
         if name == "commit":
             graph.commit(arguments[0], arguments[1], arguments[2:])
         else:
             getattr(graph, name)(*arguments)
-    slots = range(*told.slots)
-    inputs = graph.inputs(*told.shape, slots)
-    for name, content in told.given.items():
+    slots = range(*message.slots)
+    inputs = graph.inputs(*message.shape, slots)
+    for name, content in message.inputs.items():
         inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
-    graph.run(*told.shape, slots)
+    graph.run(*message.shape, slots)
 
 
 if __name__ == "__main__":
-    # At once: what libraries hold of a device, and of ranks that are gone, goes with the process.
+    # At once: the system releases what libraries hold of the device and of ended ranks.
     os._exit(main())

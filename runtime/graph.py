@@ -1,4 +1,4 @@
-"""What every backend's graphs can do: static buffers, and a cache of several slots."""
+"""The interface of loaded graphs: static buffers, and a cache of several slots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specexport.contract.shapes import ShapePoint
 
 Array = npt.NDArray[Any]
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
-"""Makes the input and output arrays of a shape point, caches aside."""
+"""Creates the input and output arrays of a shape point, without the caches."""
 FIRST = range(1)
 """The window of a single request: the first slot alone."""
 
 
 TILE = 16
-"""What is left of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
+"""The last part of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
 
 
 class Graph(ABC):
@@ -53,31 +53,31 @@ class Graph(ABC):
         """Bytes of the KV cache at its present size."""
 
     def widths(self, slots: int) -> tuple[int, ...]:
-        """T of the steps that compute logits of every token, ascending, for a window of so many slots."""
+        """T of the steps of this many slots that compute logits of every token, ascending."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
-    def step_width(self, slots: int, needed: int) -> int:
-        """T of the step that a window of so many slots takes where the largest of their trees has ``needed`` nodes."""
-        return next(width for width in self.widths(slots) if width >= needed)
+    def step_width(self, slots: int, nodes: int) -> int:
+        """T of a step of this many slots whose largest tree has ``nodes`` nodes."""
+        return next(width for width in self.widths(slots) if width >= nodes)
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
-        """K and T of the runs of a propose graph, ascending, for a window of so many slots."""
+        """K and T of a propose graph's runs of this many slots, ascending."""
         return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
 
     def filled(self, slot: int) -> int:
-        """How many rows of a slot's cache are what was committed there, from the first on."""
+        """The number of committed rows in a slot's cache."""
         return self._filled[slot]
 
     def reusable(self, slot: int, rows: int) -> int:
-        """How many of a slot's first ``rows`` rows another text may reuse: all of them.
+        """The number of a slot's first ``rows`` rows that another text may reuse.
 
-        With layers without attention all but the last few that a draft may take back, or nothing.
+        Layers without attention can go back a few tokens only, so with them it is 0 for shorter prefixes.
         """
         return min(rows, self._filled[slot])
 
     @abstractmethod
     def reserve(self, rows: int) -> None:
-        """Makes every slot's cache hold at least ``rows`` rows, keeping its content.
+        """Grows every slot's cache to at least ``rows`` rows and keeps its content.
 
         Raises:
             BackendError: the bundle has no cache so large.
@@ -85,22 +85,22 @@ class Graph(ABC):
 
     @abstractmethod
     def shrink_cache(self, rows: int) -> None:
-        """Makes the cache as small as ``rows`` rows allow, if it is larger; rows beyond its new size are lost."""
+        """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
 
     @abstractmethod
     def copy(self, source: int, to: int, rows: int) -> None:
-        """Makes the first ``rows`` rows of a slot's cache those of another one, as far as they are ``reusable``."""
+        """Copies the first ``rows`` rows of a slot's cache to another one, as far as they are :meth:`reusable`."""
 
     @abstractmethod
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """Puts the rows of those tokens of the last run that are kept into the cache, one after the other.
+        """Commits the rows of some of the last run's tokens to the cache, one after the other.
 
-        To be called after every run whose rows are wanted; where they lie already nothing is copied.
+        To be called after every run whose rows are used; rows that are in place are not copied.
 
         Args:
             slot: one of the run's window.
             past: the run's ``past_length``.
-            nodes: which of the tokens fed are kept, ascending; their rows go to ``past``, ``past + 1``, ...
+            nodes: the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
         """
 
     @abstractmethod
@@ -109,25 +109,25 @@ class Graph(ABC):
 
     @abstractmethod
     def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        """Sets ``past_length`` so that the next run leaves every slot's committed rows alone.
+        """Sets ``past_length`` so that the next run overwrites no committed rows.
 
-        To be called before ``past_length`` is set for the slots that take part. Where another one is too full for the
-        rows that the run writes in any case, its last rows are given up.
+        To be called before ``past_length`` is set for the slots that take part. The run writes rows into every slot of
+        the window; another slot that is too full for them loses its last rows.
         """
 
     @abstractmethod
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """Runs at that shape point; the outputs by name, without the caches."""
+        """Runs at a shape point; returns the outputs by name, without the caches."""
 
     def chunk(self, most: int, tokens: int) -> int:
-        """T of a run that reads so many tokens of a prompt, at most ``most`` of them: that is its only shape."""
+        """T of a run that reads ``tokens`` tokens of a prompt; by default always the largest, ``most``."""
         return most
 
     def _cache_size(self, rows: int) -> int:
         """The smallest cache of at least ``rows`` rows."""
         size = next((size for size in self.cache_sizes if size >= rows), None)
         if size is None:
-            raise BackendError(f"{rows} cache rows wanted, but the bundle's largest cache has {self.cache_sizes[-1]}")
+            raise BackendError(f"{rows} cache rows needed, but the bundle's largest cache has {self.cache_sizes[-1]}")
         return size
 
     def _require(self, point: ShapePoint) -> ShapePoint:
@@ -136,14 +136,14 @@ class Graph(ABC):
         return point
 
     def _protect(self, inputs: Mapping[str, Array], slots: range, most: int) -> None:
-        """Has a run write behind what slots hold, of which ``most`` rows leave it room; see :class:`Graph`."""
+        """Implements :meth:`protect_rows`; ``most`` committed rows leave room for the run's."""
         if tensors.PAST_LENGTH in inputs:  # none without a cache
             for at, slot in enumerate(slots):
                 inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
 
 
 def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:
-    """The inputs that are the layers' caches, by the heads and the width of a row they have."""
+    """Names of the layers' cache inputs, by their heads and row width."""
     names: dict[tuple[int, int], list[str]] = {}
     for index, layer in enumerate(layers):
         names.setdefault((layer.heads, layer.key_size), []).append(tensors.past_key(index))

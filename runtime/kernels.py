@@ -1,4 +1,4 @@
-"""The kernels of ``kernels/``: a library that plugs into onnxruntime, and runs what it claims of a graph on the CPU."""
+"""The kernels of ``kernels/``: a plugin of onnxruntime that runs the parts of a graph that it claims, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specexport.runtime.machine import cache_folder, machine_key, remove_unused
 LIBRARY = Path(__file__).parent.parent / "kernels" / "libspecexport.so"
 """Compiled by ``pip install`` where there is a C++ compiler."""
 SWITCH = "SPECEXPORT_KERNELS"
-"""Environment variable; 0 leaves every graph to onnxruntime's kernels."""
+"""Environment variable; 0 runs every graph on onnxruntime's kernels."""
 
 _RECORDED = "session.record_ep_graph_assignment_info"
-_ALONE = "onnxruntime's alone, where texts may part at two tokens that are about equally likely"
-_ROUND_NOTHING = frozenset({
+_ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely"
+_BATCH_INVARIANT = frozenset({
     "Abs", "And", "ArgMax", "ArgMin", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Equal",
     "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "If",
     "Less", "LessOrEqual", "Loop", "Max", "Min", "Mod", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "Range",
@@ -28,8 +28,8 @@ _ROUND_NOTHING = frozenset({
     "Slice", "Split", "Squeeze", "TensorScatter", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
     "Add", "DequantizeLinear", "Div", "Mul", "Sub",  # one operation of IEEE 754 for each number
 })  # fmt: skip
-"""Operators whose rows are the same in any kernel, however many there are."""
-_NEEDED = (1, 28)
+"""Operators that compute a row equally in any kernel, whatever the number of rows."""
+_MINIMUM = (1, 28)
 """The oldest release of onnxruntime that these kernels are tested with."""
 
 
@@ -37,24 +37,24 @@ class _Kernels(NamedTuple):
     devices: list[Any]
     """``onnxruntime.OrtEpDevice``; empty where the kernels are not used."""
     described: str
-    """Which kernels compute, and if not these, why not and what to do."""
+    """Which kernels are used, and if not these, why not and what to do."""
     instruction_set: str = ""
 
 
 class PackedWeights(NamedTuple):
-    """Where a bundle's weights are kept in the order that the kernels read them, for other processes and later ones."""
+    """The cache of a bundle's weights in the order that the kernels read them, shared by processes."""
 
     folder: Path
     key: str
-    """Names of its files begin so."""
+    """The prefix of its file names."""
 
     @staticmethod
     def of(files: str, keep: bool) -> PackedWeights | None:
-        """Those of a bundle on this machine; None where there are none and none may be kept.
+        """The cache of a bundle's weights on this machine; None if it is missing and must not be written.
 
         Args:
             files: a hash of the bundle's files.
-            keep: whether to keep them, where they are not yet.
+            keep: whether to write it if it is missing.
         """
         cache = cache_folder()
         if cache is None:
@@ -71,15 +71,15 @@ class PackedWeights(NamedTuple):
 
 
 def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None) -> bool:
-    """Has a session run what it can on these kernels; what they do not claim runs on onnxruntime's.
+    """Adds these kernels to a session; nodes that they do not claim run on onnxruntime's.
 
     Args:
         options: its ``onnxruntime.SessionOptions``.
-        threads: of its operators.
-        packed: where packed weights are kept; None for in memory alone.
+        threads: number of threads of its operators.
+        packed: the cache of packed weights; None to keep them in memory only.
 
     Returns:
-        Whether it does.
+        Whether the kernels are used.
 
     Raises:
         BackendError: :data:`SWITCH` is neither 0 nor 1.
@@ -95,17 +95,17 @@ def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None)
 
 
 def not_claimed(session: Any) -> Counter[str]:
-    """How many operators of a session with these kernels round in onnxruntime's, by type.
+    """The rounding operators of a session that run on onnxruntime's kernels, counted by type.
 
-    There a row's last bits may depend on how many others run beside it. None, and texts are exact.
+    There a row's last bits may depend on the number of rows. If there are none, texts are exact.
     """
     parts = session.get_provider_graph_assignment_info()
-    left = (node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
-    return Counter(kind for kind in left if kind not in _ROUND_NOTHING)
+    unclaimed = (node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
+    return Counter(kind for kind in unclaimed if kind not in _BATCH_INVARIANT)
 
 
 def kernels_described() -> str:
-    """Which kernels graphs run on, on the CPU, in one line.
+    """Describes in one line which kernels run graphs on the CPU.
 
     Raises:
         BackendError: :data:`SWITCH` is neither 0 nor 1.
@@ -114,7 +114,7 @@ def kernels_described() -> str:
 
 
 def instruction_set() -> str:
-    """What the kernels use of the processor; empty where they are not used."""
+    """The instruction set that the kernels use; empty if they are not used."""
     return _kernels().instruction_set
 
 
@@ -131,28 +131,28 @@ def _register(library: Path) -> _Kernels:
     try:
         import onnxruntime
     except ImportError:
-        return _instead("onnxruntime is not installed; run: pip install 'specexport[cpu]'")
+        return _onnxruntime_alone("onnxruntime is not installed; run: pip install 'specexport[cpu]'")
     if not library.is_file():
-        return _instead("specexport's are not compiled; install a C++ compiler, then run pip install again")
-    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < _NEEDED:
-        needed = ".".join(map(str, _NEEDED))
-        return _instead(
-            f"specexport's need onnxruntime {needed}, and {onnxruntime.__version__} is installed; "
+        return _onnxruntime_alone("specexport's are not compiled; install a C++ compiler, then run pip install again")
+    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < _MINIMUM:
+        minimum = ".".join(map(str, _MINIMUM))
+        return _onnxruntime_alone(
+            f"specexport's need onnxruntime {minimum}, and {onnxruntime.__version__} is installed; "
             "run: pip install -U 'specexport[cpu]'"
         )
     try:
-        named = ctypes.CDLL(str(library)).specexport_instruction_set
+        instruction_set_name = ctypes.CDLL(str(library)).specexport_instruction_set
         before = len(onnxruntime.get_ep_devices())
         onnxruntime.register_execution_provider_library(str(library), str(library))
         devices = onnxruntime.get_ep_devices()[before:]
     except Exception as error:  # onnxruntime's exceptions share no public base
         first = str(error).partition("\n")[0]
-        return _instead(f"{library} cannot be loaded: {first}; run pip install again to compile it")
+        return _onnxruntime_alone(f"{library} cannot be loaded: {first}; run pip install again to compile it")
     if not devices:
-        return _instead("specexport's found no CPU among onnxruntime's devices")
-    named.restype = ctypes.c_char_p
-    return _Kernels(devices, f"specexport's for {named().decode()}", named().decode())
+        return _onnxruntime_alone("specexport's found no CPU among onnxruntime's devices")
+    instruction_set_name.restype = ctypes.c_char_p
+    return _Kernels(devices, f"specexport's for {instruction_set_name().decode()}", instruction_set_name().decode())
 
 
-def _instead(reason: str) -> _Kernels:
+def _onnxruntime_alone(reason: str) -> _Kernels:
     return _Kernels([], f"{_ALONE}: {reason}")

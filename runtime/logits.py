@@ -1,7 +1,7 @@
-"""What a request changes of the target's logits before anything is accepted, at every node of a tree.
+"""Changes of the target's logits at every node of a tree, before acceptance.
 
-p is then the target's distribution after these changes, so whatever is lossless is so with respect to it. Proposers
-know nothing of them: what they draft is accepted or rejected by the changed p, whatever q it was drawn from.
+p is then the target's distribution after these changes, and lossless methods reproduce it. Proposers ignore the
+changes: draft tokens are accepted or rejected by the changed p, whatever q they were drawn from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogitsProcessor(Protocol):
     """Changes the logits of one output, and follows the output as it grows."""
 
     def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        """The logits as changed, each node's by the output so far and the draft tokens on its own path.
+        """The changed logits, each node's by the output so far and the draft tokens on its path.
 
         Args:
             logits: float32 ``[N,V]``, at every node of the tree; not changed.
@@ -36,26 +36,26 @@ class LogitsProcessor(Protocol):
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Moves on by the tokens a step committed."""
+        """Advances by the tokens that a step committed."""
 
     def check(self) -> None:
-        """Raises what a step could not, as other requests share it."""
+        """Raises the error that a step could not raise, as other requests share it."""
 
 
 def paths(tree: TokenTree, draft_tokens: Ints) -> Iterator[Ints]:
-    """The draft tokens on the way to each node of a tree, that of the node included."""
+    """The draft tokens on the path to each node of a tree, its own included."""
     return (draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1] for node in range(len(tree)))
 
 
 class Penalties:
-    """Biases, penalties and the least length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
+    """Biases, penalties and the minimum length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
 
     Args:
         params: the request's.
         prompt: its tokens; negative numbers stand for embeddings.
-        ends: tokens that end the output, which has ``min_tokens`` before them.
+        ends: tokens that end the output, forbidden before it has ``min_tokens`` tokens.
         vocab_size: V.
-        min_tokens: instead of the parameters'.
+        min_tokens: overrides that of the parameters.
 
     Raises:
         RequestError: a bias is for a token that the model does not have.
@@ -82,11 +82,11 @@ class Penalties:
             )
 
     def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        made: Floats = logits.copy()
-        made[:, self._biased] += self._bias
-        for row, path in zip(made, paths(tree, draft_tokens), strict=True):
+        changed: Floats = logits.copy()
+        changed[:, self._biased] += self._bias
+        for row, path in zip(changed, paths(tree, draft_tokens), strict=True):
             self._change(row, path)
-        return made
+        return changed
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._output += tokens
@@ -97,11 +97,11 @@ class Penalties:
     def _change(self, row: Floats, path: Ints) -> None:
         """Changes the logits ``[V]`` after the output so far and a path of draft tokens."""
         params, output = self._params, np.concatenate([np.array(self._output, np.int64), path])
-        said, counts = np.unique(output, return_counts=True)
+        tokens, counts = np.unique(output, return_counts=True)
         if params.repetition_penalty != 1.0:
-            known = np.union1d(self._prompt, said)
-            some = row[known]
-            row[known] = np.where(some > 0, some / params.repetition_penalty, some * params.repetition_penalty)
-        row[said] -= params.frequency_penalty * counts + params.presence_penalty
+            repeated = np.union1d(self._prompt, tokens)
+            values = row[repeated]
+            row[repeated] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
         if len(output) < self._least:
             row[self._ends] = -np.inf

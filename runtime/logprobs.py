@@ -14,9 +14,9 @@ class TokenLogprobs:
     """The target's log-probabilities where a token was chosen, before temperature and filters.
 
     Attributes:
-        logprob: its own, in nats.
-        rank: its place among all tokens, 1 for the most probable.
-        top: the most probable tokens and theirs, the best first.
+        logprob: that of the chosen token, in nats.
+        rank: its rank among all tokens, 1 for the most probable.
+        top: the most probable tokens with their log-probabilities, best first.
     """
 
     token: int
@@ -34,7 +34,7 @@ def token_logprobs(
         logits: float32 ``[N,V]``, at every node of the verified tree.
         nodes: the node after which each token came: the root, then the accepted path.
         tokens: the tokens; fewer than nodes where the output ended.
-        top: how many of the most probable tokens to name.
+        top: number of most probable tokens to list.
     """
     return tuple(_at(logits[node], token, top) for node, token in zip(nodes, tokens, strict=False))
 
@@ -45,11 +45,11 @@ def _at(row: npt.NDArray[np.float32], token: int, top: int) -> TokenLogprobs:
     scores -= np.log(np.exp(scores).sum())
     top = min(top, len(scores))
     best = np.argpartition(scores, -top)[-top:] if top else np.empty(0, np.int64)
-    # Of equal ones the lower token first, as greedy decoding chooses.
+    # Ties go to the lower token, as in greedy decoding.
     best = best[np.lexsort((best, -scores[best]))]
     return TokenLogprobs(
         token,
         float(scores[token]),
         1 + int((scores > scores[token]).sum()),
-        tuple((int(other), float(scores[other])) for other in best),
+        tuple((int(alternative), float(scores[alternative])) for alternative in best),
     )

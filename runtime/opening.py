@@ -10,13 +10,13 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Buffers, Graph
 
 DEFAULT_UTILIZATION = 0.9
-"""Of a device's memory; the rest is left to what drivers and libraries take without saying."""
+"""Share of a device's memory; drivers and libraries need some of the rest without telling."""
 
 
 def open_backend(
     bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float, keep: bool = False
 ) -> Backend:
-    """Opens what a bundle runs on.
+    """Opens the backend that a bundle runs on.
 
     Args:
         bundle: the bundle.
@@ -24,14 +24,14 @@ def open_backend(
         threads: for CPU backends; None for every core this process may use.
         gpu_memory_utilization: for GPU backends, the part of the device's memory that may be used, other programs'
             included.
-        keep: keep what a library makes of a graph in the cache folder, where the next opening takes a part of the time.
+        keep: cache graphs as a library optimizes them, so that the next opening is faster.
 
     Raises:
         BackendError: there is no such backend, or it or its device is missing.
         RequestError: the part of the memory is out of range.
     """
-    asked = name or bundle.manifest.backend
-    chosen = next((backend for backend in BACKENDS if backend == asked), None)
+    requested = name or bundle.manifest.backend
+    chosen = next((backend for backend in BACKENDS if backend == requested), None)
     if chosen is None:
         raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(BACKENDS)}")
     if chosen != "onnxruntime" and bundle.manifest.has_states:

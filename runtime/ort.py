@@ -1,4 +1,4 @@
-"""Graphs on onnxruntime: one session a model over its symbolic master, buffers bound once a shape point."""
+"""Graphs on onnxruntime: one session a model with its symbolic master, buffers bound once a shape point."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import KeptStates
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.declared import require_declared
 from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
-from specexport.runtime.kept import KeptGraph
+from specexport.runtime.graph_cache import GraphCache
+from specexport.runtime.graph_check import require_declared
 from specexport.runtime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
-from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.ort_cache import GrowingCache, Rows
+from specexport.runtime.symlinks import open_linked
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
@@ -46,14 +46,14 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
         raise BackendError(
             "onnxruntime is not installed, and this bundle runs on it; install it with: pip install 'specexport[cpu]'"
         ) from error
-    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    needed = MINIMUM[lowering]
-    if found < needed:
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    minimum = MINIMUM[lowering]
+    if version < minimum:
         instead = "; there is none for Python 3.10, where bundles built with --lowering portable run"
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__} is too old for a bundle of the {lowering} lowering; expected "
-            f"{needed[0]}.{needed[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'"
-            + (instead if found >= MINIMUM["portable"] else "")
+            f"{minimum[0]}.{minimum[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'"
+            + (instead if version >= MINIMUM["portable"] else "")
         )
     return onnxruntime
 
@@ -63,20 +63,20 @@ def open_session(
     threads: int,
     lowering: LoweredAs,
     weights: StoredAs,
-    kept: KeptGraph | None = None,
+    cache: GraphCache | None = None,
     packed: PackedWeights | None = None,
 ) -> Any:
-    """An ``onnxruntime.InferenceSession`` over a master graph on the CPU, with the options the engine runs it with.
+    """An ``onnxruntime.InferenceSession`` of a master graph on the CPU, with the options that the engine uses.
 
-    What :mod:`~specexport.runtime.kernels` claim of it runs on these, where they are used.
+    If :mod:`~specexport.runtime.kernels` are used, the nodes that they claim run on them.
 
     Args:
         path: the graph.
-        threads: of its operators.
-        lowering: of its operators.
-        weights: how it stores them.
-        kept: without these kernels, what onnxruntime made of it before, or where that is to be kept.
-        packed: with these kernels, where its weights are kept as they read them; None for in memory alone.
+        threads: number of threads of its operators.
+        lowering: its operators.
+        weights: how it stores weights.
+        cache: without these kernels, the cache entry of the graph as onnxruntime optimizes it.
+        packed: with these kernels, the cache of packed weights; None to keep them in memory only.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -90,19 +90,19 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Quantized weights are multiplied as integers.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    undone = lowering == "portable" or weights == "fp8"
-    if undone:
-        # There is no kernel for numbers with one scale a column: undo them once, not in every step.
+    dequantized = lowering == "portable" or weights == "fp8"
+    if dequantized:
+        # No kernel takes one scale a column: dequantize once, not in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
-    # onnxruntime adds its own provider to ours, and takes no list beside it.
+    # onnxruntime adds its own provider to ours, and then accepts no list.
     kernels = add_kernels(options, threads, packed)
     providers = None if kernels else ["CPUExecutionProvider"]
-    # The kernels read weights as they are stored, folded they would be wider or there twice, and know MatMul alone.
-    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not undone else None
+    # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
+    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not dequantized else None
 
     def plain(graph: Path) -> Any:
-        # It would print an error that is raised here too, and try without our provider.
+        # The fallback would print an error that is raised here too, and try without our provider.
         return onnxruntime.InferenceSession(
             str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
         )
@@ -111,44 +111,44 @@ def open_session(
         return open_linked(graph, options, plain)
 
     try:
-        return session(path) if kept is None or kernels else kept.session(path, session, options)
+        return session(path) if cache is None or kernels else cache.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
 
-def open_kept(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
-    """:func:`open_session` over a graph of a bundle, of which a model is made; what takes long is kept for later ones.
+def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
+    """:func:`open_session` for a graph of a bundle, with the caches of this machine.
 
     Args:
-        bundle: has it.
-        model: what it is a graph of.
-        name: of its file.
-        threads: of its operators.
-        keep: whether to keep what is not kept yet: the graphs of onnxruntime's kernels
-            (:class:`~specexport.runtime.kept.KeptGraph`), the weights of ours.
+        bundle: the bundle.
+        model: the graph's model.
+        name: the graph's file.
+        threads: number of threads of its operators.
+        keep: whether to write missing cache entries: graphs for onnxruntime's kernels
+            (:class:`~specexport.runtime.graph_cache.GraphCache`), packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.
     """
-    lowering, weights, kept, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
+    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
     if lowering == "native" and weights in ("int8", "int4", "stored"):
-        kept = KeptGraph((files, name, import_onnxruntime(lowering).__version__), keep)
+        cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), keep)
     packed = PackedWeights.of(files, keep)
-    return open_session(bundle.file(name), threads, lowering, weights, kept, packed)
+    return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
 
 
 def files_hash(bundle: Bundle) -> str:
-    """Tells bundles apart by what their files hold."""
+    """A hash of a bundle's content."""
     return hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
 
 
 class OnnxRuntimeGraph(Graph):
     """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.graph.Graph`.
 
-    The session runs the symbolic master, so weights are held once, and a step may be of any width. A
-    point's input and output buffers are made once, and bound once a window together with the caches of its slots, which
-    are neighbours in memory: lowered natively the caches as input and output alike, which is what makes TensorScatter
-    write in place; lowered portably as input, and the new rows as output.
+    The session runs the symbolic master, so weights are in memory once, and a step may have any width. A point's input
+    and output buffers are allocated once, and bound once a window together with the caches of its slots, which are
+    neighbours in memory: natively as input and output at once, so that TensorScatter writes in place; portably as
+    input, with the new rows as output.
 
     Raises:
         BundleError: the graph does not take or return what the manifest says.
@@ -165,7 +165,7 @@ class OnnxRuntimeGraph(Graph):
         require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._states = KeptStates(model.states, slots) if model.states else None
-        # States do not go back to tokens that are read again only to make a run as wide as another slot needs it.
+        # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
         self._narrowest = 1 if instruction_set() and not self.not_claimed else 2
@@ -178,8 +178,8 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def cache_bytes(self) -> int:
-        kept = 0 if self._states is None else self._states.nbytes
-        return kept + sum(block.nbytes for block in self._cache.now.blocks)
+        states = 0 if self._states is None else self._states.nbytes
+        return states + sum(block.nbytes for block in self._cache.now.blocks)
 
     @property
     def not_claimed(self) -> Counter[str]:
@@ -196,24 +196,24 @@ class OnnxRuntimeGraph(Graph):
             super()._require(msgspec.structs.replace(point, tokens=built[0], rows=built[0]))
             return point
         if self._layers and point.drafts and point not in self._points:
-            widths = [one.tokens for one in self._points if (one.batch, one.drafts) == (point.batch, point.drafts)]
+            widths = [p.tokens for p in self._points if (p.batch, p.drafts) == (point.batch, point.drafts)]
             super()._require(msgspec.structs.replace(point, tokens=min(widths, default=point.tokens)))
             return point
-        if point.rows == 1 and point.tokens % TILE == 0:  # what is left of a prompt
-            chunks = [one.tokens for one in self._points if (one.batch, one.rows) == (point.batch, 1)]
+        if point.rows == 1 and point.tokens % TILE == 0:  # the last part of a prompt
+            chunks = [p.tokens for p in self._points if (p.batch, p.rows) == (point.batch, 1)]
             super()._require(msgspec.structs.replace(point, tokens=max([point.tokens, *chunks])))
             return point
         return super()._require(point)
 
-    def step_width(self, slots: int, needed: int) -> int:
-        """See :class:`Graph`; a step may be of any width.
+    def step_width(self, slots: int, nodes: int) -> int:
+        """See :class:`Graph`; a step may have any width.
 
-        Operators of onnxruntime's take another way for one row than for several: where there are some, steps take two.
+        onnxruntime's operators compute one row differently from several: a step that uses them has at least two.
         """
-        return max(needed, self._narrowest)
+        return max(nodes, self._narrowest)
 
     def chunk(self, most: int, tokens: int) -> int:
-        """See :class:`Graph`; what is left of a prompt takes as many tiles as it fills."""
+        """See :class:`Graph`; the last part of a prompt takes as many tiles as it fills."""
         return min(most, -(-tokens // TILE) * TILE) if self.any_width else most
 
     def reserve(self, rows: int) -> None:
@@ -254,8 +254,8 @@ class OnnxRuntimeGraph(Graph):
             return
         start, at = (past, slot) if self._in_place else (0, slot - first)
         blocks = self._cache.now.blocks
-        for block, made in zip(blocks, blocks if self._in_place else arrays.made, strict=True):
-            rows = made[:, at, :, start:]
+        for block, source in zip(blocks, blocks if self._in_place else arrays.new_rows, strict=True):
+            rows = source[:, at, :, start:]
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
@@ -266,7 +266,7 @@ class OnnxRuntimeGraph(Graph):
         arrays = self._arrays_of((len(slots), tokens, rows, drafts))
         self._protect(arrays.inputs, slots, self._cache.now.rows - arrays.fed)
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
-            arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # what a slot holds, drafts aside
+            arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         shape = (len(slots), tokens, rows, drafts)
@@ -296,13 +296,13 @@ class OnnxRuntimeGraph(Graph):
         if arrays is None:
             batch, tokens, rows, drafts = shape
             point = self._require(ShapePoint(batch, tokens, self._cache.now.rows, rows, drafts))
-            made = Rows(() if self._in_place else self._layers, batch, point.fed)
+            rows_out = Rows(() if self._in_place else self._layers, batch, point.fed)
             states: list[Array] = []
-            parts = {name.replace("past_", "new_", 1): part for name, part in made.parts.items()}
+            parts = {name.replace("past_", "new_", 1): part for name, part in rows_out.parts.items()}
             if self._states is not None:
                 states, every = self._states.outputs(batch, point.fed)
                 parts |= every
-            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), made.blocks, parts, point.fed, states)
+            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
         return arrays
 
     def _bind(self, slots: range, arrays: _Arrays) -> Any:
@@ -327,13 +327,12 @@ class OnnxRuntimeGraph(Graph):
 class _Arrays:
     """The buffers of one shape, at any cache size.
 
-    Lowered portably also those of the F new rows: blocks ``[L,B,Hkv,F,D]``; ``parts`` are the new rows of all layers by
-    output.
+    Lowered portably also the F new rows: ``new_rows`` are blocks ``[L,B,Hkv,F,D]``, ``parts`` each layer's by output.
     """
 
     inputs: dict[str, Array]
     outputs: dict[str, Array]
-    made: list[Array]
+    new_rows: list[Array]
     parts: dict[str, Array]
     fed: int
     states: list[Array]

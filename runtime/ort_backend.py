@@ -9,10 +9,10 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Buffers, Graph
 from specexport.runtime.kernels import instruction_set, kernels_described
 from specexport.runtime.machine import available_cores, cpu_name
-from specexport.runtime.ort import OnnxRuntimeGraph, open_kept
-from specexport.runtime.program import Speculation
+from specexport.runtime.ort import OnnxRuntimeGraph, open_cached
 from specexport.runtime.ranks import LeadingGraph
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod
 
 
 class OnnxRuntimeBackend:
@@ -29,7 +29,7 @@ class OnnxRuntimeBackend:
 
     @property
     def default_slots(self) -> int:
-        """See :class:`~specexport.runtime.backend.Backend`; all, as slots that are not used take no memory."""
+        """See :class:`~specexport.runtime.backend.Backend`; all, as unused slots take no memory."""
         return self._bundle.manifest.batch_sizes[-1]
 
     @property
@@ -50,23 +50,23 @@ class OnnxRuntimeBackend:
         if not instruction_set():
             return self.kernels
         if self._bundle.manifest.lowering == "portable":
-            return "lowered portably, a step's rows are summed up in another order than the cache's"
-        left = target.not_claimed
-        return "not claimed: " + ", ".join(f"{kind} x {count}" for kind, count in left.most_common()) if left else ""
+            return "lowered portably: attention sums a step's rows in another order than cached ones"
+        counts = target.not_claimed
+        return "not claimed: " + ", ".join(f"{kind} x {n}" for kind, n in counts.most_common()) if counts else ""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:
             leading = LeadingGraph.open(self._bundle, slots, buffers, self._threads, self._keep)
             self._leading.append(leading)
             return leading
-        session = open_kept(self._bundle, model, model.graph.master, self._threads, self._keep)
+        session = open_cached(self._bundle, model, model.graph.master, self._threads, self._keep)
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, speculations)
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
+        return HostProgram(self._bundle.manifest, target, loaded_methods)
 
     def close(self) -> None:
-        """See :class:`~specexport.runtime.backend.Backend`; graphs go when nothing refers to them, ranks now."""
+        """See :class:`~specexport.runtime.backend.Backend`; graphs go with their last reference, ranks end now."""
         for leading in self._leading:
             leading.close()

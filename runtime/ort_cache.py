@@ -1,4 +1,4 @@
-"""The rows of every layer's cache on the host, and how they come into a larger one."""
+"""The KV cache of every layer on the host, and how it grows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specexport.runtime.graph import Array, caches_by_shape
 
 _HUGE_PAGE = 2 << 20
 _SPARE = 16
-"""Rows before the end of a cache at which the next is ready: a step may write so many."""
-_FREED = 4 << 20
-"""Bytes of what is left behind that a step gives back: all at once takes as long as copying it."""
+"""Rows that are still free when the next cache is ready: a step may write this many."""
+_FREED_PER_STEP = 4 << 20
+"""Bytes of the old cache that a step frees; freeing all at once would take as long as copying it."""
 
 
 class Rows:
@@ -24,9 +24,9 @@ class Rows:
 
     Attributes:
         rows: S.
-        blocks: float32 ``[L,B,Hkv,S,D]``. Rows of one shape lie in one block, so that a commit is one copy over all
-            their layers.
-        parts: those of each layer, by cache name.
+        blocks: float32 ``[L,B,Hkv,S,D]``. Layers with rows of one shape share a block, so that a commit copies all
+            of them at once.
+        parts: each layer's part, by cache name.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], slots: int, rows: int) -> None:
@@ -40,22 +40,20 @@ class Rows:
             self.parts.update(zip(names, block, strict=True))
 
     def _zeros(self, shape: tuple[int, int, int, int, int]) -> Array:
-        """Zeros of which those of slots and texts that are not there take no memory."""
+        """Zeros; pages that are never written take no memory."""
         nbytes = 4 * math.prod(shape)
         if not nbytes:
             return np.zeros(shape, np.float32)
         memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
-        # Where a slot's part of a layer is smaller than a huge page, its first row would take those of its neighbours
-        # too, all to be filled with zeros by the kernel within a step.
+        # With less than a huge page a slot and layer, the first row would allocate its neighbours' pages too, and the
+        # system would fill all of them with zeros within a step.
         if 4 * math.prod(shape[2:]) >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory.append(memory)
         return np.frombuffer(memory, np.float32).reshape(shape)
 
-    def give_back(self, start: int, count: int) -> bool:
-        """Has the kernel take so many bytes of every block from a place on, whose content is lost; whether more is left
-        behind them.
-        """
+    def free_bytes(self, start: int, count: int) -> bool:
+        """Returns ``count`` bytes of every block from ``start`` on to the system; whether there are more after them."""
         for memory in self._memory:
             end = min(start + count, len(memory))
             if start < end and hasattr(mmap, "MADV_DONTNEED"):
@@ -64,14 +62,14 @@ class Rows:
 
 
 class GrowingCache:
-    """The cache of a graph on the host, which becomes larger while texts grow.
+    """The cache of a graph on the host, which grows with its texts.
 
-    New memory costs several times what copying into it does. So a larger cache is begun while the present one still has
-    room, a few layers a step, and what the old one took is given back in the same way.
+    Allocating memory takes several times as long as copying into it. So a larger cache is filled while the present one
+    still has room, a few layers a step, and the old one is freed in the same way.
 
     Args:
         layers: the graph's.
-        slots: how many texts it holds.
+        slots: number of slots.
         sizes: rows it may have, ascending.
     """
 
@@ -81,37 +79,37 @@ class GrowingCache:
         self._next: Rows | None = None
         self._begin(None, 0)
         self._old: Rows | None = None
-        self._given = 0
+        self._freed = 0
 
-    def _nothing(self) -> npt.NDArray[np.int64]:
-        """Rows of each slot that are in the next cache already, by layer: none."""
+    def _no_rows(self) -> npt.NDArray[np.int64]:
+        """Initial counts of copied rows, by layer and slot: zeros."""
         return np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
     def resize(self, rows: int, filled: Sequence[int]) -> None:
-        """Makes the cache one of so many rows, and keeps those that are filled in each slot."""
+        """Resizes the cache, and keeps the filled rows of each slot."""
         if self._next is None or self._next.rows != rows:
             self._next = Rows(self._layers, self._slots, rows)
             self._copied[:] = 0
         for layer in range(len(self._copied)):
             self._copy(layer, [min(count, rows) for count in filled])
-        self._old, self._given = (self.now, 0) if self.now.rows < rows else (None, 0)
+        self._old, self._freed = (self.now, 0) if self.now.rows < rows else (None, 0)
         self.now = self._next
         self._begin(None, 0)
 
     def _begin(self, following: Rows | None, longest: int) -> None:
-        """Begins a larger cache while the longest text has so many rows."""
-        self._next, self._since, self._begun, self._copied = following, longest, 0, self._nothing()
+        """Begins to fill a larger cache when the longest text has ``longest`` rows."""
+        self._next, self._since, self._begun, self._copied = following, longest, 0, self._no_rows()
 
     def changed(self, slot: int, rows: int) -> None:
-        """Says that rows of a slot from one on are no longer what they were."""
+        """Records that the rows of a slot have changed from row ``rows`` on."""
         np.minimum(self._copied[:, slot], rows, out=self._copied[:, slot])
 
     def advance(self, filled: Sequence[int]) -> None:
-        """Does a step's share of what a larger cache will need, and of giving back a smaller one's memory."""
+        """Does a step's share of filling a larger cache and of freeing the old one."""
         if self._old is not None:
-            more = self._old.give_back(self._given, _FREED)
-            self._given += _FREED
-            self._old = self._old if more else None
+            unfreed = self._old.free_bytes(self._freed, _FREED_PER_STEP)
+            self._freed += _FREED_PER_STEP
+            self._old = self._old if unfreed else None
         at = self._sizes.index(self.now.rows)
         if at + 1 == len(self._sizes):
             return
@@ -120,20 +118,20 @@ class GrowingCache:
         if near != (self._next is not None):
             self._begin(Rows(self._layers, self._slots, self._sizes[at + 1]) if near else None, longest)
         share = (longest - self._since + 1) / max(1, end - self._since) if near else 0.0
-        wanted = min(len(self._copied), math.ceil(share * len(self._copied)))
-        while self._begun < wanted:
+        goal = min(len(self._copied), math.ceil(share * len(self._copied)))
+        while self._begun < goal:
             self._copy(self._begun, filled)
             self._begun += 1
 
     def _copy(self, layer: int, filled: Sequence[int]) -> None:
-        """Copies a layer's rows that are not in the next cache yet."""
+        """Copies the rows of a layer that the next cache does not have yet."""
         assert self._next is not None
-        of = layer
+        index = layer
         for old, new in zip(self.now.blocks, self._next.blocks, strict=True):
-            if of < len(old):
+            if index < len(old):
                 for slot, (start, end) in enumerate(zip(self._copied[layer].tolist(), filled, strict=True)):
                     if start < end:
-                        new[of, slot, :, start:end] = old[of, slot, :, start:end]
+                        new[index, slot, :, start:end] = old[index, slot, :, start:end]
                 break
-            of -= len(old)
+            index -= len(old)
         self._copied[layer] = filled

@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specexport.contract.generation import NO_RULES, GenerationRules
 from specexport.runtime.values import plain, require_text, shown
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask the log-probabilities of, a token."""
+"""Most alternatives a token whose log-probabilities a request may ask for."""
 _GREEDY_BELOW = 1e-5
-"""Temperatures this low would overflow what they divide."""
+"""Dividing logits by lower temperatures would overflow."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class SamplingParams:
         stop: texts that end the output; they are not part of it.
         stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text.
         n: outputs for one prompt. A stream is one output; ``LLM`` and the server make several.
-        logprobs: with each token give its log-probability and those of this many most probable tokens; 0 gives its own
-            alone, None nothing. They are the target's own, before temperature and filters.
-        prompt_logprobs: the same of every token of the prompt but the first, which nothing comes before. The prompt is
-            then read in steps as wide as the widest that the bundle verifies, and none of it from the prefix cache.
+        logprobs: return each token's log-probability and those of this many most probable tokens; 0 returns its own
+            alone, None nothing. They are the target's, before temperature and filters.
+        prompt_logprobs: the same for every prompt token but the first, which has no context. The prompt is then read in
+            steps of the bundle's widest verified width, without the prefix cache.
         logit_bias: added to the logits of tokens, by their ids: a mapping of numbers from -100 to 100.
         repetition_penalty: divides the positive logits of every token of the prompt and the output so far by this, and
             multiplies the negative ones; 1 changes nothing.
@@ -49,17 +49,17 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each token that the output has; from -2 to 2. Biases come
             first, then the penalties in this order, all before temperature and filters. At a node of a tree the output
             so far includes the draft tokens before it, so the text is what plain decoding would sample.
-        min_tokens: tokens that come before an end-of-text token, a stop token or the end of a stop text; where the
-            context has no room for them, the output ends with it.
+        min_tokens: least tokens before an end-of-text token, a stop token or the end of a stop text; if the context
+            ends earlier, so does the output.
         skip_special_tokens: leave special tokens out of the text.
-        json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance. What is
-            sampled is the model's distribution over the tokens the schema allows.
-        grammar: constrains the output to a grammar in llguidance's form of Lark; not with a json_schema.
+        json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance. Tokens are
+            sampled from the model's distribution over those that the schema allows.
+        grammar: constrains the output to a grammar in llguidance's dialect of Lark; not with a json_schema.
         ignore_eos: go on past end-of-text tokens, as benchmarks do.
-        rules: what the model's ``generation_config.json`` says beside this, which the model's own parameters have;
-            the default changes nothing.
-        acceptance: ``lossless``, or ``typical``: a draft token stays if it is likely enough, so more are accepted and
-            what is sampled is no longer the model's own distribution. Greedy decoding is lossless either way. Or
+        rules: further rules of the model's ``generation_config.json``; part of the model's own parameters. The default
+            changes nothing.
+        acceptance: ``lossless``; or ``typical``: a draft token stays if it is likely enough, so more are accepted, and
+            the output no longer follows the model's distribution, though greedy decoding is still lossless; or
             ``relaxed``, for requests with a hypothesis: its tokens stay while the model finds them likely enough, in
             greedy decoding too (arXiv 2603.11243); not lossless.
         posterior_threshold: epsilon of typical acceptance (Medusa, arXiv 2401.10774); None for the bundle's.
@@ -67,8 +67,8 @@ class SamplingParams:
             the bundle's.
         likelihood_threshold: of relaxed acceptance: a token stays if the model gives it more probability than this, at
             temperature 1 and before top-k, top-p and min-p. The paper has 0.2 for accuracy and 0.1 for speed.
-        entropy_threshold: of relaxed acceptance: a hypothesis whose own entropy, in nats, is below this is the output
-            as it is, without the model. The paper has 0.7 for accuracy and 3.0 for speed. None asks the model always.
+        entropy_threshold: of relaxed acceptance: a hypothesis whose own entropy, in nats, is below this becomes
+            the output without the model. The paper has 0.7 for accuracy and 3.0 for speed. None always runs the model.
 
     Numbers and arrays may be NumPy's or torch's.
 
@@ -115,7 +115,7 @@ class SamplingParams:
             try:
                 object.__setattr__(self, "json_schema", json.dumps(self.json_schema, default=_number))
             except (TypeError, ValueError, RecursionError) as error:
-                raise RequestError(f"json_schema: not what JSON can say: {error}", param="json_schema") from error
+                raise RequestError(f"json_schema: not JSON: {error}", param="json_schema") from error
         for name in ("json_schema", "grammar"):
             value = getattr(self, name)
             expected = "a mapping, or its JSON as a text" if name == "json_schema" else "a text"
@@ -128,8 +128,8 @@ class SamplingParams:
         _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= -1, "a whole number >= -1")
         _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         _require("seed", self.seed, self.seed is None or (_whole(self.seed) and self.seed >= 0), "a whole number >= 0")
-        known = ("lossless", "typical", "relaxed")
-        _require("acceptance", self.acceptance, self.acceptance in known, " or ".join(map(repr, known)))
+        modes = ("lossless", "typical", "relaxed")
+        _require("acceptance", self.acceptance, self.acceptance in modes, " or ".join(map(repr, modes)))
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
             _require(name, value, value is None or (_finite(value) and 0 <= value <= 1), "a number in [0, 1]")
@@ -182,7 +182,7 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar says what the output may be."""
+        """Whether a schema or a grammar constrains the output."""
         return self.json_schema is not None or self.grammar is not None
 
     @property
@@ -193,7 +193,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, without drawing."""
+        """Whether the most probable token is chosen instead of sampling."""
         return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     def replace(self, **changes: object) -> SamplingParams:
@@ -207,9 +207,9 @@ def _require(name: str, value: object, ok: bool, expected: str) -> None:
 
 
 def _several(name: str, values: object) -> tuple[Any, ...]:
-    """Plain values, from a list or whatever else holds some; None is none."""
-    held = isinstance(values, Iterable) and not isinstance(values, (str, bytes))
-    _require(name, values, values is None or held, "a list")
+    """Plain values from any iterable; None is empty."""
+    iterable = isinstance(values, Iterable) and not isinstance(values, (str, bytes))
+    _require(name, values, values is None or iterable, "a list")
     return tuple(map(plain, values or ()))  # type: ignore[call-overload]
 
 
@@ -225,8 +225,8 @@ def _finite(value: object) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """What JSON can say of a value that it does not know: numbers and arrays of NumPy and torch."""
-    found = plain(value)
-    if found is value:
+    """Converts numbers and arrays of NumPy and torch for JSON."""
+    converted = plain(value)
+    if converted is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return found
+    return converted

@@ -13,114 +13,110 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.choice import Fit, Option, best
 from specexport.runtime.costs import Costs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import Request
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
-"""What a method that finds draft tokens in text would propose for a slot."""
+"""Returns the draft tokens that a look-up method would propose for a slot."""
 MARGIN = 1.03
-"""By how much speculation must promise to be faster than plain decoding: costs are not exact."""
-LONGEST_REST = 4
-"""Most plain steps in a row without asking again what pays: asking takes 0.2 to 0.4 ms."""
+"""Speed-up over plain decoding that speculation must promise, as costs are not exact."""
+MAX_PLAIN_STEPS = 4
+"""Most plain steps in a row without evaluating the methods again, which takes 0.2 to 0.4 ms."""
 PROBE_SHARE = 0.005
-"""The share of time that trying to speculate again may cost where it did not pay."""
+"""Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
-"""The share beside it where a draft has to read what it missed first."""
+"""Additional share for drafts, which first read the text that they missed."""
 _STEPS_AHEAD = 64
-"""Most steps that what a draft reads is expected to be of use in."""
+"""Most steps over which the cost of a draft's reading is spread."""
 _TOKENS_A_STEP = 3
-"""That such a step is taken to commit."""
+"""Tokens that such a step is assumed to commit."""
 
 
 class SpeculationPolicy:
     """Chooses the tree each request verifies in a step, by a rule.
 
-    A request alone gets what it asked for. In a batch its share of a step is what its method's default tree, made for
-    one, would be for each of them: so a step verifies hardly more tokens than the bundle was built to verify at once.
+    A single request gets the tree that it asked for. In a batch the size of its method's default tree is divided by the
+    number of requests, so a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
-    def __init__(self, manifest: Manifest, speculations: Mapping[str, Speculation]) -> None:
-        self._tokens = {name: len(one.method.token_trees()[0]) for name, one in speculations.items()}
-        self._smaller = {name: one.method.smaller_trees(manifest.target) for name, one in speculations.items()}
+    def __init__(self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod]) -> None:
+        self._tokens = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
+        self._smaller = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
-        """Sets the tree of each request's next step, soon after which so many others are to join them."""
+        """Sets the tree of each request's next step; ``joining`` more requests are about to join."""
         for request in requests:
             # The last token of an output needs no draft.
-            request.view.tree = PLAIN_TREE if request.room <= 1 else self._share(request, len(requests))
+            request.view.tree = PLAIN_TREE if request.remaining <= 1 else self._share(request, len(requests))
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
-        """Takes in what the step did that the last :meth:`assign` was for, and how long it took, proposing included; a
-        rule learns nothing.
-        """
+        """Learns from the step after the last :meth:`assign` and its seconds, proposing included; the rule does not."""
 
-    def _share(self, request: Request, others: int) -> TokenTree:
+    def _share(self, request: Request, running: int) -> TokenTree:
         method = request.view.method
-        if method is None or others == 1:
+        if method is None or running == 1:
             return request.tree
-        nodes = min(self._tokens[method] // others, len(request.tree))
+        nodes = min(self._tokens[method] // running, len(request.tree))
         return next((tree for tree in self._smaller[method] if len(tree) <= nodes), PLAIN_TREE)
 
 
 class MeasuredPolicy(SpeculationPolicy):
     """Chooses the trees that are expected to commit most tokens a second on this machine.
 
-    What is expected to be accepted comes from the request's own steps so far, at first from those of earlier requests;
-    what a step costs comes from what was measured, refined by how long such steps took since. What a draft has to read
-    first is spread over the steps that are left. While others join, a step has to be faster than plain decoding of them
-    all: what it saves is worth no more, once they are there. All slots of a step pay for the widest tree among them,
-    and those of one method for its largest: see :func:`best`. A request alone that named its number of draft tokens
-    gets it.
+    The expected acceptance comes from the request's own steps so far, at first from earlier requests. The cost of a
+    step comes from measurements, refined by the times of later steps. The cost of text that a draft has to read first
+    is spread over the remaining steps. While requests join, a step has to beat plain decoding of all of them, as it
+    delays them. All slots of a step pay for the widest tree among them, and those of one method for its largest: see
+    :func:`best`. A single request that set its number of draft tokens gets it.
 
-    A request that named no method has draft tokens looked up in its text where that promises more than its own method.
-    What is found is compared with what the step then says, taken or not, so that how often it comes true is known at
-    all times.
+    A request without a named method uses look-ups in its text when they promise more than its own method. Looked-up
+    tokens are compared with the step's outcome even if they were not used, so their acceptance is always known.
 
-    Where nothing pays, the next steps are plain without asking again: one, then three, then ``LONGEST_REST`` of them.
+    When nothing pays, the next steps are plain without another evaluation: one, then three, then ``MAX_PLAIN_STEPS``.
 
-    Where a method is left out, ``PROBE_SHARE`` of the time is saved up, with a draft ``READ_SHARE`` too, and spent on
-    trying its smallest tree. What is accepted pays back, so that a try that succeeds is followed by
-    the next.
+    While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
+    ``READ_SHARE`` more, and is spent on its smallest tree. Accepted tokens are paid back, so that a successful probe is
+    followed by another.
 
     Attributes:
-        look_up: finds draft tokens in a text; nothing until it is set.
+        look_up: looks draft tokens up in a text; finds none until it is set.
     """
 
     def __init__(
-        self, manifest: Manifest, speculations: Mapping[str, Speculation], costs: Costs, sizes: Sequence[int]
+        self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod], costs: Costs, sizes: Sequence[int]
     ) -> None:
-        super().__init__(manifest, speculations)
+        super().__init__(manifest, loaded_methods)
         self.look_up: LookUp = lambda *_: ()
-        self._speculations = speculations
+        self._loaded_methods = loaded_methods
         self._costs = costs
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._caches = sorted({point.cache for point in points})
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in speculations}
+        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
-        self._found: dict[Request, Sequence[int]] = {}
+        self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
-        self._rest, self._resting = _Rest(), False
+        self._pause, self._paused = _Pause(), False
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
-        self._chosen, self._found, self._gained = {}, {}, {}
+        self._chosen, self._looked_up, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        self._resting = self._rest.covers(requests, joining)
-        if self._resting:
+        self._paused = self._pause.covers(requests, joining)
+        if self._paused:
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
         self._idle = []
-        # As many as the cache will have.
+        # The cache's size in this step.
         self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         self._size = self._batch(requests)
         if len(requests) == 1 and requests[0].fixed:
@@ -137,14 +133,14 @@ class MeasuredPolicy(SpeculationPolicy):
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
-            if request.view.method is not None and len(request.tree) > 1 and request.room > 1:
+            if request.view.method is not None and len(request.tree) > 1 and request.remaining > 1:
                 groups.setdefault(request.view.method, []).append(request)
         if groups:
             self._choose(groups, requests, plain * MARGIN, verify)
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        self._rest.follow(requests, joining, plain=not self._chosen and not any(self._found.values()))
+        self._pause.follow(requests, joining, plain=not self._chosen and not any(self._looked_up.values()))
 
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
@@ -172,45 +168,46 @@ class MeasuredPolicy(SpeculationPolicy):
                 self._chosen |= pick.fits
             elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests), verify))
-        tried = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
-        if tried is not None:
-            tried.trying = True
-            self._chosen |= tried.fits
+        probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
+        if probe is not None:
+            probe.probed = True
+            self._chosen |= probe.fits
 
     def _better_lookup(self, request: Request, rate: float, verify: Callable[[int], float]) -> str | None:
-        """The method that is to look draft tokens up in a request's text, where that is worth more than its own.
+        """The look-up method for a request, if its draft tokens are worth more than those of the request's own method.
 
         Args:
-            request: one that speculates.
-            rate: tokens a second that the step commits without look-ups, which is what its time is worth.
+            request: a request that speculates.
+            rate: tokens a second that the step commits without look-ups: the value of its time.
             verify: seconds of a step of some width.
         """
-        name, own = request.lookup, request.view.method
-        if name is None or own is None:
+        name, method = request.lookup, request.view.method
+        if name is None or method is None:
             return None
-        request.view.tree = self._fits[name][0].tree  # the longest that is asked for
-        found = self._found[request] = self.look_up(name, request.view)
+        request.view.tree = self._fits[name][0].tree  # the longest to look up
+        tokens = self._looked_up[request] = self.look_up(name, request.view)
 
-        def worth(method: str, fits: Sequence[Fit]) -> float:
-            """Tokens that it is expected to add to the step, less those that its time is worth."""
+        def worth(speculating: str, fits: Sequence[Fit]) -> float:
+            """Tokens that a method is expected to add to the step, less the value of its time."""
             return max(
-                gain - rate * (verify(fit.width) - verify(1) + self._costs.propose(method, 1, fit.nodes))
-                for gain, fit in self._gains(request, method, fits)
-            ) - rate * self._read(method, request)
+                gain - rate * (verify(fit.width) - verify(1) + self._costs.propose(speculating, 1, fit.nodes))
+                for gain, fit in self._gains(request, speculating, fits)
+            ) - rate * self._read(speculating, request)
 
-        fitting = [fit for fit in self._fits[name] if fit.nodes <= len(found) + 1]
-        return name if fitting and worth(name, fitting) > max(0.0, worth(own, self._within(own, request))) else None
+        fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
+        better = fitting and worth(name, fitting) > max(0.0, worth(method, self._within(method, request)))
+        return name if better else None
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
-        """What a method may do in a step: one option for each limit on the width of its trees."""
+        """A method's options in a step: one for each limit on the width of its trees."""
         gains = {request: self._gains(request, name, self._within(name, request)) for request in members}
         batch = self._batch(members)
         reading = {request: self._read(name, request) for request in members}
         by_width: dict[int, list[tuple[Request, tuple[float, Fit]]]] = {}
-        for request, known in gains.items():
-            for pair in known:
+        for request, pairs in gains.items():
+            for pair in pairs:
                 by_width.setdefault(pair[1].width, []).append((request, pair))
-        found = []
+        options = []
         most: dict[Request, tuple[float, Fit]] = {}
         for width in sorted(by_width):
             for request, pair in by_width[width]:
@@ -219,49 +216,49 @@ class MeasuredPolicy(SpeculationPolicy):
             fits = {request: fit for request, (_, fit) in most.items()}
             nodes = max(fit.nodes for fit in fits.values())
             seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
-            found.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
-        return found
+            options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
+        return options
 
     def _idling(
         self, name: str, members: list[Request], width: int, running: int, verify: Callable[[int], float]
     ) -> _Idle:
-        """What it takes to try a method that was left out of a step of some width."""
+        """What probing a method costs that was left out of a step of some width."""
         read = self._costs.read(name)
-        # A draft reads what it has missed, so one request tries it at a time: where that is least.
-        trying = [min(members, key=lambda request: request.history.unread)] if read else members
-        fits = {request: self._within(name, request)[-1] for request in trying}
+        # A draft reads the text that it missed, so only the request with the least of it probes.
+        probing = [min(members, key=lambda request: request.history.unread)] if read else members
+        fits = {request: self._within(name, request)[-1] for request in probing}
         wider = max(width, *(fit.width for fit in fits.values()))
         nodes = max(fit.nodes for fit in fits.values())
         cost = verify(wider) - verify(width) + self._costs.propose(name, self._batch(fits), nodes)
-        cost += sum(self._read(name, request, once=True) for request in trying)
+        cost += sum(self._read(name, request, spread=False) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         return _Idle(name, fits, cost, read, verify(1) / running, share * verify(width) * len(members) / running)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
-        """The trees a request may verify, those of at most the size it asked for or has found, the largest first."""
-        most = len(request.tree) if request.view.lookup is None else len(self._found[request]) + 1
+        """The trees a request may verify: at most the size that it asked for or looked up, the largest first."""
+        most = len(request.tree) if request.view.lookup is None else len(self._looked_up[request]) + 1
         return [fit for fit in self._fits[name] if fit.nodes <= most]
 
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
-    def _read(self, name: str, request: Request, *, once: bool = False) -> float:
-        """Seconds of reading what a draft has missed of a request: a step's share of it, or all."""
+    def _read(self, name: str, request: Request, *, spread: bool = True) -> float:
+        """Seconds of reading the text that a draft missed: a step's share if ``spread``, else all."""
         read, unread = self._costs.read(name), request.history.unread
         if not read or not unread:
             return 0.0
-        beside = min(unread, self._speculations[name].proposer.reads_along)
-        chunks = math.ceil((unread - beside) / self._chunk) + beside / self._chunk
-        return read * chunks / (1.0 if once else min(max(request.room / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD))
+        along = min(unread, self._loaded_methods[name].proposer.reads_along)
+        chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
+        return read * chunks / (min(max(request.remaining / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD) if spread else 1.0)
 
-    def _acceptance(self, request: Request, method: str | None, alike: int) -> tuple[Acceptance, Acceptance]:
-        """What is known of a request, and of all of about its temperature: the higher that is, the less is accepted."""
+    def _acceptance(self, request: Request, method: str | None, kind: int) -> tuple[Acceptance, Acceptance]:
+        """The acceptance of a request, and of all of about its temperature: the hotter, the less is accepted."""
         heat = 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
-        everyone = self._everyone.acceptance(method, (alike, round(2 * heat)), prior=PRIOR / max(1.0, heat))
-        return request.history.acceptance(method, alike, everyone), everyone
+        everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
+        return request.history.acceptance(method, kind, everyone), everyone
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
-        """Draft tokens of each tree that are expected to be accepted; what is beyond the output's end is none."""
+        """The expected number of accepted draft tokens of each tree, up to the output's end."""
         key = request, method, len(fits)
         if key not in self._gained:
             self._gained[key] = self._expected(request, method, fits)
@@ -270,41 +267,41 @@ class MeasuredPolicy(SpeculationPolicy):
     def _expected(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         deepest: dict[int, int] = {}
         for fit in fits:
-            deepest[fit.alike] = max(fit.depth, deepest.get(fit.alike, 0))
-        known = {alike: self._acceptance(request, method, alike)[0].by_depth(deep) for alike, deep in deepest.items()}
-        most = request.room - 1.0
-        return [(min(known[fit.alike][fit.depth], most), fit) for fit in fits]
+            deepest[fit.acceptance_class] = max(fit.depth, deepest.get(fit.acceptance_class, 0))
+        gains = {kind: self._acceptance(request, method, kind)[0].by_depth(depth) for kind, depth in deepest.items()}
+        most = request.remaining - 1.0
+        return [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._speculations[name].method.beside + len(tree), len(tree)
+        width, nodes = self._loaded_methods[name].method.beside + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
-        made = dict(zip(requests, step.outcomes, strict=True))
-        self._refine(made, step.propose, seconds - step.propose)
-        for request, outcome in made.items():
+        outcomes = dict(zip(requests, step.outcomes, strict=True))
+        self._refine(outcomes, step.propose, seconds - step.propose)
+        for request, outcome in outcomes.items():
             fit, history = self._chosen.get(request), request.history
-            if (found := self._found.get(request)) and request.lookup is not None:
-                right = common_prefix(found, outcome.tokens)
-                known = min(len(found), right + (right < len(outcome.tokens)))  # what comes after the step is not
+            if (tokens := self._looked_up.get(request)) and request.lookup is not None:
+                matching = common_prefix(tokens, outcome.tokens)
+                depth = min(len(tokens), matching + (matching < len(outcome.tokens)))  # tokens after the step's unknown
                 for acceptance in self._acceptance(request, request.lookup, 0):
-                    acceptance.learn(known, right)
+                    acceptance.learn(depth, matching)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
-                for acceptance in self._acceptance(request, request.view.method, fit.alike):
+                for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
                     acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
         for idle in self._idle:
-            self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), made)
+            self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), outcomes)
 
-    def _refine(self, made: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
-        """Takes in a step's times, unless it was not as chosen, or a draft read what it had missed."""
-        if self._resting:
+    def _refine(self, outcomes: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
+        """Refines the costs by a step's times, unless it was not as chosen, or a draft read text that it had missed."""
+        if self._paused:
             return
-        as_chosen = (made[request].drafted or fit.windowed for request, fit in self._chosen.items())
+        as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
         width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
@@ -316,43 +313,43 @@ class MeasuredPolicy(SpeculationPolicy):
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
 
 
-def _at_least(sizes: Sequence[int], wanted: int) -> int:
+def _at_least(sizes: Sequence[int], least: int) -> int:
     """The smallest of ascending sizes that is large enough, or the largest."""
-    return next((size for size in sizes if size >= wanted), sizes[-1])
+    return next((size for size in sizes if size >= least), sizes[-1])
 
 
-class _Rest:
-    """Plain steps that follow one in which nothing paid, without asking again: the more, the more such there were."""
+class _Pause:
+    """Plain steps without evaluation after steps in which nothing paid; their number grows with each such step."""
 
     def __init__(self) -> None:
         self._requests: Sequence[Request] = ()
-        self._left = self._last = 0
+        self._remaining = self._last = 0
 
     def covers(self, requests: Sequence[Request], joining: int) -> bool:
-        """Whether the next step is one of them, which it is not for other requests."""
-        covered = self._left > 0 and not joining and requests == self._requests
-        self._left -= covered
+        """Whether the next step is one of them; they hold for the same requests only."""
+        covered = self._remaining > 0 and not joining and requests == self._requests
+        self._remaining -= covered
         return covered
 
     def follow(self, requests: Sequence[Request], joining: int, plain: bool) -> None:
-        """Takes in what was found for a step: whether that is plain, and nothing was found to be looked up."""
-        again = plain and requests == self._requests
-        self._left = self._last = min(2 * self._last + 1, LONGEST_REST) if again else 0
+        """Updates the pause after an evaluation; ``plain`` if nothing was chosen and look-ups found nothing."""
+        repeated = plain and requests == self._requests
+        self._remaining = self._last = min(2 * self._last + 1, MAX_PLAIN_STEPS) if repeated else 0
         self._requests = () if joining else list(requests)
 
 
 @dataclass
 class _Idle:
-    """A method that a step leaves out.
+    """A method that a step leaves out, and the cost of probing it.
 
     Attributes:
         name: its name.
-        fits: what is tried.
-        cost: seconds that this would add to the step, reading included.
-        read: seconds of a chunk that its draft is behind in.
-        token: seconds that a token takes in plain decoding.
-        income: seconds that are saved up in the step.
-        trying: whether the step tries it nevertheless.
+        fits: the trees of a probe.
+        cost: seconds that a probe adds to the step, reading included.
+        read: seconds in which its draft reads a chunk.
+        token: seconds of a token in plain decoding.
+        income: seconds that the step adds to the probing budget.
+        probed: whether the step probes it.
     """
 
     name: str
@@ -361,12 +358,12 @@ class _Idle:
     read: float
     token: float
     income: float
-    trying: bool = False
+    probed: bool = False
 
-    def settled(self, saved: float, made: Mapping[Request, Outcome]) -> float:
-        """What is saved up after a step: a try takes what it cost and gives what it was worth."""
-        if self.trying:
-            verified = any(made[request].drafted or fit.windowed for request, fit in self.fits.items())
-            accepted = sum(made[request].accepted for request in self.fits)
+    def settled(self, saved: float, outcomes: Mapping[Request, Outcome]) -> float:
+        """The probing budget after a step: a probe spends its cost and earns the value of its accepted tokens."""
+        if self.probed:
+            verified = any(outcomes[request].drafted or fit.windowed for request, fit in self.fits.items())
+            accepted = sum(outcomes[request].accepted for request in self.fits)
             saved += accepted * self.token - (self.cost if verified else self.read)
         return min(saved + self.income, self.cost)

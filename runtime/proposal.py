@@ -37,13 +37,13 @@ class SlotView:
         tree: the tree to fill in this step; the root alone for a plain step.
         hypothesis: the expected output; empty if the request has none.
         method: the request's method; None decodes plainly.
-        lookup: a method without a graph that proposes in this step instead of the request's own.
+        lookup: the look-up method that proposes in this step instead of the request's own.
         options: the request's options of its method, if they differ from the proposer's.
         processors: logits processors, in this order.
         embeddings: the prompt's embeddings, whose tokens are negative numbers; None for none.
         prompt: number of prompt tokens.
         read_again: tokens that the target read again for the proposer though its cache held them.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as it is read, if the request wants them.
+        prompt_logprobs: those of the prompt's read tokens from the second on, if requested.
     """
 
     slot: int
@@ -67,11 +67,11 @@ class SlotView:
 
 @dataclass(frozen=True)
 class Window:
-    """A step's tokens, if it verifies more than the draft tokens.
+    """A step's tokens, if it runs more than the draft tokens.
 
     Attributes:
-        tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then the others.
-        tree: their shape; its first nodes are the proposal's tree.
+        tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then further ones.
+        tree: their tree; its first nodes are the proposal's tree.
     """
 
     tokens: Ints
@@ -84,9 +84,9 @@ class Proposal:
 
     Attributes:
         tokens: int64 ``[K]``, those of the tree's nodes 1..K.
-        tree: their shape; node 0 is the last committed token.
+        tree: their tree; node 0 is the last committed token.
         q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
-        candidates: int64 ``[depths,M]``, the tokens known at each depth of the tree, most probable first.
+        candidates: int64 ``[depths,M]``, the candidates at each depth of the tree, most probable first.
         window: further tokens of the step, which are never accepted; None for none.
     """
 
@@ -98,7 +98,7 @@ class Proposal:
 
 
 class DeviceDraft(Protocol):
-    """A draft whose run may be part of a step on a device.
+    """A draft that can run within a step on a device.
 
     Attributes:
         graph: the propose graph.
@@ -110,23 +110,23 @@ class DeviceDraft(Protocol):
         """Whether the draft has read enough of a text to draft after it."""
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """Writes the inputs of a run of T tokens and K drafts for slots that are ready; returns the window."""
+        """Writes the inputs of a run of T tokens and K drafts for ready slots; returns the window."""
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
-        """The row of a run of T tokens that has q of each node of a tree but the root, int64 ``[N-1]``."""
+        """The row with q of each node of a tree but the root, in a run of T tokens, int64 ``[N-1]``."""
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run: those of the text, and of the first drafted tokens."""
+        """Commits a run's rows: those of the text and of the accepted draft tokens."""
 
 
 class Proposer(ABC):
     """Proposes draft tokens for several slots at once, with state for each slot.
 
-    A proposer implements :meth:`propose`, and of the other methods those it needs; by default they do nothing.
+    A proposer implements :meth:`propose`, and any other methods that it needs; by default they do nothing.
 
     Attributes:
         observes: the target's outputs that :meth:`observe` and :meth:`observe_text` read.
-        reads_along: unread tokens of a text that a draft can read in a run that drafts; more take further runs.
+        reads_along: most unread tokens that a draft can read in a run that drafts; more need further runs.
     """
 
     observes: frozenset[str] = frozenset()
@@ -141,12 +141,12 @@ class Proposer(ABC):
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """Proposals by slot; a slot without one takes a plain step."""
 
-    def prefill(self, view: SlotView, left: int = 0) -> bool:
-        """Reads up to one chunk of a slot's text; returns whether there is more to read.
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
+        """Reads up to one chunk of a slot's text; returns whether tokens are unread.
 
         Args:
             view: the slot.
-            left: of its last tokens so many need not be read, if a run that drafts can read them along.
+            max_deferred: trailing tokens that may stay unread, if a run that drafts can read them along.
         """
         return False
 
@@ -156,7 +156,7 @@ class Proposer(ABC):
         Args:
             slot: the slot.
             outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
-            row: their row at the last token but one of the text, after which the next proposal comes.
+            row: their row at the text's last token but one, which precedes the next proposal.
         """
 
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
@@ -166,27 +166,27 @@ class Proposer(ABC):
             view: the slot.
             outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
             past: position of the first token of the text that the target read.
-            rows: rows of these tokens among the T of the run, in order; those after the text's end are accepted ones.
+            rows: rows of these tokens among the T of the run, in order; those after the text's end were accepted.
         """
 
     def needs_from(self, view: SlotView) -> int:
-        """The position of a text from which the target must run again, as the proposer has not observed it there.
+        """The position from which the target must read the text again, as the proposer has not observed its outputs.
 
-        The target's cache may hold rows of tokens that it read for another request.
+        The target's cache may hold rows that it computed for another request.
         """
         return len(view.tokens)
 
     def move(self, source: int, to: int) -> None:
-        """A request moves to another slot, which was free."""
+        """Moves a request to another slot, which was free."""
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """The first ``tokens`` tokens of the text in slot ``to`` are those of the text in ``source``."""
+        """Tells that the texts in ``source`` and ``to`` share their first ``tokens`` tokens."""
 
     def shrink_cache(self, rows: int) -> None:
-        """The longest running text will have at most ``rows`` tokens: a larger cache may be freed."""
+        """Allows a cache to shrink: the longest running text will have at most ``rows`` tokens."""
 
     def release(self, slot: int) -> None:
-        """Forgets a slot, whose request has ended. What depends only on the text's tokens may be kept for reuse."""
+        """Drops the state of a slot whose request has ended. State that depends on tokens alone may stay."""
 
 
 class SlotProposer(Proposer, Generic[State]):
@@ -210,21 +210,21 @@ class Chains:
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._longest_first = sorted(trees, key=len, reverse=True)
 
-    def proposal(self, tree: TokenTree, found: Sequence[int]) -> Proposal | None:
-        """The first of the found tokens, in the longest chain that they fill and that is no longer than the tree.
+    def proposal(self, tree: TokenTree, matches: Sequence[int]) -> Proposal | None:
+        """The first matching tokens, in the longest chain that they fill and that is not longer than the tree.
 
         Tokens are chosen without drawing (q = 1). None if no chain is short enough.
         """
-        most = min(len(found), len(tree) - 1)
+        most = min(len(matches), len(tree) - 1)
         chain = next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
         if chain is None:
             return None
-        tokens = np.array(found[: len(chain) - 1], np.int64)
+        tokens = np.array(matches[: len(chain) - 1], np.int64)
         return Proposal(tokens, chain, None, tokens[:, None])
 
 
 class TextProposer(SlotProposer[State]):
-    """Proposes the method's chains, with tokens found in text."""
+    """Proposes the method's chains, with tokens from look-ups in text."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -232,11 +232,11 @@ class TextProposer(SlotProposer[State]):
 
     @abstractmethod
     def ahead(self, view: SlotView) -> Sequence[int]:
-        """The tokens that may come next in a slot; empty for a plain step."""
+        """The expected next tokens of a slot; empty for a plain step."""
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        made = {view.slot: self._chains.proposal(view.tree, self.ahead(view)) for view in views}
-        return {slot: proposal for slot, proposal in made.items() if proposal is not None}
+        proposals = {view.slot: self._chains.proposal(view.tree, self.ahead(view)) for view in views}
+        return {slot: proposal for slot, proposal in proposals.items() if proposal is not None}
 
 
 def fill(tree: TokenTree, candidates: Ints) -> Ints:
@@ -247,10 +247,10 @@ def fill(tree: TokenTree, candidates: Ints) -> Ints:
 
 
 def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool) -> TokenTree:
-    """The nodes whose paths are most probable: at most as many as a tree has, and at most as deep.
+    """The tree of the nodes with the most probable paths, at most as large and as deep as ``tree``.
 
     Args:
-        tree: says how many nodes, and how deep.
+        tree: limits the number of nodes and the depth.
         weights: float32 ``[depth,M]``, of a token by its depth and rank; a path's probability is their product. They
             fall with the rank; on a spine only from rank 1 on.
         spine: whether the path of ranks 0 is in the tree whatever its probability, and no other node has children.
@@ -260,9 +260,9 @@ def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool) -> TokenTr
     reached: list[tuple[float, tuple[int, ...], float]] = []  # -probability, path, its parent's probability
 
     def reach(path: tuple[int, ...], before: float) -> None:
-        known = by_rank[len(path) - 1]
-        if path[-1] < len(known) and before * known[path[-1]] > 0.0:
-            heapq.heappush(reached, (-before * known[path[-1]], path, before))
+        ranked = by_rank[len(path) - 1]
+        if path[-1] < len(ranked) and before * ranked[path[-1]] > 0.0:
+            heapq.heappush(reached, (-before * ranked[path[-1]], path, before))
 
     if spine:
         before = 1.0
@@ -287,16 +287,15 @@ def _tree_of(choices: tuple[tuple[int, ...], ...]) -> TokenTree:
 
 
 def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:
-    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable beside them.
+    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable alternatives.
 
-    Given that the drawn token was rejected, the next is chosen without noise (q = 1), so multi-round rejection stays
-    exact.
+    After a rejected drawn token the next is chosen without noise (q = 1), so multi-round rejection stays exact.
 
     Args:
         tree: the tree.
-        rows: int64 ``[K]``, of each node but the root: which of the R distributions its parent has.
-        tokens: int64 ``[R]``, drawn from each.
-        ids: int64 ``[R,M]``, the tokens each gives probability to, most probable first.
+        rows: int64 ``[K]``, for each node but the root the index of its parent's distribution among the R.
+        tokens: int64 ``[R]``, the token drawn from each distribution.
+        ids: int64 ``[R,M]``, the tokens with probability in each, most probable first.
         probs: float32 ``[R,M]``.
 
     Returns:
@@ -309,7 +308,7 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
     if tree.is_chain and not any(tree.ranks):
         return tokens, Distributions(ids, probs), candidates
     ranks = np.asarray(tree.ranks[1:])
-    taken: Ints = candidates[rows, ranks]
-    chosen = (candidates[rows] == taken[:, None]).astype(np.float32)
+    nodes: Ints = candidates[rows, ranks]
+    chosen = (candidates[rows] == nodes[:, None]).astype(np.float32)
     q = np.where(ranks[:, None] == 0, np.take_along_axis(probs, order, 1)[rows], chosen)
-    return taken, Distributions(candidates[rows], q), candidates
+    return nodes, Distributions(candidates[rows], q), candidates

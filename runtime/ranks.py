@@ -1,8 +1,8 @@
-"""A target split among processes of this host: the first one takes the steps, and the others follow it.
+"""A target split among processes of this host: the first rank takes the steps, and the others follow it.
 
-The followers are told what changes their caches, and what a step is given, through a pipe. Within a step all ranks meet
-in shared memory, and tell each other by a byte through a socket that their part is there. A process that ends closes
-its sockets, so that nobody waits for it; followers end with the first.
+The followers receive changes of their caches and the inputs of a run through a pipe. Within a step the ranks combine
+their parts in shared memory, and signal each part by a byte through a socket. A process that ends closes its sockets,
+so that nobody waits for it; followers end with the first rank.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph
-from specexport.runtime.ort import OnnxRuntimeGraph, open_kept
-from specexport.runtime.segments import Segments, put_together
+from specexport.runtime.ort import OnnxRuntimeGraph, open_cached
+from specexport.runtime.segments import Segments, combine
 
-_ROOM = 1 << 18
-"""Numbers that a rank shows at a time; larger parts are put together piece by piece."""
+_BLOCK = 1 << 18
+"""Numbers that are combined at a time; larger parts are combined piece by piece."""
 _SPIN = 200e-6
-"""Seconds to look for the others' bytes before sleeping until they come; parts are mostly there within less."""
-_PATIENCE = 60.0
-"""Seconds after which a rank that is there and says nothing is given up."""
-_GOODBYE = 5.0
+"""Seconds to poll for the others' bytes before sleeping; most parts arrive sooner."""
+_TIMEOUT = 60.0
+"""Seconds after which a silent rank counts as lost."""
+_SHUTDOWN = 5.0
 ORPHANED = 3
-"""Exit status of a rank that ended because another one had."""
+"""Exit status of a rank that ended because another one ended."""
 LENGTH = struct.Struct("<I")
-"""Of what is told through a pipe, before it."""
+"""Format of the length that precedes each message in a pipe."""
 _FOLLOWER = "specexport.runtime.follower"
 
 
 class RankLostError(BackendError):
-    """A rank ended, or says nothing."""
+    """A rank ended or is silent."""
 
     def __init__(self, rank: int, silent: bool = False) -> None:
         super().__init__(f"rank {rank} is gone")
@@ -56,50 +56,53 @@ class RankLostError(BackendError):
 
 
 class Meeting:
-    """Where the ranks put their parts together.
+    """Combines the parts of all ranks in shared memory.
 
     Args:
-        rank: this one.
+        rank: this process's rank.
         peers: a socket to each of the others.
-        memory: of all ranks, twice: while some still read, others write what comes next.
+        memory: two blocks for each rank: some may still read one while others write the next.
+
+    Attributes:
+        timeout: seconds to wait for a rank; None waits for ever.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: mmap.mmap) -> None:
         self._rank = rank
         self._peers = peers
-        self._places = np.frombuffer(memory, np.float32).reshape(2, len(peers) + 1, _ROOM)
+        self._blocks = np.frombuffer(memory, np.float32).reshape(2, len(peers) + 1, _BLOCK)
         self._turn = 0
-        self.patience: float | None = None
+        self.timeout: float | None = None
         for peer in peers.values():
             peer.setblocking(False)
 
     def __call__(self, name: str, part: Array, whole: Array) -> None:
-        """See :data:`~specexport.runtime.segments.Meet`. Sums are in the order of ranks, so the same for all."""
+        """See :data:`~specexport.runtime.segments.Meet`; sums are in the order of ranks, so equal on all of them."""
         flat, parts = part.reshape(-1), []
-        several = flat.size > _ROOM
-        for start in range(0, flat.size, _ROOM):
-            piece = flat[start : start + _ROOM]
-            places = self._places[self._turn]
+        several = flat.size > _BLOCK
+        for start in range(0, flat.size, _BLOCK):
+            piece = flat[start : start + _BLOCK]
+            blocks = self._blocks[self._turn]
             self._turn ^= 1
-            places[self._rank, : piece.size] = piece
+            blocks[self._rank, : piece.size] = piece
             self.wait()
-            shown = places[:, : piece.size]
-            parts.append(shown.copy() if several else shown)
-        together = np.concatenate(parts, 1) if several else parts[0]
-        put_together(name, list(together.reshape(len(together), *part.shape)), whole)
+            shared = blocks[:, : piece.size]
+            parts.append(shared.copy() if several else shared)
+        gathered = np.concatenate(parts, 1) if several else parts[0]
+        combine(name, list(gathered.reshape(len(gathered), *part.shape)), whole)
 
     def wait(self) -> None:
-        """Returns when every rank is here.
+        """Returns when every rank has called it.
 
         Raises:
-            RankLostError: one is gone.
+            RankLostError: a rank ended or is silent.
         """
         rank = 0
         try:
             for rank in self._peers:
                 self._peers[rank].send(b"\0")
             for rank, peer in self._peers.items():
-                if not self._heard(rank, peer):
+                if not self._receive(rank, peer):
                     raise RankLostError(rank)
         except OSError:
             raise RankLostError(rank) from None
@@ -108,7 +111,7 @@ class Meeting:
         """Calls a function once, from a thread of its own, when a rank ends: for ranks that wait for a device."""
         ranks, ends = {peer.fileno(): rank for rank, peer in self._peers.items()}, select.poll()
         for number in ranks:
-            ends.register(number, 0)  # that the other end is closed is always told
+            ends.register(number, 0)  # a closed peer is always reported
 
         def wait() -> None:
             (number, _), *_ = ends.poll()
@@ -116,34 +119,34 @@ class Meeting:
 
         threading.Thread(target=wait, name="specexport-ranks", daemon=True).start()
 
-    def _heard(self, rank: int, peer: socket.socket) -> bytes:
-        """What a rank said; nothing if it is gone."""
+    def _receive(self, rank: int, peer: socket.socket) -> bytes:
+        """The byte that a rank sent; empty if it ended."""
         asleep_from = time.perf_counter() + _SPIN
         while time.perf_counter() < asleep_from:
             with contextlib.suppress(BlockingIOError):
                 return peer.recv(1)
             os.sched_yield()
-        asleep = select.poll()  # not select(), which knows few open files
+        asleep = select.poll()  # select() is limited to low file numbers
         asleep.register(peer, select.POLLIN)
-        if not asleep.poll(None if self.patience is None else 1e3 * self.patience):
+        if not asleep.poll(None if self.timeout is None else 1e3 * self.timeout):
             raise RankLostError(rank, silent=True)
         return peer.recv(1)
 
 
 class Job(msgspec.Struct):
-    """What a follower is told first.
+    """The first message to a follower.
 
     Attributes:
-        bundle: what to open.
-        slots: of the cache.
-        rank: which one it is.
-        memory: the number of the file in which ranks meet, which it inherits.
-        peers: those of its sockets to the others.
-        threads: on the CPU, of each rank.
-        keep: there, see :func:`~specexport.runtime.ort.open_kept`.
-        backend: on GPUs, what runs the engines; then each rank sees one GPU.
-        utilization: there, the part of its memory that may be used.
-        unique_id: there, of the communicator that it is to join.
+        bundle: the bundle's folder.
+        slots: number of slots of the cache.
+        rank: the follower's rank.
+        memory: file descriptor of the shared memory, which it inherits.
+        peers: file descriptors of its sockets to the other ranks.
+        threads: on the CPU, threads of each rank.
+        keep: on the CPU, see :func:`~specexport.runtime.ort.open_cached`.
+        backend: on GPUs, the library that runs the engines; then each rank sees one GPU.
+        utilization: on GPUs, the share of the memory that may be used.
+        unique_id: on GPUs, identifies the communicator to join.
     """
 
     bundle: str
@@ -159,20 +162,20 @@ class Job(msgspec.Struct):
 
 
 class Run(msgspec.Struct):
-    """What changed since the last run, in order, and what this one is given."""
+    """The cache changes since the last run, in order, and the inputs of this one."""
 
     changes: list[tuple[str, list[int]]]
     shape: tuple[int, int, int]
     slots: tuple[int, int]
-    given: dict[str, bytes]
+    inputs: dict[str, bytes]
 
 
 class Followers:
-    """The processes of all ranks but the first, and what they are told.
+    """The processes of all ranks but the first, and the messages to them.
 
     Args:
-        bundle: its target is split.
-        job: for all of them.
+        bundle: a bundle with a split target.
+        job: the settings that all of them share.
 
     Raises:
         BackendError: this system cannot start them.
@@ -186,22 +189,22 @@ class Followers:
             )
         ranks = range(len(bundle.manifest.target.ranks))
         self.lost: RankLostError | None = None
-        """Which one is known to have ended while the first one waited for a device."""
+        """The rank that ended while the first one waited for a device, if any."""
         self._changes: list[tuple[str, list[int]]] = []
         self._error: BackendError | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in ranks}
-        for one in ranks:
-            for other in range(one):
-                ends[one][other], ends[other][one] = socket.socketpair()
+        for rank in ranks:
+            for peer in range(rank):
+                ends[rank][peer], ends[peer][rank] = socket.socketpair()
         with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
-            file.truncate(2 * len(ranks) * _ROOM * 4)
+            file.truncate(2 * len(ranks) * _BLOCK * 4)
             self._memory = mmap.mmap(file.fileno(), 0)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             for rank in ranks[1:]:
-                peers = {other: peer.fileno() for other, peer in ends[rank].items()}
-                if job.backend is not None:  # the leader has the first GPU that it sees, and counted them
+                peers = {number: end.fileno() for number, end in ends[rank].items()}
+                if job.backend is not None:  # there are as many GPUs; the leader has the first
                     environment["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[rank] if gpus else str(rank)
                 self._processes[rank] = subprocess.Popen(
                     [sys.executable, "-m", _FOLLOWER],
@@ -209,29 +212,29 @@ class Followers:
                     env=environment,
                     pass_fds=[file.fileno(), *peers.values()],
                 )
-                self._tell(rank, msgspec.structs.replace(job, rank=rank, memory=file.fileno(), peers=peers))
+                self._send(rank, msgspec.structs.replace(job, rank=rank, memory=file.fileno(), peers=peers))
         for rank in ranks[1:]:
-            for peer in ends[rank].values():
-                peer.close()
+            for end in ends[rank].values():
+                end.close()
         self.meeting = Meeting(0, ends[0], self._memory)
         self._finalizer = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
 
     def note(self, name: str, *arguments: int) -> None:
-        """Has the followers do the same to their caches before their next run."""
+        """Has the followers change their caches in the same way before their next run."""
         self._changes.append((name, list(arguments)))
 
-    def run(self, shape: tuple[int, int, int], slots: range, given: Mapping[str, Array]) -> None:
-        """Has them run too."""
+    def run(self, shape: tuple[int, int, int], slots: range, inputs: Mapping[str, Array]) -> None:
+        """Has the followers run with the same inputs."""
         if self._error is not None:
             raise self._error
-        inputs = {name: array.tobytes() for name, array in given.items()}
-        told = Run(self._changes, shape, (slots.start, slots.stop), inputs)
+        content = {name: array.tobytes() for name, array in inputs.items()}
+        message = Run(self._changes, shape, (slots.start, slots.stop), content)
         self._changes = []
         for rank in self._processes:
-            self._tell(rank, told)
+            self._send(rank, message)
 
-    def _tell(self, rank: int, what: msgspec.Struct) -> None:
-        content, pipe = msgspec.msgpack.encode(what), self._processes[rank].stdin
+    def _send(self, rank: int, message: msgspec.Struct) -> None:
+        content, pipe = msgspec.msgpack.encode(message), self._processes[rank].stdin
         assert pipe is not None
         try:
             pipe.write(LENGTH.pack(len(content)) + content)
@@ -240,30 +243,30 @@ class Followers:
             raise RankLostError(rank) from None
 
     def give_up(self, lost: RankLostError) -> NoReturn:
-        """Ends the others, as none can go on without the rest.
+        """Ends the remaining ranks, as none can go on without the others.
 
         Raises:
-            BackendError: says which rank was lost and how, now and whenever they are to run again.
+            BackendError: says which rank was lost and how, now and at any later run.
         """
-        found = f"rank {lost.rank} says nothing for {_PATIENCE:.0f} seconds"
+        reason = f"rank {lost.rank} has been silent for {_TIMEOUT:.0f} seconds"
         if not lost.silent:
-            found = f"rank {lost.rank} ended"
-            time.sleep(0.1)  # so that those that went with it can be told from it
+            reason = f"rank {lost.rank} ended"
+            time.sleep(0.1)  # so that ranks that ended because of it have the status ORPHANED
             ended = {rank: process.poll() for rank, process in self._processes.items()}
             first = {rank: status for rank, status in ended.items() if status not in (None, ORPHANED)}
             for rank, status in first.items():
                 by = f"by signal {-status}" if status and status < 0 else f"with status {status}"
-                found = f"rank {rank} ended {by}"
+                reason = f"rank {rank} ended {by}"
                 break
         self.close()
         self._error = BackendError(
-            f"{found} of the {len(self._processes) + 1} processes that share the target; the others were ended. Load "
+            f"{reason} of the {len(self._processes) + 1} processes that share the target; the others were ended. Load "
             "the bundle again"
         )
         raise self._error from None
 
     def close(self) -> None:
-        """Ends them; then does nothing."""
+        """Ends them; later calls do nothing."""
         self._finalizer()
 
 
@@ -276,15 +279,15 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], peers: Iterable[socket.s
         peer.close()
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GOODBYE)
+            process.wait(_SHUTDOWN)
         process.kill()
         process.wait()
 
 
 class Leading(Graph):
-    """What makes a graph of the first rank's part lead: put before its class, runs are the whole's.
+    """A mixin for the graph of the first rank's part: the other ranks mirror its cache changes and runs.
 
-    The others do to their caches what the first does, and run when it runs.
+    It goes before the graph's class in the list of bases. Runs have the results of the whole graph.
     """
 
     _followers: Followers
@@ -306,13 +309,13 @@ class Leading(Graph):
         self._note("commit", slot, past, *nodes)
 
     def _note(self, name: str, *arguments: int) -> None:
-        if hasattr(self, "_followers"):  # each opens with the same cache
+        if hasattr(self, "_followers"):  # before that, each has opened with the same cache
             self._followers.note(name, *map(int, arguments))
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         try:
             self._followers.run((tokens, rows, drafts), slots, self.inputs(tokens, rows, drafts, slots))
-            made = super().run(tokens, rows, drafts, slots)  # type: ignore[safe-super]
+            outputs = super().run(tokens, rows, drafts, slots)  # type: ignore[safe-super]
         except RankLostError as lost:
             self._followers.give_up(lost)
         except BackendError:
@@ -320,39 +323,39 @@ class Leading(Graph):
                 raise
         if self._followers.lost is not None:
             self._followers.give_up(self._followers.lost)
-        return made
+        return outputs
 
 
 class LeadingGraph(Leading, OnnxRuntimeGraph):
-    """The first rank's part of a target on the CPU, whose runs are the whole's."""
+    """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
 
     @classmethod
-    def open(cls, bundle: Bundle, slots: int, made_by: Buffers, threads: int, keep: bool) -> LeadingGraph:
+    def open(cls, bundle: Bundle, slots: int, buffers: Buffers, threads: int, keep: bool) -> LeadingGraph:
         """Starts the other ranks, and opens this one's part.
 
         Args:
-            bundle: its target is split.
-            slots: of the cache.
-            made_by: makes the arrays of a shape point.
-            threads: of all ranks together.
-            keep: see :func:`~specexport.runtime.ort.open_kept`.
+            bundle: a bundle with a split target.
+            slots: number of slots of the cache.
+            buffers: creates the arrays of a shape point.
+            threads: threads of all ranks together.
+            keep: see :func:`~specexport.runtime.ort.open_cached`.
 
         Raises:
             BackendError: a rank cannot be started, or its graph is refused.
         """
-        own = max(1, threads // len(bundle.manifest.target.ranks))
-        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=own, keep=keep))
+        share = max(1, threads // len(bundle.manifest.target.ranks))
+        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=share, keep=keep))
         try:
-            made: LeadingGraph = open_rank(cls, bundle, 0, slots, made_by, own, keep, followers.meeting)
-            made._followers = followers
+            graph: LeadingGraph = open_rank(cls, bundle, 0, slots, buffers, share, keep, followers.meeting)
+            graph._followers = followers
             followers.meeting.wait()
         except RankLostError as lost:
             followers.give_up(lost)
         except BaseException:
             followers.close()
             raise
-        followers.meeting.patience = _PATIENCE
-        return made
+        followers.meeting.timeout = _TIMEOUT
+        return graph
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -364,14 +367,14 @@ def open_rank(
     bundle: Bundle,
     rank: int,
     slots: int,
-    made_by: Buffers,
+    buffers: Buffers,
     threads: int,
     keep: bool,
     meeting: Meeting,
 ) -> Any:
-    """A rank's part of the target, as a graph of that kind."""
+    """Opens a rank's part of the target as a graph of the class ``kind``."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
     files = model.ranks[rank].segments
-    sessions = [open_kept(bundle, model, name, threads, keep) for name in files]
+    sessions = [open_cached(bundle, model, name, threads, keep) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, meeting)
-    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, made_by)
+    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)

@@ -10,9 +10,9 @@ from typing import Literal
 
 from specexport.runtime.acceptance import History
 from specexport.runtime.logprobs import TokenLogprobs
-from specexport.runtime.program import Outcome, Verified
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.stats import Stats
+from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -28,9 +28,9 @@ class Chunk:
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
         logprobs: of each new token, if the request asks for them.
-        pieces: the text by the token that let it be given out, as many as tokens; together ``text`` if there are any.
+        pieces: the text that each token released, one piece a token; together they are ``text`` if there are any.
         verified: the tree of the step; None for a plain one.
-        made: when, by ``time.monotonic()``.
+        created: its time, by ``time.monotonic()``.
     """
 
     text: str
@@ -39,38 +39,38 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     pieces: tuple[str, ...] = ()
     verified: Verified | None = None
-    made: float = field(default_factory=time.monotonic, compare=False)
+    created: float = field(default_factory=time.monotonic, compare=False)
 
 
 class Request:
     """A request, from its start until its last chunk is read.
 
     Attributes:
-        view: what a step program sees of it: its prompt, to which the output is added, and the tree of the next step.
-        tree: the tree it asks to be verified; a step may verify a smaller one.
-        fixed: whether it named its number of draft tokens.
-        lookup: a method that finds draft tokens in text and may propose in a step instead of its own.
+        view: its part that step programs see: the prompt, to which the output is appended, and the next step's tree.
+        tree: the tree that it asked for; a step may verify a smaller one.
+        fixed: whether it set its number of draft tokens.
+        lookup: a look-up method that may propose in a step instead of its own.
         stats: its counters.
-        history: what speculating brought it so far.
-        room: tokens it may still generate.
+        history: its acceptance so far.
+        remaining: tokens it may still generate.
         read: whether its prompt is read, so that steps may begin.
-        began: the scheduler's clock when it joined.
+        began: the scheduler's clock when it was submitted.
         owner: the thread that started it.
-        chunks: the unread ones.
-        finished: whether its last chunk is made.
+        chunks: its unread chunks.
+        finished: whether it has its last chunk.
         cancelled: whether it is to end before its next step, with a last chunk.
-        abandoned: whether its chunks will not be read any more.
+        abandoned: whether nobody will read its chunks.
         error: why it ended without a last chunk.
     """
 
-    def __init__(self, view: SlotView, text: TextStream, room: int, ends: Sequence[int]) -> None:
+    def __init__(self, view: SlotView, text: TextStream, remaining: int, ends: Sequence[int]) -> None:
         self.view = view
         self.tree = view.tree
         self.fixed = False
         self.lookup: str | None = None
         self.stats = Stats(prompt_tokens=view.prompt)
         self.history = History(unread=view.prompt)
-        self.room = room
+        self.remaining = remaining
         self.read = False
         self.began = 0.0
         self.owner: int | None = None
@@ -82,47 +82,47 @@ class Request:
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of its prompt are asked for."""
+        """Whether it asks for the log-probabilities of its prompt."""
         return self.view.params.prompt_logprobs is not None
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to tell its reader."""
+        """Whether its reader need not wait."""
         return bool(self.chunks) or self.finished or self.abandoned or self.error is not None
 
     @property
     def over(self) -> bool:
-        """Whether no step is to run for it any more."""
+        """Whether it needs no further step."""
         return self.finished or self.cancelled or self.abandoned or self.error is not None
 
     def take(self, outcome: Outcome, *, last: bool = False) -> Chunk:
-        """Adds a step's tokens to the text, up to its end: what that adds to the output."""
+        """Appends a step's tokens to the text, up to its end; returns the chunk of output."""
         pieces: list[str] = []
-        new, stopped = outcome.tokens[: self.room], False
+        new, stopped = outcome.tokens[: self.remaining], False
         while len(pieces) < len(new) and not stopped:
             token = new[len(pieces)]
             self.view.tokens.append(token)
             stopped = token in self._ends
             pieces.append(self._text.end(token) if stopped else self._text.push(token))
             stopped |= self._text.stopped
-        kept = len(pieces)
-        self.stats.output_tokens += kept
-        self.room -= kept
+        count = len(pieces)
+        self.stats.output_tokens += count
+        self.remaining -= count
         reason: FinishReason | None = None
-        if stopped or (last and kept == len(outcome.tokens)):
+        if stopped or (last and count == len(outcome.tokens)):
             reason = "stop"
-        elif self.room == 0:
+        elif self.remaining == 0:
             reason = "length"
         if reason is not None and pieces:
             pieces[-1] += self._text.finish()
-        text, tokens = "".join(pieces), tuple(new[:kept])
-        return Chunk(text, tokens, reason, outcome.logprobs[:kept], tuple(pieces), outcome.verified)
+        text, tokens = "".join(pieces), tuple(new[:count])
+        return Chunk(text, tokens, reason, outcome.logprobs[:count], tuple(pieces), outcome.verified)
 
     def give(self, chunk: Chunk) -> None:
-        """Lays a chunk out for its reader."""
+        """Queues a chunk for its reader."""
         self.finished = chunk.finish_reason is not None
         self.chunks.append(chunk)
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it without a step: its last chunk is the text that was held back."""
+        """Ends it without a step; its last chunk is the text that was held back."""
         self.give(Chunk(self._text.finish(), (), reason))

@@ -1,7 +1,7 @@
 """The rules of a model's ``generation_config.json`` that change logits; see ``contract.generation``.
 
-Like penalties they change the target's logits at every node of a tree, each by its own path, so that speculation is
-lossless with respect to what they leave.
+Like penalties they change the target's logits at every node of a tree, by the node's path, so that speculation is
+lossless with respect to the changed distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_EXPONENT = 64.0
 class SequenceBiases:
     """Adds to the logits of tokens that would complete a sequence; before penalties, as in transformers.
 
-    It is a :class:`~specexport.runtime.logits.LogitsProcessor`, which says what its methods take.
+    See :class:`~specexport.runtime.logits.LogitsProcessor` for its methods.
 
     Args:
         rules: the model's.
@@ -59,26 +59,26 @@ class SequenceBiases:
 class Rules:
     """Forbids and forces tokens; after penalties and grammars.
 
-    Each rule yields where nothing would be left of what a grammar and the rules before it allow.
+    A rule is skipped if it would leave none of the tokens that a grammar and the rules before it allow.
 
     Args:
         rules: the model's.
         prompt: its tokens; negative numbers stand for embeddings.
         ends: tokens that end the output.
         vocab_size: V.
-        room: most tokens of the output.
+        limit: most tokens of the output.
     """
 
     def __init__(
-        self, rules: GenerationRules, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, room: int
+        self, rules: GenerationRules, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, limit: int
     ) -> None:
         self._rules = rules
         self._prompt = np.array(prompt, np.int64)
         self._output: list[int] = []
-        self._room = room
-        self._ends = _known(ends, vocab_size)
-        self._suppressed = _known(rules.suppress_tokens, vocab_size)
-        self._begin = _known(rules.begin_suppress_tokens, vocab_size)
+        self._limit = limit
+        self._ends = _in_vocabulary(ends, vocab_size)
+        self._suppressed = _in_vocabulary(rules.suppress_tokens, vocab_size)
+        self._begin = _in_vocabulary(rules.begin_suppress_tokens, vocab_size)
         alone = len(prompt) == 1 and rules.forced_bos_token_id is not None
         self._begins_at = 1 if alone else 0
         last = rules.forced_eos_token_id
@@ -110,7 +110,7 @@ class Rules:
         forced = np.empty(0, np.int64)
         if rules.forced_bos_token_id is not None and len(text) == 1:
             forced = np.array([rules.forced_bos_token_id])
-        if self._last is not None and count == self._room - 1:
+        if self._last is not None and count == self._limit - 1:
             forced = self._last
         forced = forced[row[forced] > -np.inf]
         if len(forced):
@@ -128,20 +128,20 @@ class Rules:
 
 
 def _forbid(row: Floats, tokens: Ints) -> None:
-    """Takes tokens out of logits, unless they are all that is left."""
-    kept = row[tokens]
+    """Removes tokens from logits, unless no others are left."""
+    before = row[tokens]
     row[tokens] = -np.inf
     if len(tokens) and not (row > -np.inf).any():
-        row[tokens] = kept
+        row[tokens] = before
 
 
-def _known(tokens: Sequence[int], vocab_size: int) -> Ints:
-    """Those that the model has."""
+def _in_vocabulary(tokens: Sequence[int], vocab_size: int) -> Ints:
+    """The tokens that the model has."""
     return np.array([token for token in tokens if 0 <= token < vocab_size], np.int64)
 
 
 class _Sequences:
-    """Sequences of tokens, by the token before their last: there may be thousands, of which few could be completed."""
+    """Token sequences, indexed by their last token but one: of thousands, a text can complete few."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._alone: list[tuple[int, int]] = []
@@ -153,20 +153,20 @@ class _Sequences:
                 self._longer.setdefault(sequence[-2], []).append((at, np.array(sequence, np.int64)))
 
     def completed_by(self, text: Ints) -> list[tuple[int, int]]:
-        """Places of the sequences that a token after a text would complete, with that token."""
-        found = list(self._alone)
+        """Indices of the sequences that one more token would complete, with that token."""
+        matches = list(self._alone)
         for at, sequence in self._longer.get(int(text[-1]), ()) if len(text) else ():
             before = len(sequence) - 1
             if len(text) >= before and (text[-before:] == sequence[:-1]).all():
-                found.append((at, int(sequence[-1])))
-        return found
+                matches.append((at, int(sequence[-1])))
+        return matches
 
 
 def _completing(text: Ints, n: int, source: Ints) -> Ints:
-    """Tokens that would complete an n-gram of a source at the end of a text."""
+    """Tokens that would end a text with an n-gram of a source."""
     if n == 0 or len(source) < n or len(text) < n - 1:
         return np.empty(0, np.int64)
     grams = np.lib.stride_tricks.sliding_window_view(source, n)
-    same = (grams[:, :-1] == text[len(text) - n + 1 :]).all(1)
-    tokens = grams[same & (grams >= 0).all(1), -1]
+    matching = (grams[:, :-1] == text[len(text) - n + 1 :]).all(1)
+    tokens = grams[matching & (grams >= 0).all(1), -1]
     return np.asarray(tokens, np.int64)

@@ -1,10 +1,10 @@
-"""Speculative sampling on the host: what p is, and which draft tokens are accepted.
+"""Speculative sampling on the host: computes p and decides which draft tokens are accepted.
 
 Notation is that of Leviathan et al. 2023 and Chen et al. 2023: p is the target's distribution and q the draft's, both
 after temperature, top-k, top-p and min-p; K is the number of draft tokens.
 
-What decides on a tree of N nodes takes ``logits``, float32 ``[N,V]``, the target's at every node, and ``draft_tokens``,
-int64 ``[N-1]``, those of nodes 1 to N-1. It returns the nodes accepted, in order, and the token that follows them.
+The acceptance functions take a tree of N nodes, ``logits``, float32 ``[N,V]``, the target's at every node, and
+``draft_tokens``, int64 ``[N-1]``, those of nodes 1 to N-1. They return the accepted nodes in order, and the next token.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _BLOCK = 1024
-"""Probabilities whose sum is taken at once."""
+"""Probabilities that are summed at once."""
 _FEW = 4096
-"""Numbers so few that nothing is gained by setting some of them apart before they are sorted."""
+"""Up to this many numbers, sorting all is as fast as selecting some first."""
 _GROUP = 64
-"""Logits of which the largest stands for all while the least of the top k is looked for."""
+"""Logits in a group; the groups' maxima bound the least of the top k."""
 _BINS = 4096
-"""By how probable they are, tokens are counted in so many bins, to sort one bin in the place of all."""
+"""Bins of a histogram of tokens by probability, so that only one bin has to be sorted."""
 _MOST_OF_TOP_H = 100
-"""Tokens that top-H looks at."""
+"""Most tokens that top-H keeps."""
 _UNDERFLOW = 750.0
 """exp(-750) is 0 in float64."""
 
@@ -58,7 +58,7 @@ class Distribution:
 
     Attributes:
         ids: int64 ``[M]``, ascending: the tokens that may have probability; None for the whole vocabulary.
-        probs: float64 ``[M]``, theirs.
+        probs: float64 ``[M]``, their probabilities.
     """
 
     ids: Ints | None
@@ -70,30 +70,30 @@ class Distribution:
         return float(self.probs[at].sum())
 
     def _places(self, tokens: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Where those of some tokens are that may have probability, and which of them these are."""
+        """Indices in ``probs`` of those tokens that may have probability, and which tokens these are."""
         if self.ids is None:
             return tokens, np.ones(len(tokens), np.bool_)
         at = np.searchsorted(self.ids, tokens)
-        known = self.ids[np.minimum(at, len(self.ids) - 1)] == tokens
-        return at[known], known
+        present = self.ids[np.minimum(at, len(self.ids) - 1)] == tokens
+        return at[present], present
 
     def residual(self, tokens: Ints, q: Floats) -> Distribution:
-        """norm(max(0, p - q)): what to draw from when a draft token was rejected.
+        """norm(max(0, p - q)): the distribution to draw from after a rejected draft token.
 
-        Where q covers p up to rounding nothing is left, and p itself is returned: a rejection then has probability 0.
+        If q covers p up to rounding, the residual is empty and p is returned: a rejection then has probability 0.
 
         Args:
             tokens: int64 ``[C]``, all different.
-            q: float32 ``[C]``, theirs; all others have none.
+            q: float32 ``[C]``, their probabilities; all other tokens have none.
         """
-        at, known = self._places(tokens)
-        left = self.probs.copy()
-        left[at] = np.maximum(left[at] - q[known], 0.0)
-        total = float(left.sum())
-        return Distribution(self.ids, left / total) if total > 0 else self
+        at, present = self._places(tokens)
+        residual = self.probs.copy()
+        residual[at] = np.maximum(residual[at] - q[present], 0.0)
+        total = float(residual.sum())
+        return Distribution(self.ids, residual / total) if total > 0 else self
 
     def draw(self, uniform: float) -> int:
-        """The token at which the cumulative probability first exceeds ``uniform`` of all there is."""
+        """The token at which the cumulative probability first exceeds the share ``uniform`` of the total."""
         at = _first_above(self.probs, uniform)
         return at if self.ids is None else int(self.ids[at])
 
@@ -103,26 +103,26 @@ class Distribution:
 
 
 def _first_above(weights: Doubles, uniform: float) -> int:
-    """Where the cumulative weight first exceeds ``uniform * sum(weights)``; never where the weight is 0."""
-    # Cumulative sums take ten times as long as sums: one of blocks, then one within a block.
+    """The index at which the cumulative weight first exceeds ``uniform * sum(weights)``; never one of weight 0."""
+    # Cumulative sums take ten times as long as sums: one over blocks, then one within a block.
     through = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
-    wanted = uniform * through[-1]
-    block = _first_beyond(through, wanted)
+    goal = uniform * through[-1]
+    block = _first_beyond(through, goal)
     start = block * _BLOCK
     before = through[block - 1] if block else 0.0
-    return start + _first_beyond(np.cumsum(weights[start : start + _BLOCK]), wanted - before)
+    return start + _first_beyond(np.cumsum(weights[start : start + _BLOCK]), goal - before)
 
 
-def _first_beyond(cumulative: Doubles, wanted: float) -> int:
-    """The first of ascending numbers above ``wanted``, or the first of the largest if rounding leaves none above."""
-    return min(int(np.searchsorted(cumulative, wanted, "right")), int(np.searchsorted(cumulative, cumulative[-1])))
+def _first_beyond(cumulative: Doubles, value: float) -> int:
+    """The first of ascending numbers above ``value``, or the first of the largest if rounding leaves none above."""
+    return min(int(np.searchsorted(cumulative, value, "right")), int(np.searchsorted(cumulative, cumulative[-1])))
 
 
 def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     """The target's p from float32 logits ``[V]``; tokens tied at a threshold are kept together.
 
-    Logits that are no numbers give a distribution of no numbers, from which some token is drawn: other requests share
-    the step, and must not fail with it.
+    NaN logits give NaN probabilities, from which some token is drawn: other requests share the step, and must not fail
+    with it.
     """
     if params.greedy:
         return Distribution(np.array([logits.argmax()]), np.ones(1))
@@ -132,20 +132,20 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     rules = params.rules
     if rules.top_h is not None:
         logits = np.where(_within_entropy(_weights(logits, best, params), rules.top_h), logits, -np.inf)
-    # Without what a grammar forbids, as partitioning many equal numbers takes long.
+    # Without tokens that a grammar forbids, as partitioning many equal numbers is slow.
     least = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
     ids = np.flatnonzero(logits >= least) if logits.min() < least else None
     some = logits if ids is None else logits[ids]
     if 0 < params.top_k < len(some):
         at = _top_k(some, params.top_k)
         ids, some = at if ids is None else ids[at], some[at]
-    kept, least = None, -math.inf
+    candidates, least = None, -math.inf
     if params.top_p < 1.0:
-        kept, least = _nucleus(some, best, params)
+        candidates, least = _nucleus(some, best, params)
     if params.min_p > 0.0:
         least = max(least, best + params.temperature * math.log(params.min_p))
     if least > -math.inf:
-        at = np.flatnonzero(some >= least) if kept is None else kept[some[kept] >= least]
+        at = np.flatnonzero(some >= least) if candidates is None else candidates[some[candidates] >= least]
         ids, some = at if ids is None else ids[at], some[at]
     weights = _weights(some, best, params)
     weights /= weights.sum()
@@ -156,7 +156,7 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
 
 
 def _filters(rules: GenerationRules) -> Iterator[Callable[[Doubles], npt.NDArray[np.bool_]]]:
-    """Which of some tokens stay by their probabilities, float64 ``[M]``: the filters of transformers in its order."""
+    """Transformers' filters, in its order: each maps probabilities, float64 ``[M]``, to the tokens that it keeps."""
     if rules.typical_p < 1.0:
         yield lambda probs: _typical(probs, rules.typical_p)
     if rules.epsilon_cutoff > 0.0:
@@ -167,7 +167,7 @@ def _filters(rules: GenerationRules) -> Iterator[Callable[[Doubles], npt.NDArray
 
 
 def _typical(probs: Doubles, mass: float) -> npt.NDArray[np.bool_]:
-    """Locally typical sampling (arXiv 2202.00666): information closest to the entropy, until ``mass`` is held."""
+    """Locally typical sampling (arXiv 2202.00666): tokens with information closest to the entropy, up to ``mass``."""
     with np.errstate(divide="ignore"):
         distance = np.abs(-np.log(probs) - _entropy(probs))
     order = np.argsort(distance, kind="stable")
@@ -181,10 +181,10 @@ def _within_entropy(weights: Doubles, share: float) -> npt.NDArray[np.bool_]:
     probs = weights[order] / weights[order].sum()
     with np.errstate(divide="ignore", invalid="ignore"):
         parts = np.where(probs > 0, -probs * np.log(probs), 0.0)
-    kept = np.zeros(len(weights), np.bool_)
-    kept[order] = np.cumsum(parts) <= share * parts.sum()
-    kept[order[0]] = True
-    return kept
+    within = np.zeros(len(weights), np.bool_)
+    within[order] = np.cumsum(parts) <= share * parts.sum()
+    within[order[0]] = True
+    return within
 
 
 def _entropy(probs: Doubles) -> float:
@@ -193,17 +193,17 @@ def _entropy(probs: Doubles) -> float:
 
 
 def _weights(logits: Floats, best: float, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
-    """Probabilities over that of the best token."""
+    """Probabilities relative to that of the best token."""
     scaled = np.subtract(logits, best, dtype=kind)
     scaled /= params.temperature
     return np.exp(scaled, out=scaled)
 
 
 def _top_k(logits: Floats, k: int) -> Ints:
-    """Where the k largest are, ascending, with those tied with the last of them."""
+    """Indices of the k largest, ascending, with ties of the last."""
     at = None
     if len(logits) > _FEW and k <= len(logits) // _GROUP:
-        # At least k are as large as the k-th of the groups' largest, and hardly more.
+        # At least k logits reach the k-th largest of the groups' maxima, and hardly more.
         groups = logits[: len(logits) // _GROUP * _GROUP].reshape(_GROUP, -1).max(0)
         at = np.flatnonzero(logits >= np.partition(groups, -k)[-k])
     some = logits if at is None else logits[at]
@@ -212,15 +212,13 @@ def _top_k(logits: Floats, k: int) -> Ints:
 
 
 def _nucleus(logits: Floats, best: float, params: SamplingParams) -> tuple[Ints, float]:
-    """The least logit in the smallest set of most probable tokens that holds ``top_p``; before it, ascending, where
-    tokens are among which that set is.
-    """
-    # Doubles take twice as long, and only where the nucleus ends depends on it.
+    """Indices of candidate tokens, ascending, that include the smallest set holding ``top_p``; and its least logit."""
+    # Doubles take twice as long, and only the boundary of the nucleus needs them.
     weights = _weights(logits, best, params, np.float64 if len(logits) <= _FEW else np.float32)
     total = float(weights.sum(dtype=np.float64))
-    # All tokens below this together do not hold what top-p leaves out; a little less, as sums are rounded.
+    # All tokens below this together hold less than top-p leaves out; 0.999, as sums are rounded.
     least = 0.999 * (1.0 - params.top_p) * total / len(logits)
-    among = at = np.flatnonzero(weights >= least)
+    candidates = at = np.flatnonzero(weights >= least)
     before = 0.0
     if len(at) > _FEW:
         place = ((logits[at] - best) * (_BINS / params.temperature / math.log(least))).astype(np.int32)
@@ -228,8 +226,8 @@ def _nucleus(logits: Floats, best: float, params: SamplingParams) -> tuple[Ints,
         end = min(int(np.searchsorted(through, params.top_p * total)), len(through) - 1)
         at, before = at[place == end], float(through[end - 1]) if end else 0.0
     ordered = np.sort(logits[at])[::-1]
-    held = before / total + np.cumsum(_weights(ordered, best, params) / total)
-    return among, float(ordered[min(int(np.searchsorted(held, params.top_p)), len(ordered) - 1)])
+    mass = before / total + np.cumsum(_weights(ordered, best, params) / total)
+    return candidates, float(ordered[min(int(np.searchsorted(mass, params.top_p)), len(ordered) - 1)])
 
 
 def accept_greedy(logits: Floats, tree: TokenTree, draft_tokens: Ints) -> tuple[list[int], int]:
@@ -251,15 +249,14 @@ def accept_sampled(
     params: SamplingParams,
     uniform: Doubles,
 ) -> tuple[list[int], int]:
-    """Multi-round rejection over a tree (SpecInfer, arXiv 2305.09781), which for a chain is speculative sampling.
+    """Multi-round rejection sampling over a tree (SpecInfer, arXiv 2305.09781); for a chain, speculative sampling.
 
     At each node the children are tried in order. A child x ~ q is accepted with probability min(1, p(x)/q(x)); if not,
-    p becomes norm(max(0, p - q)) and the next is tried. Where none is accepted, the next token is drawn from what p
-    has become.
+    p becomes norm(max(0, p - q)) and the next is tried. If none is accepted, the next token is drawn from that p.
 
-    What is returned is distributed as if every token had been drawn from p. ``q`` is None where the draft tokens were
-    chosen without drawing (q = 1); ``uniform`` is noise in [0,1), float64 ``[N]``: one number a draft token, the last
-    for the final draw.
+    The result is distributed as if every token had been drawn from p. ``q`` is None if the draft tokens were chosen
+    without drawing (q = 1); ``uniform`` is noise in [0,1), float64 ``[N]``: one number a draft token, the last for the
+    final draw.
     """
     path: list[int] = []
     node = 0
@@ -285,18 +282,18 @@ def accept_typical(
     """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3): a token likely enough under p stays. Not lossless.
 
     A draft token x stays if p(x) > min(epsilon, alpha * exp(-H(p))) with p the target's distribution before it, H its
-    entropy in nats, and everything before x on its path stayed. Of the paths that end deepest the most probable one is
-    taken; the token after it is drawn from p, with ``uniform`` in [0,1). Epsilon and alpha are the request's
+    entropy in nats, and everything before x on its path stayed. Of the deepest paths the most probable one is
+    chosen; the token after it is drawn from p, with ``uniform`` in [0,1). Epsilon and alpha are the request's
     ``posterior_threshold`` and ``posterior_alpha``, both set.
     """
     epsilon, alpha = params.posterior_threshold, params.posterior_alpha
     assert epsilon is not None and alpha is not None  # the engine fills in the bundle's
-    found: dict[int, Distribution] = {}
+    distributions: dict[int, Distribution] = {}
 
     def p_at(node: int) -> Distribution:
-        if node not in found:
-            found[node] = target_distribution(logits[node], params)
-        return found[node]
+        if node not in distributions:
+            distributions[node] = target_distribution(logits[node], params)
+        return distributions[node]
 
     best = (0, 0.0, 0)  # depth, log-probability and node of the best path
     stays: dict[int, tuple[int, float]] = {0: (0, 0.0)}
@@ -320,8 +317,8 @@ def accept_relaxed(
     """Likelihood acceptance of a hypothesis (arXiv 2603.11243): a token the model finds likely stays. Not lossless.
 
     A token x stays if p(x) > ``likelihood_threshold``, with p the model's distribution at temperature 1, unfiltered,
-    and everything before x stayed. The tree is a chain. The token after the last that stayed is drawn as the request
-    says, with ``uniform`` in [0,1).
+    and everything before x stayed. The tree is a chain. The token after the last that stayed is sampled by the
+    request's parameters, with ``uniform`` in [0,1).
     """
     path: list[int] = []
     for node in range(1, len(tree)):

@@ -1,4 +1,4 @@
-"""Which request runs next: requests join and leave between steps, which the threads that wait for chunks take."""
+"""Continuous batching: requests join and leave between steps, which the threads that wait for chunks take."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.program import Outcome, StepProgram
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.stats import PLAIN
+from specexport.runtime.step_program import Outcome, StepProgram
 
-_FAILED = 3
-"""Failed turns in a row after which the engine is at fault, and not a request."""
+_MAX_FAILURES = 3
+"""Failed turns in a row after which the engine, not a request, is to blame."""
 
 
 class Scheduler:
@@ -34,27 +34,27 @@ class Scheduler:
         self._slots = Slots(program, reuse)
         # Reentrant, as the garbage collector may drop a stream while its thread holds it.
         self._lock = threading.RLock()
-        # Whether the wait of a thread that waits is over, and what wakes it.
+        # For each waiting thread: whether its wait is over, and the condition that wakes it.
         self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._driving = False
         self._closed = False
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # changed by the thread that drives, under the lock
-        # Seconds spent in turns, and when the present one began: one value, as readers look without the lock's help.
+        # Seconds spent in turns, and when the present one began: one tuple, as it is read without the lock.
         self._time: tuple[float, float | None] = (0.0, None)
         self._failed = 0  # turns in a row, up to now
 
-    def trouble(self, stuck: float) -> str | None:
+    def stall_reason(self, timeout: float) -> str | None:
         """Why requests make no progress; None while they do.
 
         Args:
-            stuck: seconds after which a turn counts as one that never ends.
+            timeout: seconds after which a turn counts as stuck.
         """
-        if self._failed >= _FAILED:
+        if self._failed >= _MAX_FAILURES:
             return f"the last {self._failed} turns failed; the log says why"
         began = self._time[1]
         since = 0.0 if began is None else time.perf_counter() - began
-        return f"a turn has taken {since:.0f} seconds" if since > stuck else None
+        return f"a turn has taken {since:.0f} seconds" if since > timeout else None
 
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -68,7 +68,7 @@ class Scheduler:
                 raise RequestError("the engine is closed; load the bundle again")
             request.owner = threading.get_ident()
             request.began = self._clock()
-            if request.room <= 0 and not request.scored:
+            if request.remaining <= 0 and not request.scored:
                 request.end("length")
             else:
                 self._queue.append(request)
@@ -95,7 +95,7 @@ class Scheduler:
         """Ends a request that nobody reads any more, before the next step."""
         with self._lock:
             request.abandoned = True
-            self._tell()
+            self._wake_finished()
 
     def close(self) -> None:
         """Refuses new requests, ends those of this thread and those in the queue, and runs the others to their end."""
@@ -105,19 +105,19 @@ class Scheduler:
                 self._queue.popleft().error = RequestError("the engine is closed; load the bundle again")
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
-            self._tell()
+            self._wake_finished()
         self._drive_until(lambda: not self._running and not self._driving)
         with self._lock:
             if hasattr(self, "_program"):
-                del self._program, self._slots  # and with them the models, which streams must not keep
+                del self._program, self._slots  # and with them the models, which streams would keep alive
 
-    def _drive_until(self, done: Callable[[], bool]) -> None:
-        """Waits until ``done`` holds, taking turns itself while no other thread does."""
+    def _drive_until(self, is_done: Callable[[], bool]) -> None:
+        """Waits until ``is_done`` holds, taking turns itself while no other thread does."""
         with self._lock:
             try:
-                while not done():
+                while not is_done():
                     if self._driving:
-                        self._wait(done)
+                        self._wait(is_done)
                     else:
                         self._drive()
             finally:
@@ -132,31 +132,31 @@ class Scheduler:
         finally:
             self._lock.acquire()
             self._driving = False
-            self._tell()
+            self._wake_finished()
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        waiter = (done, threading.Condition(self._lock))
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        waiter = (is_done, threading.Condition(self._lock))
         self._waiters.append(waiter)
         try:
             waiter[1].wait()
         finally:
             self._waiters.remove(waiter)
 
-    def _tell(self) -> None:
-        """Wakes those whose wait is over."""
-        for done, wake in self._waiters:
-            if done():
+    def _wake_finished(self) -> None:
+        """Wakes threads whose wait is over."""
+        for is_done, wake in self._waiters:
+            if is_done():
                 wake.notify()
 
     def _hand_over(self) -> None:
         """Wakes a thread that still waits, to take the next turn."""
         if not self._driving:
-            next_driver = next((wake for done, wake in self._waiters if not done()), None)
+            next_driver = next((wake for is_done, wake in self._waiters if not is_done()), None)
             if next_driver is not None:
                 next_driver.notify()
 
     def _clock(self) -> float:
-        """Seconds spent in turns: a clock that stands still while nobody reads a stream."""
+        """Seconds spent in turns: a clock that stops while nobody reads a stream."""
         busy, turn_began = self._time
         return busy if turn_began is None else busy + time.perf_counter() - turn_began
 
@@ -171,7 +171,7 @@ class Scheduler:
             if arriving is not None:
                 self._read(arriving, decoding)
             if arriving is not None and arriving.read:
-                if arriving.room > 0:
+                if arriving.remaining > 0:
                     decoding.append(arriving)
                 else:
                     arriving.end("length")
@@ -191,21 +191,21 @@ class Scheduler:
             self._time = (self._clock(), None)
 
     def _leave(self) -> None:
-        """Frees the slots of ended requests, and moves the others together."""
-        left = [request for request in self._running if request.over]
+        """Frees the slots of ended requests, and closes the gaps between the others."""
+        ended = [request for request in self._running if request.over]
         with self._lock:
-            self._running = [request for request in self._running if request not in left]
-        for request in left:
+            self._running = [request for request in self._running if request not in ended]
+        for request in ended:
             self._slots.leave(request.view.slot)
             self._program.release(request.view.slot, request.view.method)
             if request.cancelled and not request.finished and not request.abandoned and request.error is None:
                 request.end("cancelled")
-        while left and (move := self._slots.next_move()) is not None:
+        while ended and (move := self._slots.next_move()) is not None:
             mover = next(request for request in self._running if request.view.slot == move[0])
             self._program.move(*move, mover.view.method)
             self._slots.moved(*move)
             mover.view.slot = move[1]
-        if left and self._running:
+        if ended and self._running:
             self._shrink_cache()
 
     def _join(self) -> None:
@@ -226,35 +226,35 @@ class Scheduler:
             self._shrink_cache()
 
     def _shrink_cache(self) -> None:
-        self._program.shrink_cache(max(len(request.view.tokens) + request.room for request in self._running))
+        self._program.shrink_cache(max(len(request.view.tokens) + request.remaining for request in self._running))
 
     def _read(self, request: Request, stalled: list[Request]) -> None:
         """Reads a chunk of a request's prompt."""
         start = time.perf_counter()
         if request.stats.prefill == 0.0 and not request.scored:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
-        # A draft need not read what it will not draft after.
+        # A draft reads nothing for a request that will not speculate.
         self._policy.assign(self._running)
-        again = request.view.read_again
+        reread = request.view.read_again
         request.read = not self._program.prefill(request.view)
-        request.stats.cached_tokens -= request.view.read_again - again
+        request.stats.cached_tokens -= request.view.read_again - reread
         if request.read and len(request.view.tree) > 1 and request.view.lookup is None:
             request.history.unread = 0
         seconds = time.perf_counter() - start
         request.stats.prefill += seconds
-        for other in stalled:
-            other.stats.stalled += seconds
+        for waiting in stalled:
+            waiting.stats.stalled += seconds
 
     def _step(self, requests: list[Request]) -> None:
-        """A step for requests whose prompts are read; gives what it made to their readers."""
+        """Takes a step for requests whose prompts are read, and queues its chunks for their readers."""
         start = time.perf_counter()
         self._policy.assign(requests, len(self._running) - len(requests))
         chosen = time.perf_counter()
         step = self._program.step([request.view for request in requests])
         self._policy.learn(requests, step, time.perf_counter() - chosen)
-        made = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
+        chunks = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
         now, total = self._clock(), time.perf_counter() - start
-        for request, chunk in made:
+        for request, chunk in chunks:
             stats = request.stats
             stats.propose += step.propose
             stats.verify += step.verify
@@ -268,7 +268,7 @@ class Scheduler:
 
 
 def _take(request: Request, outcome: Outcome) -> Chunk | None:
-    """Adds a step's outcome to a request; None if that failed, which ends this request only."""
+    """Adds a step's outcome to a request; on failure returns None and ends this request only."""
     try:
         for processor in request.view.processors:
             processor.check()

@@ -1,19 +1,19 @@
-"""Which request is in which slot, and which texts the slots' caches still hold."""
+"""Assigns slots to requests, and reuses the texts that the slots' caches still hold."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from specexport.contract.shapes import window
-from specexport.runtime.program import StepProgram
 from specexport.runtime.reader import common_prefix
+from specexport.runtime.step_program import StepProgram
 
 
 class Slots:
-    """Places requests so that those running lie close together, and begin with what a cache holds already.
+    """Keeps running requests in neighbouring slots, and reuses prefixes that a cache holds already.
 
-    A run takes a window of neighbouring slots, so running slots that lie apart cost as many as lie between. A slot that
-    is left keeps its text: a prompt that begins like it, or like a text that is running, is not read again.
+    A run takes a window of neighbouring slots, so gaps between running slots cost as much as requests. A freed slot
+    keeps its text: a prompt that shares a prefix with it, or with a running text, does not read that part again.
     """
 
     def __init__(self, program: StepProgram, reuse: bool) -> None:
@@ -21,72 +21,72 @@ class Slots:
         self._sizes = program.sizes
         self._reuse = reuse
         self._texts: list[list[int]] = [[] for _ in range(self._sizes[-1])]
-        self._left: list[int] = [0] * self._sizes[-1]
+        self._freed_at: list[int] = [0] * self._sizes[-1]
         self._clock = 0
-        self._taken: set[int] = set()
+        self._used: set[int] = set()
 
     @property
     def free(self) -> int:
-        """How many slots are free."""
-        return self._sizes[-1] - len(self._taken)
+        """Number of free slots."""
+        return self._sizes[-1] - len(self._used)
 
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
-        """Gives a slot to a text: one that keeps the window small, then one that holds the text's beginning.
+        """Assigns a slot to a text: one that keeps the window small, then one with the longest shared prefix.
 
-        The list is kept: the text grows in it. ``whole`` has all of it read, whatever a cache holds.
+        The list is stored, as the text grows in it. ``whole`` has all of it read, whatever a cache holds.
         """
 
         def cost(slot: int) -> tuple[int, int, int]:
-            return len(window((*self._taken, slot), self._sizes)), -self._shared(slot, tokens), self._left[slot]
+            return len(window((*self._used, slot), self._sizes)), -self._shared(slot, tokens), self._freed_at[slot]
 
-        slot = min((slot for slot in range(self._sizes[-1]) if slot not in self._taken), key=cost)
+        slot = min((slot for slot in range(self._sizes[-1]) if slot not in self._used), key=cost)
         self._program.share(slot, slot, 0 if whole else self._shared(slot, tokens))
-        self._taken.add(slot)
+        self._used.add(slot)
         self._texts[slot] = tokens
         return slot
 
     def begin(self, slot: int) -> int:
-        """Takes the start of a slot's text over from another slot if more of it is there: how much is not to be read.
+        """Copies a text's prefix from another slot if that holds more of it; returns the tokens that need not be read.
 
-        To be called just before it would be read, so that requests that came together read what they share once.
+        To be called just before it would be read, so that concurrent requests read a shared prefix once.
         """
         tokens, there = self._texts[slot], self._program.filled(slot)
-        found = [(self._shared(other, tokens), other) for other in range(self._sizes[-1]) if other != slot]
-        most, source = max(found, default=(0, slot))
+        shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
+        most, source = max(shared, default=(0, slot))
         if most > there:
             self._program.share(source, slot, most)
         return max(most, there)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many rows of a slot belong to a prompt; its last token is left out, as it is the first root."""
+        """Rows of a slot that a prompt can reuse; its last token is left out, as it is the first root."""
         if not self._reuse:
             return 0
-        alike = min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
-        return self._program.reusable(slot, alike)
+        rows = min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
+        return self._program.reusable(slot, rows)
 
     def leave(self, slot: int) -> None:
-        """Frees a slot, if it was taken; its text stays for prompts that begin alike."""
-        self._taken.discard(slot)
+        """Frees a slot; its text stays for prompts with the same prefix."""
+        self._used.discard(slot)
         self._texts[slot] = list(self._texts[slot])
         self._clock += 1
-        self._left[slot] = self._clock
+        self._freed_at[slot] = self._clock
 
     def next_move(self) -> tuple[int, int] | None:
-        """A move from one slot to another that makes the window smaller; None where none does."""
-        if not self._taken or len(window(self._taken, self._sizes)) == len(self._least(self._taken)):
+        """A move of a request that makes the window smaller; None if there is none."""
+        if not self._used or len(window(self._used, self._sizes)) == len(self._least(self._used)):
             return None
-        goal = self._least(self._taken)
-        source = next(slot for slot in sorted(self._taken) if slot not in goal)
-        return source, min((slot for slot in goal if slot not in self._taken), key=lambda slot: self._left[slot])
+        goal = self._least(self._used)
+        source = next(slot for slot in sorted(self._used) if slot not in goal)
+        return source, min((slot for slot in goal if slot not in self._used), key=lambda slot: self._freed_at[slot])
 
-    def _least(self, taken: Collection[int]) -> range:
-        """The window of fewest slots that could hold as many, with most of them in it already."""
-        size = next(size for size in self._sizes if size >= len(taken))
+    def _least(self, used: Collection[int]) -> range:
+        """The smallest window that could hold as many slots, with the fewest moves."""
+        size = next(size for size in self._sizes if size >= len(used))
         starts = range(self._sizes[-1] - size + 1)
-        return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(taken)))
+        return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
 
     def moved(self, source: int, to: int) -> None:
-        """Records a move that was made."""
-        self._taken.remove(source)
-        self._taken.add(to)
+        """Records a completed move."""
+        self._used.remove(source)
+        self._used.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

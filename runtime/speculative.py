@@ -12,7 +12,7 @@ from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method, MethodOptions, method_type, read_method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.program import PLAIN_TREE
+from specexport.runtime.step_program import PLAIN_TREE
 from specexport.runtime.values import plain, shown, token_ids
 
 

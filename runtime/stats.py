@@ -1,4 +1,4 @@
-"""What a request cost and how well its drafts were accepted."""
+"""Costs and acceptance of a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLAIN = "plain"
-"""Stands for a method where nothing was proposed."""
+"""The name of steps without a proposal."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Stats:
         steps_with_draft: steps that verified draft tokens.
         steps_by_draft: number of steps by number of draft tokens (0 is plain), for each method that proposed them.
         cached_tokens: tokens of the prompt that were not read, as the cache held them already.
-        queued: time until there was a free slot.
+        queued: time until a slot was free.
         prefill: time reading the prompt, by the target and by a draft.
         stalled: time between its steps in which a chunk of another request's prompt was read.
         propose: time proposing, for all requests of its steps.
@@ -33,8 +33,8 @@ class Stats:
         host: everything else in its steps: bookkeeping and text.
         first_token: from the start of the request to its first tokens.
         total: from start to end. Neither counts time in which no stream of the engine was read.
-        execution: how the work of a step reached the device: ``host`` where there is none, ``plain`` call by call,
-            ``graph per engine`` by a captured CUDA graph for each model, ``graph per step`` by one for all of a step.
+        execution: how the work of a step reached the device: ``host`` without a device, ``plain`` call by call,
+            ``graph per engine`` as a captured CUDA graph for each model, ``graph per step`` as one for the whole step.
     """
 
     prompt_tokens: int = 0
@@ -83,7 +83,7 @@ class Stats:
         return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
-        """Adds one step: who proposed, draft tokens verified, the longest path among them, how many were accepted."""
+        """Counts one step: the method, its draft tokens, their longest path, and how many were accepted."""
         self.steps += 1
         steps = self.steps_by_draft.setdefault(method if drafted else PLAIN, {})
         steps[drafted] = steps.get(drafted, 0) + 1
@@ -96,6 +96,6 @@ class Stats:
                 self.accepted_at[position] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Counters and what follows from them, for JSON."""
+        """Counters and derived figures, for JSON."""
         derived = ("acceptance_length", "acceptance_rate", "acceptance_by_position", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}

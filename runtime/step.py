@@ -16,20 +16,20 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.embeds import is_embedding
 from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logprobs import token_logprobs
-from specexport.runtime.program import PLAIN_TREE, Outcome, Speculation, StepResult, Verified
 from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult, Verified
 
 
 class HostProgram:
-    """Steps driven from the host: a graph call to propose, one to verify, the rest in NumPy.
+    """Steps driven from the host: one graph call to propose, one to verify, and NumPy for the rest.
 
-    See :class:`~specexport.runtime.program.StepProgram`.
+    See :class:`~specexport.runtime.step_program.StepProgram`.
 
     Args:
         manifest: the bundle's.
         target: the target's graph.
-        speculations: by the name of their method; tuning exchanges some of them.
+        loaded_methods: the methods with their proposers, by name; tuning replaces some of them.
         execution: see ``Stats.execution``.
     """
 
@@ -37,7 +37,7 @@ class HostProgram:
         self,
         manifest: Manifest,
         target: Graph,
-        speculations: Mapping[str, Speculation],
+        loaded_methods: Mapping[str, LoadedMethod],
         execution: str = "host",
     ) -> None:
         self.sizes = target.sizes
@@ -46,7 +46,7 @@ class HostProgram:
         self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._target = target
-        self._speculations = speculations
+        self._loaded_methods = loaded_methods
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         start = time.perf_counter()
@@ -69,66 +69,68 @@ class HostProgram:
             if view.method is not None and len(view.tree) > 1:
                 by_method.setdefault(view.lookup or view.method, []).append(view)
         proposals: dict[int, Proposal] = {}
-        for method, its_views in by_method.items():
+        for method, members in by_method.items():
             proposer = self.proposer(method)
-            behind = len(views) == 1  # alone it stalls no other
+            behind = len(views) == 1  # a single request stalls no others
             while behind:
-                behind = proposer.prefill(its_views[0], proposer.reads_along)
-            proposals |= proposer.propose(its_views)
+                behind = proposer.prefill(members[0], proposer.reads_along)
+            proposals |= proposer.propose(members)
         return proposals
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
-        """What a method that finds draft tokens in text would propose for a slot, as far as it is worth verifying."""
+        """The draft tokens that a look-up method would propose for a slot."""
         proposer = self.proposer(method)
         return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
-        """What the target says at the root and at every draft token, by slot; rows go into its cache.
+        """The target's outputs at the root and every draft token, by slot; rows go into its cache.
 
-        All slots take as many tokens as the widest; what comes after a smaller tree is seen by none of its nodes.
+        All slots take as many tokens as the widest tree; the nodes of a smaller one do not see the padding.
         """
         to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
         width = self._target.step_width(len(slots), widest)
         self._target.reserve(max(len(view.tokens) for view in views) - 1 + width)
-        given = self._target.inputs(width, width, slots=slots)
+        inputs = self._target.inputs(width, width, slots=slots)
         self._target.protect_rows(width, width, slots=slots)
         for view in views:
             step = to_verify.get(view.slot)
             tree, drafted = (PLAIN_TREE, None) if step is None else (step.tree, step.tokens)
-            self.write(given, view.slot - slots.start, view, tree, drafted)
-        made = self._target.run(width, width, slots=slots)
-        return {view.slot: {name: array[view.slot - slots.start] for name, array in made.items()} for view in views}
+            self.write(inputs, view.slot - slots.start, view, tree, drafted)
+        outputs = self._target.run(width, width, slots=slots)
+        return {view.slot: {name: array[view.slot - slots.start] for name, array in outputs.items()} for view in views}
 
-    def write(self, given: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, drafted: Ints | None) -> None:
-        """Writes the target's inputs ``given`` for the slot at a place of the window: a tree's root, and the tokens
-        ``drafted``, int64 ``[K]``, of its other nodes if they are known.
+    def write(
+        self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, drafted: Ints | None
+    ) -> None:
+        """Writes the target's inputs for the slot at index ``at`` of the window: a tree's root, and the tokens
+        ``drafted``, int64 ``[K]``, of its other nodes if the host knows them.
         """
-        width, past = given[tensors.INPUT_IDS].shape[1], len(view.tokens) - 1
-        _write_text(given, at, view, past, 1)
+        width, past = inputs[tensors.INPUT_IDS].shape[1], len(view.tokens) - 1
+        _write_text(inputs, at, view, past, 1)
         if drafted is not None:
-            given[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
-        given[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
-        given[tensors.TREE_MASK][at] = padded_mask(tree, width)
-        given[tensors.PAST_LENGTH][at] = past
-        if tensors.KNOWN_TOKENS in given:
-            given[tensors.KNOWN_TOKENS][at] = 1
+            inputs[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
+        inputs[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
+        inputs[tensors.TREE_MASK][at] = padded_mask(tree, width)
+        inputs[tensors.PAST_LENGTH][at] = past
+        if tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][at] = 1
 
     def _positions(self, past: int, tree: TokenTree) -> Ints:
-        # A step at the end of the context reaches past it; what it computes there is cut off where it ends.
+        # A step may reach past the end of the context; the tokens there are cut off.
         return np.minimum(past + tree.depths, self._last_position)
 
     def _commit(
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
     ) -> Outcome:
-        """Keeps the rows of an accepted path, and tells the proposers."""
+        """Commits the rows of an accepted path, and informs the proposer."""
         new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
         rows = [0, *path]
         if view.method is not None:
             self.proposer(view.method).observe(view.slot, outputs, rows[-1])
             self.proposer(view.method).observe_text(view, outputs, len(view.tokens) - 1, rows)
-        # A row that is not finite accepts nothing, so that it is the last.
+        # A row that is not finite accepts nothing, so it is the last.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
         for processor in view.processors:
@@ -141,8 +143,8 @@ class HostProgram:
         return Outcome(new, len(proposal.tokens), proposal.tree.depth, len(path), logprobs, finite, verified)
 
     def proposer(self, method: str) -> Proposer:
-        """What proposes by a method."""
-        return self._speculations[method].proposer
+        """A method's proposer."""
+        return self._loaded_methods[method].proposer
 
     def filled(self, slot: int) -> int:
         return self._target.filled(slot)
@@ -151,56 +153,56 @@ class HostProgram:
         return self._target.reusable(slot, tokens)
 
     def prefill(self, view: SlotView) -> bool:
-        """Reads a chunk of all but the last token, which is the first step's root; whether there is more."""
-        more = self._read(view)
-        # The proposer's chunk is read beside the target's: by turns, prompts would keep a full batch waiting twice.
+        """Reads a chunk of all but the last token, the first step's root; returns whether tokens are unread."""
+        unread = self._read(view)
+        # The proposer reads its chunk in the same turn: in turns of its own it would stall the batch twice.
         if view.method is not None and len(view.tree) > 1 and view.lookup is None:
-            more |= self.proposer(view.method).prefill(view)
-        return more
+            unread |= self.proposer(view.method).prefill(view)
+        return unread
 
     def _read(self, view: SlotView) -> bool:
-        """Has the target read a chunk of a prompt; whether there is more."""
+        """Has the target read a chunk of a prompt; returns whether tokens are unread."""
         slot, top, chunk, rows = view.slot, view.params.prompt_logprobs, self._chunk, 1
         slots = range(slot, slot + 1)
         if top is not None:  # a prefill chunk has logits after its last token alone
             slots = window([slot], self.sizes)
             chunk = rows = self._target.widths(len(slots))[-1]
-        done, end = self._target.filled(slot), len(view.tokens) - 1
+        past, end = self._target.filled(slot), len(view.tokens) - 1
         if view.method is not None:
-            needed = self._target.reusable(slot, min(done, self.proposer(view.method).needs_from(view)))
-            view.read_again += done - needed
-            done = needed
+            usable = self._target.reusable(slot, min(past, self.proposer(view.method).needs_from(view)))
+            view.read_again += past - usable
+            past = usable
         if top is None:
-            chunk = self._target.chunk(chunk, max(1, end - done))
-        count, at = min(chunk, end - done), slot - slots.start
+            chunk = self._target.chunk(chunk, max(1, end - past))
+        count, at = min(chunk, end - past), slot - slots.start
         if count <= 0:
             return False
-        # What is beyond the context is nobody's.
-        running = max(min(self._target.filled(other), self._longest - 1) for other in slots)
-        self._target.reserve(max(done, running) + chunk)
-        given = self._target.inputs(chunk, rows, slots=slots)
+        # Rows beyond the context belong to no text.
+        running = max(min(self._target.filled(s), self._longest - 1) for s in slots)
+        self._target.reserve(max(past, running) + chunk)
+        inputs = self._target.inputs(chunk, rows, slots=slots)
         self._target.protect_rows(chunk, rows, slots=slots)
-        _write_text(given, at, view, done, count)
+        _write_text(inputs, at, view, past, count)
         chain = TokenTree.chain(chunk)
-        given[tensors.POSITION_IDS][at] = self._positions(done, chain)
-        given[tensors.PAST_LENGTH][at] = done
-        if tensors.KNOWN_TOKENS in given:
-            given[tensors.KNOWN_TOKENS][at] = count
+        inputs[tensors.POSITION_IDS][at] = self._positions(past, chain)
+        inputs[tensors.PAST_LENGTH][at] = past
+        if tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][at] = count
         if top is None:
-            given[tensors.LOGITS_ROWS][at] = count - 1
+            inputs[tensors.LOGITS_ROWS][at] = count - 1
         else:
-            given[tensors.TREE_MASK][at] = chain.mask
-        made = self._target.run(chunk, rows, slots=slots)
-        self._target.commit(slot, done, range(count))
+            inputs[tensors.TREE_MASK][at] = chain.mask
+        run = self._target.run(chunk, rows, slots=slots)
+        self._target.commit(slot, past, range(count))
         if top is not None:
-            after = view.tokens[done + 1 : done + count + 1]
-            view.prompt_logprobs += token_logprobs(made[tensors.LOGITS][at], range(count), after, top)
+            after = view.tokens[past + 1 : past + count + 1]
+            view.prompt_logprobs += token_logprobs(run[tensors.LOGITS][at], range(count), after, top)
         if view.method is not None:
             last = 0 if top is None else count - 1
-            outputs = {name: array[at] for name, array in made.items()}
+            outputs = {name: array[at] for name, array in run.items()}
             self.proposer(view.method).observe(slot, outputs, last)
-            self.proposer(view.method).observe_text(view, outputs, done, range(count))
-        return done + count < end
+            self.proposer(view.method).observe_text(view, outputs, past, range(count))
+        return past + count < end
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
@@ -210,39 +212,39 @@ class HostProgram:
     def share(self, source: int, to: int, tokens: int) -> None:
         self._target.copy(source, to, tokens)
         if source != to:
-            for speculation in self._speculations.values():
-                speculation.proposer.share(source, to, tokens)
+            for loaded in self._loaded_methods.values():
+                loaded.proposer.share(source, to, tokens)
 
     def shrink_cache(self, rows: int) -> None:
         self._target.shrink_cache(rows)
-        for speculation in self._speculations.values():
-            speculation.proposer.shrink_cache(rows)
+        for loaded in self._loaded_methods.values():
+            loaded.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
         for proposer in self._used(method):
             proposer.release(slot)
 
     def _used(self, method: str | None) -> list[Proposer]:
-        """Those that may know something of a slot: its method's, and those that read any text."""
-        known = self._speculations.items()
-        return [one.proposer for name, one in known if name == method or not one.method.needs_graph]
+        """The proposers that may have state of a slot: its method's, and those that read any text."""
+        loaded = self._loaded_methods.items()
+        return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 
 
-def _write_text(given: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:
-    """Gives a run what a text has from a position on: token ids, and embeddings where the prompt holds some."""
+def _write_text(inputs: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:
+    """Writes a text from a position on into a run's inputs: token ids, and embeddings where the prompt has them."""
     tokens = view.tokens[start : start + count]
-    mask = given.get(tensors.EMBEDS_MASK)
+    mask = inputs.get(tensors.EMBEDS_MASK)
     if mask is not None:
         mask[at] = False
     if mask is not None and view.embeddings is not None and start < view.prompt:
-        view.embeddings.put(start, given[tensors.INPUTS_EMBEDS][at], mask[at])
+        view.embeddings.put(start, inputs[tensors.INPUTS_EMBEDS][at], mask[at])
         tokens = [0 if is_embedding(token) else token for token in tokens]
-    given[tensors.INPUT_IDS][at, :count] = tokens
+    inputs[tensors.INPUT_IDS][at, :count] = tokens
 
 
 @lru_cache(maxsize=256)
 def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
-    """A tree's mask, bool ``[width,width]``: a token after its last node sees itself alone, so that all is finite."""
+    """A tree's mask, bool ``[width,width]``: padding tokens see themselves alone, so that all rows are finite."""
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask
     return mask

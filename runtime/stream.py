@@ -1,4 +1,4 @@
-"""A request's output, while it runs and when it is done."""
+"""A request's output, while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Completion:
     """A finished output.
 
     Attributes:
-        text: without the stop text.
-        token_ids: every token generated, an end-of-text token included.
+        text: the output without the stop text.
+        token_ids: every generated token, an end-of-text token included.
         finish_reason: see :class:`Chunk`.
-        stats: what it cost.
+        stats: its counters.
         logprobs: of each token, if the request asks for them.
         prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
     """
@@ -51,7 +51,7 @@ def completed(stream: Stream) -> Completion:
 
 
 class _Runner(Protocol):
-    """What a stream needs of the scheduler."""
+    """The part of the scheduler that a stream uses."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -64,7 +64,7 @@ class Stream:
     """The output of one request, an iterator of :class:`Chunk`; also a context manager.
 
     The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
-    ends, is closed, is cancelled, or the stream is dropped. It moves on whenever any stream of the engine is read.
+    ends, is closed or cancelled, or the stream is dropped. It makes progress whenever any stream of the engine is read.
     """
 
     def __init__(self, runner: _Runner, request: Request) -> None:
@@ -79,27 +79,27 @@ class Stream:
 
     @property
     def params(self) -> SamplingParams:
-        """How it samples."""
+        """Its sampling parameters."""
         return self._request.view.params
 
     @property
     def method(self) -> str | None:
-        """The method it speculates by; None decodes plainly."""
+        """Its method; None decodes plainly."""
         return self._request.view.method
 
     @property
     def tree(self) -> TokenTree:
-        """The tree it asks its steps to verify, in a batch perhaps a smaller one; the root alone if plainly."""
+        """The tree that it asks for; steps may verify smaller ones. The root alone for plain decoding."""
         return self._request.tree
 
     @property
     def hypothesis(self) -> Sequence[int]:
-        """Tokens the output is expected to be."""
+        """The expected output."""
         return self._request.view.hypothesis
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
 
     @property
@@ -129,11 +129,11 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        # No lock is taken here: this may run at any moment, in a thread that holds it. Nobody waits for this stream.
+        # Takes no lock: this may run at any moment, in a thread that holds it. Nobody waits for this stream.
         self._request.abandoned = True
 
     def start(self) -> None:
-        """Lets the request join the batch now; otherwise it does when it is first read.
+        """Submits the request now instead of when it is first read.
 
         Raises:
             RequestError: the engine is closed.
@@ -147,5 +147,5 @@ class Stream:
         self._request.cancelled = True
 
     def close(self) -> None:
-        """Ends the request; its slot is free before the next step. What was not read yet is dropped."""
+        """Ends the request; its slot is free before the next step. Unread chunks are dropped."""
         self._runner.abandon(self._request)

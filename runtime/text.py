@@ -1,4 +1,4 @@
-"""Output tokens into output text: characters that span tokens, and stop texts that span chunks."""
+"""Turns output tokens into text, with characters that span tokens and stop texts that span chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictio
 class TextStream:
     """Turns tokens into text as they come.
 
-    A character is given out once all its bytes are there, and text that may be the beginning of a stop text only once
-    it is clear that it is not.
+    A character is released once all its bytes are there; text that may begin a stop text once it is clear that it does
+    not.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: the model's.
         stop: texts that end the output.
         least: tokens before the one that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
@@ -30,126 +30,126 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._least, self._skip = least, skip_special_tokens
-        # Special tokens that stop texts hold: their text is looked at where it is not given out.
+        # Special tokens that stop texts contain: searched for although they are not in the output text.
         self._hidden: dict[int, str] = {}
         if stop:
-            known = special_tokens(tokenizer).items()
-            self._hidden = {token: text for token, text in known if any(text in one for one in stop)}
+            special = special_tokens(tokenizer).items()
+            self._hidden = {token: text for token, text in special if any(text in stop_text for stop_text in stop)}
         self._pushed = 0
-        # The tokens whose text is not given out yet, after those last given out: how a token reads may depend on what
-        # is before it. (The library's own DecodeStream fails where a token changes how earlier ones read.)
+        # The tokens last decoded, then those without text yet: a token's text may depend on the tokens before it. (The
+        # library's own DecodeStream fails if a token changes the text of earlier ones.)
         self._window: list[int] = []
-        self._known = ""
-        self._given = 0
-        self._held = _Held()
+        self._decoded = ""
+        self._decoded_count = 0
+        self._pending = _PendingText()
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the text that can be given out. Sets :attr:`stopped` if a stop text was completed."""
+        """Adds a token; returns the text that it releases. Sets :attr:`stopped` if it completes a stop text."""
         self._window.append(token)
         self._pushed += 1
         text = self._decode(self._window)
         hidden = self._hidden.get(token, "") if self._skip else ""
-        if len(text) <= len(self._known) or text.endswith(_UNFINISHED):
+        if len(text) <= len(self._decoded) or text.endswith(_UNFINISHED):
             return self._release("", hidden) if hidden else ""
-        piece = text[len(self._known) :]
-        self._window = self._window[self._given :]
-        self._known, self._given = self._decode(self._window), len(self._window)
+        piece = text[len(self._decoded) :]
+        self._window = self._window[self._decoded_count :]
+        self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
         return self._release(piece, hidden)
 
     def end(self, token: int) -> str:
-        """Adds the token that ends the output, and is no part of its text, though it may complete a stop text."""
+        """Adds the token that ends the output; it is not part of the text, but may complete a stop text."""
         self._pushed += 1
-        return self._release(self._rest(), self._hidden.get(token, ""))
+        return self._release(self._flush(), self._hidden.get(token, ""))
 
     def finish(self) -> str:
-        """The rest: text held back, and what the bytes of an unfinished character decode to."""
-        text = self._release(self._rest())
+        """The remaining text: pending text, and the decoded bytes of an unfinished character."""
+        text = self._release(self._flush())
         if not self.stopped:
-            text += self._held.take(len(self._held))
+            text += self._pending.take(len(self._pending))
         return text
 
-    def _rest(self) -> str:
-        """What the window's tokens decode to that is not given out yet; nothing is left there."""
-        rest = self._decode(self._window)[len(self._known) :]
-        self._window, self._known, self._given = [], "", 0
-        return rest
+    def _flush(self) -> str:
+        """Returns the window's text that is not released yet, and empties the window."""
+        text = self._decode(self._window)[len(self._decoded) :]
+        self._window, self._decoded, self._decoded_count = [], "", 0
+        return text
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
         return text
 
     def _release(self, piece: str, hidden: str = "") -> str:
-        """What can be given out of the text held back and a piece, behind which a special token may stand."""
-        held = self._held
-        held.add(piece, hidden)
-        found = [at for at in map(held.find, self._stop) if at >= 0]
-        if found and self._pushed > self._least:
+        """Adds a piece, perhaps followed by a hidden special token; returns the text that can be released."""
+        pending = self._pending
+        pending.add(piece, hidden)
+        stops = [at for at in map(pending.find, self._stop) if at >= 0]
+        if stops and self._pushed > self._least:
             self.stopped = True
-            text = held.take(min(found))
-            held.clear()
+            text = pending.take(min(stops))
+            pending.clear()
             return text
-        return held.take(min((held.beginning(stop) for stop in self._stop), default=len(held)))
+        return pending.take(min((pending.beginning(stop) for stop in self._stop), default=len(pending)))
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
-    """The texts of a tokenizer's special tokens; asking it takes milliseconds where there are thousands."""
+    """The texts of a tokenizer's special tokens, cached: a query for thousands takes milliseconds."""
     if tokenizer not in _SPECIAL_TOKENS:
         added = tokenizer.get_added_tokens_decoder().items()
-        _SPECIAL_TOKENS[tokenizer] = {token: one.content for token, one in added if one.special}
+        _SPECIAL_TOKENS[tokenizer] = {token: entry.content for token, entry in added if entry.special}
     return _SPECIAL_TOKENS[tokenizer]
 
 
-class _Held:
-    """Text held back. A stop text may be in the text that is given out, or in that with its hidden special tokens."""
+class _PendingText:
+    """Text held back. A stop text may be in the visible text, or in the text with hidden special tokens."""
 
     def __init__(self) -> None:
         self._whole = ""
-        self._shown: list[int] = []
-        """Where the characters to be given out are."""
+        self._visible: list[int] = []
+        """Indices of the visible characters."""
 
     def __len__(self) -> int:
         return len(self._whole)
 
     def add(self, text: str, hidden: str) -> None:
-        """Appends text, and hidden text behind it."""
-        self._shown += range(len(self._whole), len(self._whole) + len(text))
+        """Appends text, then hidden text."""
+        self._visible += range(len(self._whole), len(self._whole) + len(text))
         self._whole += text + hidden
 
     def find(self, stop: str) -> int:
-        """Where a stop text begins; -1 where it is not."""
+        """The start of a stop text; -1 if it is absent."""
         at = self._whole.find(stop)
         if self._text_is_whole:
             return at
-        seen = self._text.find(stop)
-        places = [at] * (at >= 0) + ([self._shown[seen]] if seen >= 0 else [])
+        visible = self._text.find(stop)
+        places = [at] * (at >= 0) + ([self._visible[visible]] if visible >= 0 else [])
         return min(places, default=-1)
 
     def beginning(self, stop: str) -> int:
-        """Where a stop text may begin that is not complete yet; the end if nowhere."""
+        """The start of a possible stop text that is not complete; the end if there is none."""
         at = len(self._whole) - _overlap(self._whole, stop)
-        if self._text_is_whole or not (seen := _overlap(self._text, stop)):
+        if self._text_is_whole or not (visible := _overlap(self._text, stop)):
             return at
-        return min(at, self._shown[-seen])
+        return min(at, self._visible[-visible])
 
     def take(self, end: int) -> str:
-        """Removes the text up to a place; what of it is to be given out."""
-        text = "".join(self._whole[at] for at in self._shown if at < end)
-        self._shown = [at - end for at in self._shown if at >= end]
+        """Removes the text up to ``end``; returns its visible part."""
+        text = "".join(self._whole[at] for at in self._visible if at < end)
+        self._visible = [at - end for at in self._visible if at >= end]
         self._whole = self._whole[end:]
         return text
 
     def clear(self) -> None:
-        """Removes all."""
-        self._whole, self._shown = "", []
+        """Removes all text."""
+        self._whole, self._visible = "", []
 
     @property
     def _text_is_whole(self) -> bool:
-        return len(self._shown) == len(self._whole)
+        return len(self._visible) == len(self._whole)
 
     @property
     def _text(self) -> str:
-        return "".join(self._whole[at] for at in self._shown)
+        return "".join(self._whole[at] for at in self._visible)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,4 +1,4 @@
-"""Values as callers have them: numbers and arrays of NumPy, torch and others, and text that has no UTF-8."""
+"""Converts and checks callers' values: numbers and arrays of NumPy, torch and others, and text that is not UTF-8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = 80
 
 
 def plain(value: Any) -> Any:
-    """A number or an array of NumPy or torch as Python's numbers and lists; anything else as it is."""
+    """A number or an array of NumPy or torch as Python's numbers and lists; anything else unchanged."""
     convert = getattr(value, "tolist", None)
     return convert() if callable(convert) and not isinstance(value, type) else value
 
@@ -23,15 +23,15 @@ def is_sequence(value: Any) -> bool:
 
 
 def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
-    """Token ids from whatever holds them: a sequence of whole numbers, an array ``[N]``, or one of ``[1,N]``.
+    """Token ids from a sequence of whole numbers or an array, ``[N]`` or ``[1,N]``.
 
     Raises:
-        RequestError: it holds something else; names the first.
+        RequestError: an element is not a whole number; names the first.
     """
-    held = plain(value)
-    if not is_sequence(held):
+    values = plain(value)
+    if not is_sequence(values):
         raise RequestError(f"{name} is {shown(value)}; expected a list of token ids", param=param)
-    ids = list(map(plain, held))
+    ids = list(map(plain, values))
     if len(ids) == 1 and is_sequence(ids[0]):
         ids = list(map(plain, ids[0]))
     if ids and all(map(is_sequence, ids)):
@@ -45,16 +45,16 @@ def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
 
 
 def require_text(text: str, name: str, param: str | None = None) -> None:
-    """Refuses what is no text: half of a UTF-16 pair, which Python also has for bytes that are not UTF-8.
+    """Refuses lone surrogates, which Python also uses for bytes that are not UTF-8.
 
     Raises:
-        RequestError: says which character it is.
+        RequestError: names the first such character.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # Python has the lower halves from U+DC80 on for bytes that it could not read.
+        # Python decodes invalid bytes as surrogates from U+DC80 on.
         wrong = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}, half of a character,"
         raise RequestError(
             f"{name}: {wrong} at position {error.start} is not UTF-8; send text in UTF-8", param=param
@@ -62,6 +62,6 @@ def require_text(text: str, name: str, param: str | None = None) -> None:
 
 
 def shown(value: object) -> str:
-    """A value in an error, cut where it is long."""
+    """A value for an error, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

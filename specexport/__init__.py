@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "LLM": "specexport.llm",
     "AsyncEngine": "specexport.async_engine",
     "EmbedsPrompt": "specexport.runtime",
@@ -29,6 +29,6 @@ __all__ = ["LLM", "AsyncEngine", "EmbedsPrompt", "SamplingParams", "__version__"
 
 def __getattr__(name: str) -> Any:
     """Imports names when they are used, as every part of the package imports this module."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

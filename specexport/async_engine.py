@@ -1,4 +1,4 @@
-"""``AsyncEngine``: requests of a service, as many at once as there are slots, and a bounded queue for the others."""
+"""``AsyncEngine``: a service's requests, as many at once as there are slots, and a bounded queue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specexport.runtime.speculative import Speculative
 
 DEFAULT_MAX_QUEUE = 128
 _SMOOTHING = 0.1
-"""Weight of the newest request in the mean duration that Retry-After is taken from."""
+"""Weight of the newest request in the mean duration from which Retry-After is computed."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """One output on its way: the thread that iterates the stream puts chunks into the queue of the event loop."""
+    """One output: a thread iterates its stream and puts chunks into a queue of the event loop."""
 
     stream: Stream
     loop: asyncio.AbstractEventLoop
@@ -35,13 +35,13 @@ class _Request:
     timer: asyncio.TimerHandle | None = None
 
     def run(self) -> None:
-        """Runs in a thread of its own, from its slot to its end."""
+        """Runs the request to its end, in a thread of the pool."""
         self.started = time.monotonic()
         try:
             with self.stream as stream:
                 for chunk in stream:
                     self.post(chunk)
-        except Exception as error:  # whatever it is, the request's consumer has to learn of it
+        except Exception as error:  # the consumer gets any error
             self.post(error)
 
     def post(self, item: Chunk | BaseException) -> None:
@@ -50,18 +50,18 @@ class _Request:
         except RuntimeError:  # the loop is closed
             self.stream.cancel()
 
-    def cancel(self, why: SpecExportError | None = None) -> None:
-        """Ends it before its next step, or takes it out of the queue."""
+    def cancel(self, error: SpecExportError | None = None) -> None:
+        """Ends it before its next step, or removes it from the queue."""
         self.stream.cancel()
-        left_the_queue = self.work is not None and self.work.cancel()
-        if left_the_queue or why is not None:
-            self.post(why or Chunk("", (), "cancelled"))
+        was_queued = self.work is not None and self.work.cancel()
+        if was_queued or error is not None:
+            self.post(error or Chunk("", (), "cancelled"))
 
 
 class AsyncStream:
     """The output of one request, an asynchronous iterator of :class:`Chunk`; also a context manager.
 
-    It runs from the moment it is made, whether it is iterated or not, and is cancelled when it is closed or dropped.
+    It runs from its creation, whether it is iterated or not, and is cancelled when it is closed or dropped.
     """
 
     def __init__(self, request: _Request) -> None:
@@ -75,17 +75,17 @@ class AsyncStream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return self._request.stream.prompt_logprobs
 
     @property
     def arrived(self) -> float:
-        """When the request was taken, on the clock of ``time.monotonic``."""
+        """When the request arrived, by ``time.monotonic()``."""
         return self._request.arrived
 
     @property
     def started(self) -> float | None:
-        """When it got a slot, on the same clock; None while it waits."""
+        """When it got a slot, by the same clock; None while it waits."""
         return self._request.started
 
     def __aiter__(self) -> AsyncStream:
@@ -96,7 +96,7 @@ class AsyncStream:
 
         Raises:
             DeadlineError: the request's time is up.
-            ClosedError: the engine shuts down.
+            ClosedError: the engine is shutting down.
         """
         if self._ended:
             raise StopAsyncIteration
@@ -117,7 +117,7 @@ class AsyncStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends the request before its next step, or takes it out of the queue; does nothing if it has ended."""
+        """Ends the request before its next step, or removes it from the queue; does nothing if it has ended."""
         self._request.cancel()
 
 
@@ -148,7 +148,7 @@ class AsyncEngine:
     def open(
         cls, model: str | Path | None = None, *, max_queue: int = DEFAULT_MAX_QUEUE, **options: Any
     ) -> AsyncEngine:
-        """Opens a bundle or builds one of a model; options and errors are those of ``LLM``."""
+        """Opens a bundle, or builds one from a model; options and errors are those of ``LLM``."""
         return cls(Frontend.open(model, **options), max_queue=max_queue)
 
     @property
@@ -158,7 +158,7 @@ class AsyncEngine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests that wait for a slot."""
         return len(self._live) - self.running
 
     @property
@@ -191,12 +191,12 @@ class AsyncEngine:
             raise RequestError(f"n is {params.n}; a stream is one output, start several", param="n")
         return self.start(self.frontend.streams(prompt, params, speculative), timeout)[0]
 
-    def require_place(self, others: int = 0, outputs: int = 1) -> None:
-        """Refuses a request that would find no place, before work is put into it.
+    def require_place(self, arriving: int = 0, outputs: int = 1) -> None:
+        """Refuses a request when the queue is full, before any work on it.
 
         Args:
-            others: requests on their way that may not have started yet; they count if they are more than those here.
-            outputs: how many streams are to be started.
+            arriving: requests whose bodies are being read; they count if they are more than the running and waiting.
+            outputs: number of streams to start.
 
         Raises:
             QueueFullError: too many requests wait.
@@ -204,22 +204,22 @@ class AsyncEngine:
         """
         if self._closed:
             raise ClosedError("the server is shutting down; send the request again later")
-        if max(len(self._live), others) + outputs > self.slots + self.max_queue:
+        if max(len(self._live), arriving) + outputs > self.slots + self.max_queue:
             wait = self._wait()
             raise QueueFullError(
                 f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
             )
 
     def _wait(self) -> int:
-        """Seconds until those there are now will have had their slot: what one that is let in waits, at most."""
+        """Seconds until all present requests have had a slot: the longest wait of one that is admitted now."""
         now = time.monotonic()
         running = [now - request.started for request in self._live if request.started is not None]
-        # Where none has ended yet, or none lately, those that run say that they take this long at least.
-        each = max(self._seconds, sum(running) / len(running) if running else 0.0)
-        return max(1, math.ceil(each * len(self._live) / self.slots))
+        # If none has ended yet, or lately, the running ones give a lower bound.
+        duration = max(self._seconds, sum(running) / len(running) if running else 0.0)
+        return max(1, math.ceil(duration * len(self._live) / self.slots))
 
     def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
-        """Starts streams of the frontend's, all of them or none; see :meth:`generate`."""
+        """Starts streams of the frontend, all or none; see :meth:`generate`."""
         most = self.slots + self.max_queue
         if len(streams) > most:
             raise RequestError(
@@ -227,18 +227,18 @@ class AsyncEngine:
             )
         self.require_place(0, len(streams))
         loop = asyncio.get_running_loop()
-        made = [_Request(stream, loop, time.monotonic()) for stream in streams]
-        for request in made:
+        requests = [_Request(stream, loop, time.monotonic()) for stream in streams]
+        for request in requests:
             self._live.add(request)
             request.work = self._threads.submit(request.run)
-            request.work.add_done_callback(lambda _, request=request: self._done(request))  # type: ignore[misc]
+            request.work.add_done_callback(lambda _, request=request: self._finished(request))  # type: ignore[misc]
             if timeout is not None:
-                why = DeadlineError(f"the request was not done after {timeout:g} seconds")
-                request.timer = loop.call_later(timeout, request.cancel, why)
-        return [AsyncStream(request) for request in made]
+                error = DeadlineError(f"the request was not done after {timeout:g} seconds")
+                request.timer = loop.call_later(timeout, request.cancel, error)
+        return [AsyncStream(request) for request in requests]
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits for those there are, and ends what is left after ``timeout`` seconds."""
+        """Refuses new requests, waits for the present ones, and ends those that remain after ``timeout`` seconds."""
         self._closed = True
         until = time.monotonic() + timeout
         while self._live and time.monotonic() < until:
@@ -260,8 +260,8 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _done(self, request: _Request) -> None:
-        """Called once, in whichever thread ended the request."""
+    def _finished(self, request: _Request) -> None:
+        """Called once, in the thread that ended the request."""
         try:
             request.loop.call_soon_threadsafe(self._forget, request)
         except RuntimeError:  # the loop is closed
@@ -272,5 +272,5 @@ class AsyncEngine:
         if request.timer is not None:
             request.timer.cancel()
         if request.started is not None:
-            took = time.monotonic() - request.started
-            self._seconds = took if not self._seconds else self._seconds + _SMOOTHING * (took - self._seconds)
+            duration = time.monotonic() - request.started
+            self._seconds = duration if not self._seconds else self._seconds + _SMOOTHING * (duration - self._seconds)

@@ -1,4 +1,4 @@
-"""What commands and engines share that build: extras that may be missing, and progress on a terminal."""
+"""Helpers of commands and engines that build: optional extras, and progress bars."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 
 _BYTES = 1 << 20
-"""Steps with as many parts count bytes."""
+"""Progress with larger totals counts bytes."""
 _BAR = "{desc:36} {percentage:3.0f}% {elapsed} {bar}"
-_DONE = _BAR + " {n_fmt}B of {total_fmt}B"
-_LEFT = _DONE + ", {remaining} left"
+_FINISHED_BAR = _BAR + " {n_fmt}B of {total_fmt}B"
+_RUNNING_BAR = _FINISHED_BAR + ", {remaining} left"
 
 
 @contextmanager
 def needs_extra(doing: str, extra: str) -> Iterator[None]:
-    """Imports under it may fail with the name of the extra that is not installed.
+    """Turns failed imports in its block into an error that names the missing extra.
 
     Raises:
         BuildError: an import failed.
@@ -41,7 +41,7 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
 
 
 def exporter() -> types.ModuleType:
-    """The exporter.
+    """Imports the exporter.
 
     Raises:
         BuildError: the ``[export]`` extra is not installed, or Python is older than 3.11.
@@ -53,16 +53,16 @@ def exporter() -> types.ModuleType:
         )
     with needs_extra("building", "export"), uncollected():
         from specexport.exporter import build
-    # As it ends, Python would look through millions of objects for garbage, for more than a second.
+    # At exit, Python's garbage collection of millions of objects would take more than a second.
     atexit.register(gc.freeze)
     return build
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function that shows progress on standard error: a step's name, how much is done, how much there is.
+    """Yields a function that shows progress on standard error, from a step's name, the amount done, and the total.
 
-    A terminal shows a bar for each step; anywhere else there is a line for each that is done.
+    A terminal shows a bar for each step; otherwise each finished step is a line.
     """
     terminal, size = sys.stderr.isatty(), shutil.get_terminal_size()
     bars: dict[str, tqdm[NoReturn]] = {}
@@ -75,17 +75,17 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 total=total,
                 unit_scale=True,
                 unit_divisor=1024,
-                bar_format=_LEFT if total >= _BYTES else _BAR,
+                bar_format=_RUNNING_BAR if total >= _BYTES else _BAR,
                 file=sys.stderr if terminal else io.StringIO(),
                 ncols=min(80, size.columns),
                 nrows=size.lines,
             )
-        if bar.disable:  # it was done before
+        if bar.disable:  # it finished earlier
             return
         bar.total = total
         bar.update(done - bar.n)
         if done >= total:
-            bar.bar_format = _DONE if total >= _BYTES else _BAR
+            bar.bar_format = _FINISHED_BAR if total >= _BYTES else _BAR
             if not terminal:
                 print(bar, file=sys.stderr)
             bar.close()
@@ -98,6 +98,6 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def warn_of_settings(manifest: Manifest) -> None:
-    """Names on standard error where a bundle's texts are not those of transformers."""
+    """Warns on standard error where a bundle's texts differ from those of transformers."""
     for note in manifest.notes:
         print(f"warning: {note}", file=sys.stderr)

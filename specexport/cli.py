@@ -32,7 +32,7 @@ from specexport.contract.folders import described
 from specexport.runtime.values import require_text
 from specexport.version import described as version
 
-_MORE = """\
+_EPILOG = """\
 Examples:
     specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
     specexport run qwen3/ --prompt "A robot may not" --stats
@@ -41,36 +41,36 @@ Examples:
     eval "$(specexport --print-completion bash)"
 
 Environment:
-    SPECEXPORT_CACHE    what is built on first use and measured of this machine, and what was typed in chats
+    SPECEXPORT_CACHE    folder of bundles built on first use, measurements of this machine, and the history of chats
                         (default: $XDG_CACHE_HOME/specexport, else ~/.cache/specexport)
     SPECEXPORT_KERNELS  0 runs every graph on onnxruntime's kernels alone (default: 1)
-    SPECEXPORT_API_KEY  what clients of serve have to send, where --api-key does not say
+    SPECEXPORT_API_KEY  the key that clients of serve have to send, unless --api-key is given
 
 Exit status:
-    0, 1 for an error that was explained, 2 for wrong usage, 130 for Ctrl-C
+    0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C
 """
 _COMMANDS = (build, compile, run, chat, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a flag's default, but not where there is none or the text says it already."""
+    """Shows a flag's default, unless there is none or the help text already has it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = "(default" in (action.help or "")
-        nothing = action.default is None or isinstance(action.default, bool) or action.default == []
-        return action.help if said or nothing else super()._get_help_string(action)
+        documented = "(default" in (action.help or "")
+        absent = action.default is None or isinstance(action.default, bool) or action.default == []
+        return action.help if documented or absent else super()._get_help_string(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Examples keep their lines."""
+        """Keeps the lines of examples."""
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shows defaults and takes no abbreviated flags; argparse makes the parsers of sub-commands of the same class."""
+    """Shows defaults and takes no abbreviated flags; argparse uses the same class for sub-commands."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
-        self.set_defaults(parser=self)  # the innermost command's is the one that stays
+        self.set_defaults(parser=self)  # the innermost command's parser wins
 
 
 class _Version(argparse.Action):
@@ -97,7 +97,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those of a parser and of its commands."""
+    """The actions of a parser and its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -107,13 +107,13 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
-    top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.", epilog=_MORE)
-    top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit where it is known")
+    top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.", epilog=_EPILOG)
+    top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit if it is known")
     top.add_argument(
         "--print-completion",
         action=_PrintCompletion,
         choices=("bash", "zsh", "fish", "tcsh"),
-        help="print what makes a shell complete this command line; needs the completion extra",
+        help="print a completion script for a shell; needs the completion extra",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for module in _COMMANDS:
@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, 1 for an error that was explained, 2 for wrong usage."""
+    """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
     replace_unshown()
     try:
         words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -145,26 +145,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does; nothing is left to say.
+        # The reader of our output is gone, as with `head`.
         sys.stderr.close()
         return 1
     except OSError as error:
         print(f"specexport: error: {described(error)}", file=sys.stderr)
         return 1
-    except UnicodeError as error:  # of a file's name: what is read says which file it is
+    except UnicodeError as error:  # of a file's name; errors of contents name their file
         print(f"specexport: error: {ascii(str(error))[1:-1]}; name files in UTF-8", file=sys.stderr)
         return 1
     return code
 
 
 def replace_unshown() -> None:
-    """Lets standard output show a question mark for what its encoding does not have."""
+    """Has standard output print a question mark for characters that its encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def _require_text(arguments: argparse.Namespace) -> None:
-    """Refuses bytes that are not UTF-8 wherever they are no file's name."""
+    """Refuses bytes that are not UTF-8, except in paths."""
     for name, value in vars(arguments).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):

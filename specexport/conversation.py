@@ -1,4 +1,4 @@
-"""A conversation: turns, of which a model reads as many of the last ones as its context holds."""
+"""A conversation: the model reads as many of the last turns as its context holds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from specexport.runtime.speculative import Speculative
 
 @dataclass
 class Conversation:
-    """Turns with a model, put into words by its chat template. The prefix cache keeps what was read for earlier turns.
+    """Turns with a model, formatted by its chat template. The prefix cache keeps the rows of earlier turns.
 
-    Where the turns outgrow the context, the model stops reading the first ones. The prompt then begins elsewhere and is
-    read anew, so they are left out until it takes half of the context: the next turns find it in the cache again.
+    When the turns outgrow the context, the first ones are left out. The prompt then has another prefix and is read
+    again, so as many are left out as halve it: the following turns can use the cache again.
 
     Attributes:
-        frontend: answers.
-        params: how it samples.
+        frontend: the model.
+        params: its sampling parameters.
         speculative: how it speculates; None for the frontend's default.
         system: the system prompt; empty for none.
         turns: questions and their answers.
-        unread: how many of the first turns the model does not read any more.
+        unread: number of first turns that the model no longer reads.
 
     Raises:
         RequestError: the model has no chat template, or it refuses the system prompt.
@@ -43,11 +43,11 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All of it."""
+        """All messages."""
         return self._messages(0)
 
     def instruct(self, system: str) -> None:
-        """Sets the system prompt, for the answers that follow.
+        """Sets the system prompt, for the following answers.
 
         Raises:
             RequestError: the chat template refuses it.
@@ -60,12 +60,12 @@ class Conversation:
             raise
 
     def reset(self) -> None:
-        """Forgets the turns, not the system prompt."""
+        """Removes the turns, not the system prompt."""
         self.turns.clear()
         self.unread = 0
 
     def stream(self, question: str) -> Stream:
-        """The answer to a question; :meth:`add` makes both a turn.
+        """Streams the answer to a question; :meth:`add` appends both as a turn.
 
         Raises:
             ContextLengthError: the context does not even hold the question.
@@ -81,9 +81,9 @@ class Conversation:
         self.turns.append((question, answer))
 
     def _prompt(self, question: str) -> tuple[list[int], int]:
-        """The tokens of what the model reads, and how many turns it does not."""
+        """The prompt's tokens, and the number of turns that are left out."""
         context = self.frontend.max_model_len
-        limit = context - min(context // 4, self.params.max_tokens or context)  # leaves an answer some room
+        limit = context - min(context // 4, self.params.max_tokens or context)  # room for an answer
         last = len(self.turns) - 1
         for unread in range(self.unread, len(self.turns)):
             with contextlib.suppress(ContextLengthError):
@@ -93,8 +93,8 @@ class Conversation:
         return self.frontend.chat_tokens(self._messages(last + 1, question)), last + 1
 
     def _messages(self, unread: int, question: str | None = None) -> list[Message]:
-        said = [("system", self.system)] if self.system else []
-        for asked, answer in self.turns[unread:]:
-            said += [("user", asked), ("assistant", answer)]
-        said += [] if question is None else [("user", question)]
-        return [{"role": role, "content": content} for role, content in said]
+        messages = [("system", self.system)] if self.system else []
+        for earlier, answer in self.turns[unread:]:
+            messages += [("user", earlier), ("assistant", answer)]
+        messages += [] if question is None else [("user", question)]
+        return [{"role": role, "content": content} for role, content in messages]

@@ -1,4 +1,4 @@
-"""What ``LLM`` and ``AsyncEngine`` share: an engine, opened or built, and defaults of its requests."""
+"""``Frontend``, the common part of ``LLM`` and ``AsyncEngine``: an engine, and the defaults of its requests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Frontend:
 
     Attributes:
         max_model_len: most tokens of a prompt and its output together.
-        speculative: how a request speculates that does not say.
-        seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
+        speculative: how requests speculate by default.
+        seed: determines the seeds of requests without one, by their order; None draws fresh ones.
     """
 
     engine: Engine
@@ -71,7 +71,7 @@ class Frontend:
         check_hashes: bool = True,
         **build: Any,
     ) -> Frontend:
-        """Opens a bundle, or builds one of a model into the cache if it is not there yet.
+        """Opens a bundle, or builds one from a model into the cache if it is not there yet.
 
         Arguments and errors are those of :class:`~specexport.llm.LLM`.
         """
@@ -101,7 +101,7 @@ class Frontend:
             methods = read_methods(speculative_config) if speculative_config is not None else ()
             build |= {} if tensor_parallel_size is None else {"tensor_parallel": tensor_parallel_size}
             folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
-            check_hashes = False  # the cache did, or was not to
+            check_hashes = False  # the cache has checked them, if asked to
         engine = Engine.load(
             folder,
             threads=threads,
@@ -128,20 +128,20 @@ class Frontend:
         """Requests that run at once."""
         return self.engine.slots
 
-    def params(self, length: int | None, **own: Any) -> SamplingParams:
-        """The model's own sampling parameters, but for those that are named.
+    def params(self, length: int | None, **overrides: Any) -> SamplingParams:
+        """The model's own sampling parameters, with some overridden.
 
         Args:
-            length: the most tokens, where neither the caller nor the model says; None for as many as the context holds.
-            own: what the caller says.
+            length: the most tokens if neither caller nor model set them; None for as many as the context holds.
+            overrides: the caller's parameters.
         """
         model = self.engine.manifest.generation
         if model.max_tokens is None and model.rules.max_length is None:
-            own = {"max_tokens": length} | own
-        return self.engine.params(**own)
+            overrides = {"max_tokens": length} | overrides
+        return self.engine.params(**overrides)
 
     def speculation(self, keys: Mapping[str, Any]) -> Speculative:
-        """How a request speculates that says this much of it: by the default method unless it names another."""
+        """How a request with these settings speculates: by the default method unless it names another."""
         if not keys:
             return self.speculative
         return Speculative.of(keys if "hypothesis" in keys else {"method": self.speculative.method, **keys})
@@ -173,7 +173,7 @@ class Frontend:
 
     def tokens(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int] | EncodedPrompt:
         """The tokens of a prompt; see :meth:`encode` and :meth:`~specexport.runtime.engine.Engine.encode`."""
-        # Through the engine as well, which knows what an empty prompt is.
+        # The engine handles empty prompts.
         if isinstance(prompt, str):
             prompt = self.encode(prompt, add_special_tokens=add_special_tokens)
         return self.engine.encode(prompt)
@@ -182,8 +182,8 @@ class Frontend:
         """The tokens of a text; may be called while requests run, without delaying them.
 
         Raises:
-            ContextLengthError: it has more characters than a context of tokens can stand for, so that it is not read.
-            RequestError: it is no text that UTF-8 can hold.
+            ContextLengthError: it has more characters than a full context can stand for; it is not encoded.
+            RequestError: it is not valid UTF-8.
         """
         require_text(text, f"the {param}" if param == "prompt" else param, param)
         if self._longest is not None and len(text) > self._longest:
@@ -206,26 +206,26 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        read = self.tokens(prompt)
-        room = self.max_model_len - len(read)
-        if room < (params.max_tokens != 0):
+        tokens = self.tokens(prompt)
+        remaining = self.max_model_len - len(tokens)
+        if remaining < (params.max_tokens != 0):
             included = "" if params.max_tokens == 0 else ", output included"
             raise ContextLengthError(
-                f"the prompt has {len(read)} tokens, but the context holds {self.max_model_len}{included}; shorten the "
-                "prompt",
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_model_len}{included}; shorten "
+                "the prompt",
                 param="prompt",
             )
         chosen = Speculative.of(speculative or self.speculative)
         expected = chosen.hypothesis
         if isinstance(expected, str):
             expected = tuple(self.encode(expected, add_special_tokens=False, param="hypothesis"))
-        if expected is not None:  # no more of it than there may be output: reading it takes memory
-            chosen = msgspec.structs.replace(chosen, hypothesis=expected[: max(0, room)])
+        if expected is not None:  # at most as long as the output: reading it takes memory
+            chosen = msgspec.structs.replace(chosen, hypothesis=expected[: max(0, remaining)])
         seed = self._seed() if params.seed is None else params.seed
-        most = max(0, room if params.max_tokens is None else min(params.max_tokens, room))
+        most = max(0, remaining if params.max_tokens is None else min(params.max_tokens, remaining))
         return [
             self.engine.stream(
-                read,
+                tokens,
                 params.replace(
                     n=1,
                     max_tokens=most,
@@ -238,10 +238,10 @@ class Frontend:
         ]
 
     def token_text(self, token: int) -> str:
-        """What a token reads as in the middle of a text."""
-        # Decoders of some tokenizers take a leading space from the first token, so that it is asked for as the second.
-        once, twice = (self.engine.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
-        return twice[len(once) :] if twice.startswith(once) else once
+        """A token's text in the middle of a text."""
+        # Some decoders strip a leading space from the first token, so the second one is used.
+        single, double = (self.engine.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        return double[len(single) :] if double.startswith(single) else single
 
     def close(self) -> None:
         """Frees the engine."""
@@ -253,12 +253,12 @@ class Frontend:
         return int(np.random.SeedSequence([self.seed, next(self._count)]).generate_state(1)[0])
 
 
-def _of_bundle(given: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Speculative]:
-    """A configuration for a bundle: options of methods that need no graph, and how requests speculate."""
+def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Speculative]:
+    """Splits a configuration for a bundle into options of methods without graphs and the default of requests."""
     methods: list[MethodOptions] = []
     chosen: list[Speculative] = []
-    for one in listed(given):
-        mapping = {"method": one} if isinstance(one, str) and ":" not in one else one
+    for entry in listed(config):
+        mapping = {"method": entry} if isinstance(entry, str) and ":" not in entry else entry
         name = mapping.get("method") if isinstance(mapping, Mapping) else None
         if isinstance(mapping, Mapping) and (name is None or (name in known() and method_type(str(name)).needs_graph)):
             extra = next((key for key in mapping if key not in ("method", "num_speculative_tokens")), None)
@@ -274,7 +274,7 @@ def _of_bundle(given: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Spe
         else:
             (method,) = read_methods(mapping)
             methods.append(method)
-            if not method_type(method.name).takes_hypothesis:  # requests that bring a hypothesis choose it themselves
+            if not method_type(method.name).takes_hypothesis:  # requests with a hypothesis choose it themselves
                 chosen.append(Speculative(method=method.name))
     return tuple(methods), chosen[0] if chosen else DEFAULT
 
@@ -290,11 +290,11 @@ def _built(
     options: dict[str, Any] = {"target": model, "methods": methods}
     if max_model_len is not None:
         options["max_seq_len"] = max_model_len
-    if backend not in (None, "onnxruntime"):  # which runs any bundle
+    if backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
         options["backend"] = backend
-    doubled = next((name for name in build if name in options), None)
-    if doubled is not None:
-        raise BuildError(f"{doubled} was given beside what says it already; leave it out")
+    duplicate = next((name for name in build if name in options), None)
+    if duplicate is not None:
+        raise BuildError(f"{duplicate} duplicates another argument; leave it out")
     return cached_bundle(options | build, _build, check_hashes=check_hashes)
 
 
@@ -303,16 +303,16 @@ def _build(options: dict[str, Any], output: Path) -> None:
 
     module = exporter()
     try:
-        wanted = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
+        settings = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
     except TypeError as error:
         raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
     print(f"building {output}", file=sys.stderr)
     with progress_bars() as progress:
-        warn_of_settings(read_manifest(module.build(wanted, progress)))
+        warn_of_settings(read_manifest(module.build(settings, progress)))
 
 
 def _engines(backend: str | None) -> Any:
-    """How to compile a bundle's graphs, for a backend that runs engines."""
+    """Options for compiling a bundle's graphs; None for backends without engines."""
     if backend not in ENGINE_RUNTIMES:
         return None
     from specexport.exporter.engines.options import EngineOptions

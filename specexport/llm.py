@@ -23,7 +23,7 @@ from specexport.runtime.values import is_sequence, plain, shown, token_ids
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
-HowToSpeculate = Speculative | Mapping[str, Any] | str
+SpeculativeLike = Speculative | Mapping[str, Any] | str
 """What :meth:`~specexport.runtime.engine.Engine.stream` takes."""
 
 
@@ -41,19 +41,19 @@ class LLM:
 
     Args:
         model: a Hugging Face folder or hub id, or a bundle.
-        bundle: a folder made by ``specexport build``, instead of a model.
+        bundle: a folder written by ``specexport build``, instead of a model.
         speculative_config: how to speculate: a mapping with a method and its options, as for ``build --method``, or
-            several, the default first. None builds a model without one, whose text is looked up where that pays, and
-            takes a bundle's default method. With a bundle, methods that need no graph take their options, the others
+            several, the default first. None builds a model without a method, which uses look-ups where they pay, and
+            uses a bundle's default method. With a bundle, methods that need no graph take their options, the others
             ``num_speculative_tokens`` alone.
         max_model_len: most tokens of prompt and output together.
-        seed: gives requests without a seed of their own one each, by their order; None draws fresh ones.
-        tensor_parallel_size: how many processes share the target; None for 1, and for what a bundle was built for.
-        gpu_memory_utilization: share of a GPU's memory that may be taken, in (0, 1]. Bundles for the CPU take none.
-        backend: what runs it, one of ``contract.engines.BACKENDS``; None for what the bundle was built for.
+        seed: determines the seeds of requests without one, by their order; None draws fresh ones.
+        tensor_parallel_size: number of processes that share the target; None for 1, or the bundle's number.
+        gpu_memory_utilization: share of a GPU's memory that may be used, in (0, 1]. Bundles for the CPU use none.
+        backend: one of ``contract.engines.BACKENDS``; None for the one that the bundle was built for.
         threads: CPU threads; None for every core.
-        calibrate: choose how much each step speculates by what steps cost on this machine, which is measured when a
-            bundle is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
+        calibrate: choose how much each step speculates by the costs of steps on this machine, measured when a bundle
+            is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
         check_hashes: compare a bundle's files with its manifest.
         build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
 
@@ -105,7 +105,7 @@ class LLM:
         self._frontend.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own sampling parameters, used where none are given."""
+        """The model's own sampling parameters, used by default."""
         return self._frontend.engine.defaults()
 
     def generate(
@@ -114,7 +114,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts.
 
@@ -123,7 +123,7 @@ class LLM:
                 B of them.
             sampling_params: for all prompts, or for each; None for :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on standard error.
-            speculative: how to speculate, for all prompts or for each; None for what ``speculative_config`` says.
+            speculative: how to speculate, for all prompts or for each; None for ``speculative_config``.
 
         Returns:
             One output a prompt, in order. Nothing is generated if any request is refused.
@@ -131,8 +131,8 @@ class LLM:
         Raises:
             RequestError: names the prompt and what is wrong with it.
         """
-        read = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_listed(prompts))]
-        return self._run(read, sampling_params, use_tqdm, speculative)
+        pairs = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_listed(prompts))]
+        return self._run(pairs, sampling_params, use_tqdm, speculative)
 
     def chat(
         self,
@@ -145,18 +145,18 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations, put into words by the model's chat template.
+        """Answers conversations, formatted by the model's chat template.
 
         Args:
             messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``, the content a text
                 or a list of ``{"type": "text", "text": ...}``.
             sampling_params: see :meth:`generate`.
             use_tqdm: see :meth:`generate`.
-            chat_template: the name of one of the model's, if it has several; None for ``tool_use`` with tools, if it is
-                there, else ``default``.
-            add_generation_prompt: end the prompt with what introduces the model's answer.
-            tools: what the template is told of functions that may be called.
-            chat_template_kwargs: variables that the template knows.
+            chat_template: the name of one of the model's templates; None for ``tool_use`` with tools, if there is one,
+                else ``default``.
+            add_generation_prompt: end the prompt with the introduction of the model's answer.
+            tools: descriptions of functions that may be called, for the template.
+            chat_template_kwargs: further variables of the template.
 
         Raises:
             RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
@@ -181,10 +181,10 @@ class LLM:
         prompts: list[tuple[str | None, engine.Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        speculative: HowToSpeculate | Sequence[HowToSpeculate] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
     ) -> list[RequestOutput]:
-        params = _each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        choices = _each("speculative", speculative, (Speculative, Mapping, str), len(prompts))
+        params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
+        choices = _per_prompt("speculative", speculative, (Speculative, Mapping, str), len(prompts))
         requests = [
             self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
         ]
@@ -207,7 +207,7 @@ class LLM:
         text: str | None,
         prompt: engine.Prompt,
         params: SamplingParams | None,
-        speculative: HowToSpeculate | None,
+        speculative: SpeculativeLike | None,
     ) -> _Request:
         try:
             return _Request(text, self._frontend.streams(prompt, params, speculative))
@@ -215,9 +215,9 @@ class LLM:
             raise RequestError(f"prompt {index}: {error}", param=error.param) from error
 
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
-        """Runs streams, as many at once as the engine has slots; by their identity."""
-        done: dict[int, Completion] = {}
-        size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal that does not tell its size
+        """Runs streams, as many at once as the engine has slots; returns completions by ``id()`` of the stream."""
+        completions: dict[int, Completion] = {}
+        size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal of unknown size
         bar = tqdm(
             total=len(streams),
             desc="generating",
@@ -229,20 +229,21 @@ class LLM:
             running = {pool.submit(completed, stream): stream for stream in streams}
             try:
                 for future in as_completed(running):
-                    done[id(running[future])] = future.result()
+                    completions[id(running[future])] = future.result()
                     bar.update()
             except BaseException:
-                # Leaving the block waits for the threads: what has begun must end soon.
+                # Leaving the block waits for the threads, so running requests must end soon.
                 for future, stream in running.items():
                     future.cancel()
                     stream.cancel()
                 raise
-        return done
+        return completions
 
-    def _output(self, index: int, params: SamplingParams, made: Completion) -> CompletionOutput:
-        logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in made.logprobs]
-        total = sum(entry.logprob for entry in made.logprobs) if logprobs is not None else None
-        return CompletionOutput(index, made.text, made.token_ids, logprobs, total, made.finish_reason, made.stats)
+    def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
+        logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in result.logprobs]
+        total = sum(entry.logprob for entry in result.logprobs) if logprobs is not None else None
+        text, reason = result.text, result.finish_reason
+        return CompletionOutput(index, text, result.token_ids, logprobs, total, reason, result.stats)
 
     def _prompt_logprobs(self, stream: Stream) -> list[dict[int, Logprob] | None] | None:
         if stream.params.prompt_logprobs is None:
@@ -254,7 +255,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts: numbers side by side are the tokens of one."""
+    """The list of prompts; a sequence of numbers is one prompt."""
     if isinstance(prompts, (str, Mapping, EmbedsPrompt)):
         return [prompts]
     several = plain(prompts)
@@ -263,34 +264,34 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if several and isinstance(plain(several[0]), (int, float)) else list(several)
 
 
-def _each(name: str, given: Any, kinds: type | tuple[type, ...], count: int) -> list[Any]:
-    """What was given for every prompt: one value for all of them, or a sequence."""
+def _per_prompt(name: str, argument: Any, kinds: type | tuple[type, ...], count: int) -> list[Any]:
+    """A list with a value for each prompt, from one value for all of them or a sequence."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    each = [given] * count if given is None or isinstance(given, kinds) else given
-    known = (*kinds, type(None))
-    wrong = next((one for one in each if not isinstance(one, known)), None) if is_sequence(each) else each
+    values = [argument] * count if argument is None or isinstance(argument, kinds) else argument
+    allowed = (*kinds, type(None))
+    wrong = next((v for v in values if not isinstance(v, allowed)), None) if is_sequence(values) else values
     if wrong is not None:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise RequestError(f"{name} is {shown(wrong)}; expected {expected}, one for all prompts or one each")
-    if len(each) != count:
-        raise RequestError(f"{len(each)} {name} for {count} prompts; give one for all, or one each")
-    return list(each)
+    if len(values) != count:
+        raise RequestError(f"{len(values)} {name} for {count} prompts; give one for all, or one each")
+    return list(values)
 
 
 def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, engine.Prompt]:
-    """What to show as a prompt's text, and what to encode."""
+    """A prompt's text, if it has one, and its form for the engine."""
     if isinstance(prompt, str):
         return prompt, prompt
     if not isinstance(prompt, Mapping):
         return None, prompt
     match dict(prompt):
-        case {"prompt": str(text), **rest} if not rest:
+        case {"prompt": str(text), **unknown} if not unknown:
             return text, text
-        case {"prompt_token_ids": ids, **rest} if not rest:
+        case {"prompt_token_ids": ids, **unknown} if not unknown:
             return None, token_ids(ids, f"prompt {index}: prompt_token_ids")
-        case {"prompt_embeds": parts, **rest} if not rest:
+        case {"prompt_embeds": parts, **unknown} if not unknown:
             return None, EmbedsPrompt(parts)
-        case {"prompt": wrong, **rest} if not rest:
+        case {"prompt": wrong, **unknown} if not unknown:
             raise RequestError(f"prompt {index}: its text is {shown(wrong)}; token ids are called prompt_token_ids")
     raise RequestError(
         f"prompt {index} has the keys {sorted(map(str, prompt))}; expected one of prompt, prompt_token_ids and "

@@ -1,4 +1,4 @@
-"""What ``LLM`` returns. Names are vLLM's."""
+"""The outputs of ``LLM``. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specexport.runtime import Stats, TokenLogprobs
 from specexport.runtime.request import FinishReason
 
 NO_TOKEN = -1
-"""Stands among a prompt's tokens where it has an embedding."""
+"""The token id that stands for an embedding of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Logprob:
 
     Attributes:
         logprob: in nats, before temperature and filters.
-        rank: its place among all tokens, 1 for the most probable.
+        rank: its rank among all tokens, 1 for the most probable.
         decoded_token: its text.
     """
 
@@ -28,7 +28,7 @@ class Logprob:
 
 
 def by_token(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
-    """Where a token was chosen: the most probable ones and that itself."""
+    """The most probable tokens and the chosen one, by token."""
     ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
     return {
         token: Logprob(logprob, rank, token_text(token))
@@ -42,12 +42,12 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's ``n``.
-        text: without the stop text.
-        token_ids: every token generated, an end-of-text token included.
-        logprobs: for each token itself and the most probable ones, by token; None if the request did not ask.
-        cumulative_logprob: the sum of the tokens' own; None if the request did not ask.
+        text: the output without the stop text.
+        token_ids: every generated token, an end-of-text token included.
+        logprobs: for each token its own and those of the most probable ones, by token; None unless requested.
+        cumulative_logprob: the sum of the tokens' own; None unless requested.
         finish_reason: ``stop`` (end of text, a stop text or token) or ``length``.
-        metrics: what it cost and how well its drafts were accepted.
+        metrics: its costs and acceptance.
     """
 
     index: int
@@ -64,13 +64,13 @@ class RequestOutput:
     """A request and its outputs.
 
     Attributes:
-        request_id: its place in the call, as text.
-        prompt: the text; None where tokens were given.
-        prompt_token_ids: what the model was given; -1 where that was an embedding.
+        request_id: its index in the call, as text.
+        prompt: the text; None for a prompt of tokens.
+        prompt_token_ids: the prompt's tokens; -1 for embeddings.
         outputs: ``n`` of them.
-        prompt_logprobs: for each token of the prompt itself and the most probable ones, by token, None for the first;
-            None if the request did not ask.
-        finished: always True; outputs come whole.
+        prompt_logprobs: for each prompt token its own and those of the most probable ones, by token, None for the
+            first; None unless requested.
+        finished: always True.
     """
 
     request_id: str

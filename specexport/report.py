@@ -15,19 +15,19 @@ from specexport.version import described
 
 
 class Figure(NamedTuple):
-    """A picture: the text above it, and SVG, which is trusted."""
+    """A picture: a caption, and trusted SVG."""
 
     caption: str
     svg: str
 
 
 Part = Table | Styled | str | Figure
-"""What a page may hold: what the command prints, and pictures."""
+"""Parts of a page: a command's output, and pictures."""
 Points = Sequence[tuple[float, float]]
 """(x, y), in the order of x; finite and not negative."""
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _ROW = 640, 280, 56, 24, 20
-"""Pixels: of a chart of lines, left of its y axis, right of its last tick, and of a bar with its label."""
+_WIDTH, _HEIGHT, _LEFT_MARGIN, _RIGHT_MARGIN, _ROW = 640, 280, 56, 24, 20
+"""Pixels: size of a line chart, its left and right margins, and the height of a bar."""
 _COLOURS = 6
 
 _CHART_STYLE = """
@@ -59,24 +59,24 @@ th.right, td.right { text-align: right } td { white-space: pre-line }
 
 
 def check_path(flag: str, path: Path | None) -> None:
-    """Refuses a report that could not be written, before hours are spent on what it is to hold.
+    """Refuses a path that cannot be written, before hours are spent on the report.
 
     Raises:
-        RequestError: the path is a folder, or in none.
+        RequestError: the path is a folder, or its folder does not exist.
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise RequestError(f"{flag} is {path}; expected a file to write, in a folder that is there")
+        raise RequestError(f"{flag} is {path}; expected a file to write, in an existing folder")
 
 
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
-    """Writes a page without scripts, which asks for nothing from anywhere.
+    """Writes a page without scripts or external resources.
 
     Args:
-        path: of the file; one that is there is replaced.
-        title: its heading.
-        parts: what is below it, in order.
+        path: the file; it is replaced if it exists.
+        title: the heading.
+        parts: the content, in order.
     """
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -89,44 +89,44 @@ def write(path: Path, title: str, parts: Iterable[Part]) -> None:
 <body>
 <h1>{escape(title)}</h1>
 {chr(10).join(map(_html, parts))}
-<footer>specexport {escape(described())}, {made}</footer>
+<footer>specexport {escape(described())}, {date}</footer>
 </body>
 </html>
 """
     path.write_text(page, encoding="utf-8")
 
 
-def _html(shown: Part) -> str:
-    if isinstance(shown, Figure):
-        return f"<figure><figcaption>{escape(shown.caption)}</figcaption>{shown.svg}</figure>"
-    if not isinstance(shown, Table):
-        said = shown if isinstance(shown, Styled) else Styled(shown)
-        return f'<p class="{said.style}">{escape(said.text)}</p>' if said.text else ""
-    sides = shown.sides()
-    made = ["<div><table>", f"<caption>{escape(shown.title)}</caption>" if shown.title else ""]
-    if shown.columns:
+def _html(part: Part) -> str:
+    if isinstance(part, Figure):
+        return f"<figure><figcaption>{escape(part.caption)}</figcaption>{part.svg}</figure>"
+    if not isinstance(part, Table):
+        sentence = part if isinstance(part, Styled) else Styled(part)
+        return f'<p class="{sentence.style}">{escape(sentence.text)}</p>' if sentence.text else ""
+    sides = part.sides()
+    html = ["<div><table>", f"<caption>{escape(part.title)}</caption>" if part.title else ""]
+    if part.columns:
         heads = (
             f'<th scope="col" class="{side}">{escape(name)}</th>'
-            for side, name in zip(sides, shown.columns, strict=True)
+            for side, name in zip(sides, part.columns, strict=True)
         )
-        made.append(f"<thead><tr>{''.join(heads)}</tr></thead>")
-    made.append("<tbody>")
-    for row in shown.rows:
+        html.append(f"<thead><tr>{''.join(heads)}</tr></thead>")
+    html.append("<tbody>")
+    for row in part.rows:
         cells = (
             f'<td class="{side} {cell.style}">{escape(cell.text)}</td>' for side, cell in zip(sides, row, strict=True)
         )
-        made.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join([*made, "</tbody></table></div>"])
+        html.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join([*html, "</tbody></table></div>"])
 
 
 def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple[str, float] | None = None) -> str:
-    """A chart of lines as SVG, over axes that begin at 0.
+    """A line chart as SVG; both axes begin at 0.
 
     Args:
-        x_label: what x is, with its unit.
-        y_label: what y is, with its unit.
-        series: the points of each line by its name.
-        level: the name and y of a dashed line across the chart, to compare with.
+        x_label: the name and unit of x.
+        y_label: the name and unit of y.
+        series: the points of each line, by name.
+        level: the name and y of a dashed line across the chart, for comparison.
     """
     points = [point for line in series.values() for point in line]
     x_ticks = _ticks(max((x for x, _ in points), default=0), whole=all(float(x).is_integer() for x, _ in points))
@@ -135,79 +135,79 @@ def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple
     bottom = top + _HEIGHT
 
     def place(x: float, y: float) -> tuple[str, str]:
-        across = _LEFT + (_WIDTH - _LEFT - _RIGHT) * x / x_ticks[-1]
+        across = _LEFT_MARGIN + (_WIDTH - _LEFT_MARGIN - _RIGHT_MARGIN) * x / x_ticks[-1]
         return f"{across:.1f}", f"{bottom - _HEIGHT * y / y_ticks[-1]:.1f}"
 
-    made = [f'<text x="4" y="{top - 12}">{escape(y_label)}</text>']
+    elements = [f'<text x="4" y="{top - 12}">{escape(y_label)}</text>']
     for y in y_ticks:
         at = place(0, y)[1]
-        made.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        made.append(f'<text class="tick end" x="{_LEFT - 6}" y="{float(at) + 4:.1f}">{y:g}</text>')
-    made += [f'<text class="tick middle" x="{place(x, 0)[0]}" y="{bottom + 16}">{x:g}</text>' for x in x_ticks]
-    made.append(f'<text class="end" x="{_WIDTH - _RIGHT}" y="{bottom + 36}">{escape(x_label)}</text>')
+        elements.append(f'<line x1="{_LEFT_MARGIN}" x2="{_WIDTH - _RIGHT_MARGIN}" y1="{at}" y2="{at}"/>')
+        elements.append(f'<text class="tick end" x="{_LEFT_MARGIN - 6}" y="{float(at) + 4:.1f}">{y:g}</text>')
+    elements += [f'<text class="tick middle" x="{place(x, 0)[0]}" y="{bottom + 16}">{x:g}</text>' for x in x_ticks]
+    elements.append(f'<text class="end" x="{_WIDTH - _RIGHT_MARGIN}" y="{bottom + 36}">{escape(x_label)}</text>')
     if level is not None:
         at = place(0, level[1])[1]
-        made.append(f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        said = f"{escape(level[0])}: {level[1]:.4g}"
-        made.append(f'<text class="tick end" x="{_WIDTH - _RIGHT}" y="{float(at) - 5:.1f}">{said}</text>')
+        elements.append(f'<line class="level" x1="{_LEFT_MARGIN}" x2="{_WIDTH - _RIGHT_MARGIN}" y1="{at}" y2="{at}"/>')
+        label = f"{escape(level[0])}: {level[1]:.4g}"
+        elements.append(f'<text class="tick end" x="{_WIDTH - _RIGHT_MARGIN}" y="{float(at) - 5:.1f}">{label}</text>')
     for number, (name, line) in enumerate(series.items()):
         left, up = 4 + number % 4 * 156, 14 + number // 4 * _ROW
         colour = f"s{number % _COLOURS}"
-        made.append(f'<rect class="{colour}" x="{left}" y="{up - 9}" width="10" height="10"/>')
-        made.append(f'<text x="{left + 16}" y="{up}">{escape(name)}</text>')
+        elements.append(f'<rect class="{colour}" x="{left}" y="{up - 9}" width="10" height="10"/>')
+        elements.append(f'<text x="{left + 16}" y="{up}">{escape(name)}</text>')
         path = " ".join(",".join(place(x, y)) for x, y in line)
-        made.append(f'<polyline style="stroke: var(--{colour})" points="{path}"/>')
+        elements.append(f'<polyline style="stroke: var(--{colour})" points="{path}"/>')
         for x, y in line:
-            (cx, cy), said = place(x, y), f"{escape(name)}: {y:.4g} at {x:g}"
-            made.append(f'<circle class="{colour}" cx="{cx}" cy="{cy}" r="3"><title>{said}</title></circle>')
-    return _svg(bottom + 44, f"{y_label} by {x_label}", made)
+            (cx, cy), label = place(x, y), f"{escape(name)}: {y:.4g} at {x:g}"
+            elements.append(f'<circle class="{colour}" cx="{cx}" cy="{cy}" r="3"><title>{label}</title></circle>')
+    return _svg(bottom + 44, f"{y_label} by {x_label}", elements)
 
 
 def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str, float] | None = None) -> str:
-    """A chart of bars as SVG, one below the other, each with its name and value, from 0.
+    """A bar chart as SVG, one bar below the other, each with its name and value.
 
     Args:
-        label: what the values are, with their unit.
-        groups: values by name in each group; one that is not finite is left out.
-        level: the name and value of a dashed line to compare with.
+        label: the name and unit of the values.
+        groups: values by name in each group; values that are not finite are left out.
+        level: the name and value of a dashed line, for comparison.
     """
-    shown = {
-        group: {name: value for name, value in found.items() if math.isfinite(value)} for group, found in groups.items()
+    finite = {
+        group: {name: value for name, value in bars.items() if math.isfinite(value)} for group, bars in groups.items()
     }
-    values = [value for found in shown.values() for value in found.values()]
+    values = [value for bars in finite.values() for value in bars.values()]
     ticks = _ticks(max(values + ([level[1]] if level is not None else []), default=0))
-    left, room = 160, _WIDTH - 160 - 64
-    made, y = [f'<text x="4" y="14">{escape(label)}</text>'], 24
-    for group, found in shown.items():
-        made.append(f'<text class="tick" x="4" y="{y + 14}">{escape(group)}</text>')
+    left, width = 160, _WIDTH - 160 - 64
+    elements, y = [f'<text x="4" y="14">{escape(label)}</text>'], 24
+    for group, bars in finite.items():
+        elements.append(f'<text class="tick" x="4" y="{y + 14}">{escape(group)}</text>')
         y += _ROW
-        for name, value in found.items():
-            length = room * max(0.0, value) / ticks[-1]
-            made.append(f'<text class="end" x="{left - 8}" y="{y + 14}">{escape(name)}</text>')
-            made.append(f'<rect class="s0" x="{left}" y="{y + 4}" width="{length:.1f}" height="{_ROW - 8}"/>')
-            made.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{value:.4g}</text>')
+        for name, value in bars.items():
+            length = width * max(0.0, value) / ticks[-1]
+            elements.append(f'<text class="end" x="{left - 8}" y="{y + 14}">{escape(name)}</text>')
+            elements.append(f'<rect class="s0" x="{left}" y="{y + 4}" width="{length:.1f}" height="{_ROW - 8}"/>')
+            elements.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{value:.4g}</text>')
             y += _ROW
     for tick in ticks:
-        at = f"{left + room * tick / ticks[-1]:.1f}"
-        made.insert(0, f'<line x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
-        made.append(f'<text class="tick middle" x="{at}" y="{y + 20}">{tick:g}</text>')
+        at = f"{left + width * tick / ticks[-1]:.1f}"
+        elements.insert(0, f'<line x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
+        elements.append(f'<text class="tick middle" x="{at}" y="{y + 20}">{tick:g}</text>')
     if level is not None:
-        at = f"{left + room * level[1] / ticks[-1]:.1f}"
-        made.append(f'<line class="level" x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
-        made.append(f'<text class="tick middle" x="{at}" y="{y + 36}">{escape(level[0])}: {level[1]:g}</text>')
-    return _svg(y + 44, label, made)
+        at = f"{left + width * level[1] / ticks[-1]:.1f}"
+        elements.append(f'<line class="level" x1="{at}" x2="{at}" y1="24" y2="{y + 4}"/>')
+        elements.append(f'<text class="tick middle" x="{at}" y="{y + 36}">{escape(level[0])}: {level[1]:g}</text>')
+    return _svg(y + 44, label, elements)
 
 
-def _svg(height: float, title: str, made: Sequence[str]) -> str:
+def _svg(height: float, title: str, elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
         f'role="img"><title>{escape(title)}</title><style>{_CHART_STYLE}</style>'
     )
-    return "\n".join([head, *made, "</svg>"])
+    return "\n".join([head, *elements, "</svg>"])
 
 
 def _ticks(most: float, whole: bool = False) -> list[float]:
-    """Round numbers at equal distances, from 0 to the first that is not below ``most``."""
+    """Round numbers at equal distances, from 0 to the first of at least ``most``."""
     most = most or 1.0
     power = 10.0 ** math.floor(math.log10(most / 5))
     step = next(factor * power for factor in (1, 2, 5, 10) if most <= 6 * factor * power)

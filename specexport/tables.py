@@ -1,4 +1,4 @@
-"""What commands print: tables, sentences and their styles. Texts are shown as they are: nothing in them is markup."""
+"""Output of commands: tables, sentences and their styles. Texts are printed literally, without markup."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tabulate import SEPARATING_LINE, tabulate
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 """ANSI's numbers of styles."""
 _WORD, _LEAST = 16, 10
-"""Characters below which a column is not shortened, if its words are as long, and below which none ever is."""
+"""Least width of columns with words of this length, and least width of any column, when columns are narrowed."""
 
 
 class Styled(NamedTuple):
-    """A sentence, or a cell of a table, and words of its style: bold, dim, red, green, yellow."""
+    """A sentence or a table cell, with styles: bold, dim, red, green, yellow."""
 
     text: str
     style: str = ""
 
     def drawn(self, width: int | None, colours: bool) -> str:
-        """Its lines for a terminal of so many characters; None: as long as they are."""
+        """Its lines for a terminal of ``width`` characters; None does not wrap."""
         lines = self.text.split("\n")
         if width is not None:
             lines = [part for line in lines for part in textwrap.wrap(line, width) or [""]]
@@ -40,10 +40,10 @@ class Table:
     """Cells in rows.
 
     Attributes:
-        title: the line above it, if there is one.
-        columns: their names; with none there is no header.
-        align: l or r for each column: cells on its left or right; the last letter holds for all columns behind it.
-        rows: as many cells as columns each.
+        title: the line above it; empty for none.
+        columns: the header; empty for none.
+        align: l or r for each column; the last letter holds for all following columns.
+        rows: the cells, one a column.
     """
 
     title: str = ""
@@ -55,12 +55,12 @@ class Table:
         self.rows.append([cell if isinstance(cell, Styled) else Styled(cell) for cell in cells])
 
     def sides(self) -> list[Literal["left", "right"]]:
-        """Where the cells of each column are."""
+        """The alignment of each column."""
         count = len(self.columns) or max(map(len, self.rows), default=0)
         return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])[:count]]
 
     def drawn(self, width: int | None, colours: bool) -> str:
-        """Its lines for a terminal of so many characters, to which long cells are broken; None: as long as they are."""
+        """Its lines for a terminal of ``width`` characters, with long cells wrapped; None does not wrap."""
         head = [[Styled(name) for name in self.columns]] if self.columns else []
         grid, sides = [*head, *self.rows], self.sides()
         widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
@@ -75,7 +75,7 @@ class Table:
 
 
 def show(*parts: Table | Styled | str) -> None:
-    """Prints one below the other: as wide as the terminal, and coloured if ``NO_COLOR`` is not set, if it is one."""
+    """Prints parts one below the other; on a terminal wrapped to its width, and coloured unless ``NO_COLOR`` is set."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     for part in parts:
@@ -84,15 +84,15 @@ def show(*parts: Table | Styled | str) -> None:
 
 
 def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | None) -> list[int]:
-    """Characters of each column.
+    """The width of each column.
 
-    Where a line would be too long the widest are shortened: text, between its words; then numbers too; then anywhere.
+    If a line is too long, the widest columns are narrowed: first text, between words; then numbers; then within words.
     """
     widths = [max(1, *(len(line) for cell in cells for line in cell.split("\n"))) for cells in columns]
     words = [min(_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns]
     if most is None:
         return widths
-    numbers = [had if side == "right" else word for had, word, side in zip(widths, words, sides, strict=True)]
+    numbers = [width if side == "right" else word for width, word, side in zip(widths, words, sides, strict=True)]
     for least in (numbers, words, [_LEAST] * len(widths)):
         while sum(widths) + 2 * (len(widths) - 1) > most:
             longer = [at for at, width in enumerate(widths) if width > least[at]]

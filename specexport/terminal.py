@@ -1,4 +1,4 @@
-"""A terminal, or a pipe in its place: messages are read from it, answers and notices are written to it."""
+"""A terminal or a pipe that messages are read from, and that answers and notices are written to."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from specexport.tables import Styled, Table
 
 _PROMPT, _CONTINUED = "> ", ". "
 _BLOCK = '"""'
-_MOST = 1000
+_HISTORY_SIZE = 1000
 """Messages that the history keeps."""
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Control characters as signs: what a model writes must not move the cursor or set the window's title."""
+"""Visible symbols for control characters: a model's output must not move the cursor or set the window's title."""
 
 Read = Callable[[str], str]
-"""Shows a prompt and reads what is entered: a line, or several at once. Raises EOFError at the end."""
+"""Shows a prompt and reads a line, or several at once. Raises EOFError at the end."""
 
 
 def read_message(read: Read) -> str:
-    r"""A message: what is entered, or all that stands between two \"\"\", or lines that end with a backslash each.
+    r"""Reads a message: the input up to Enter, all lines between two \"\"\", or lines continued by backslashes.
 
     Raises:
-        EOFError: there is no more.
+        EOFError: the input has ended.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     text = read(_PROMPT)
-    with contextlib.suppress(EOFError):  # which the next one meets again
+    with contextlib.suppress(EOFError):  # the next read raises it again
         if text.lstrip().startswith(_BLOCK):
             text = text.lstrip().removeprefix(_BLOCK)
             while _BLOCK not in text:
@@ -50,10 +50,10 @@ def read_message(read: Read) -> str:
 
 
 def from_standard_input(read: Callable[[], str]) -> str:
-    """What is read from standard input.
+    """Reads text from standard input.
 
     Raises:
-        RequestError: it is no text.
+        RequestError: it is not text.
     """
     try:
         text = read()
@@ -67,15 +67,15 @@ def from_standard_input(read: Callable[[], str]) -> str:
 
 
 class Terminal:
-    """Where a conversation is held. Answers go to standard output, all else to standard error.
+    """A terminal for a conversation. Answers go to standard output, everything else to standard error.
 
     Attributes:
         interactive: whether messages are typed; otherwise they come from a pipe or a file, one a line.
-        underlines: whether what is written to standard output may be underlined.
+        underlines: whether answers may be underlined.
 
     Args:
-        history: the file that keeps messages for later sessions; None for none.
-        words: what can be completed at the start of a message.
+        history: the file that stores messages for later sessions; None for none.
+        words: completions at the start of a message.
     """
 
     def __init__(self, history: Path | None = None, words: Sequence[str] = ()) -> None:
@@ -86,9 +86,9 @@ class Terminal:
         self._plain = sys.stdout.isatty()
         self._read: Read = _piped
         if self.interactive:
-            kept = _History(history)
+            stored = _History(history)
             editable = capable and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
-            self._read = _edited(kept, words) if editable else _typed(kept)
+            self._read = _edited(stored, words) if editable else _typed(stored)
             if capable and not editable and sys.stdout.isatty():
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
@@ -105,7 +105,7 @@ class Terminal:
         sys.stdout.flush()
 
     def notice(self, *parts: str | Styled | Table) -> None:
-        """Says what is no answer."""
+        """Writes anything but answers, to standard error."""
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         for part in parts:
             shown = Styled(part, "dim") if isinstance(part, str) else part
@@ -113,7 +113,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def interrupting(self, stop: Callable[[], object]) -> Iterator[Callable[[], bool]]:
-        """Lets Ctrl-C call ``stop`` where messages are typed; gives a function that says whether it did."""
+        """Has Ctrl-C call ``stop`` if messages are typed; yields a function that tells whether it was pressed."""
         pressed = False
 
         def press(*_: object) -> None:
@@ -130,7 +130,7 @@ class Terminal:
 
 
 class _History:
-    """Messages of earlier sessions, a JSON string a line, which their user alone may read."""
+    """Messages of earlier sessions, a JSON string a line, readable by their user only."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -139,14 +139,14 @@ class _History:
             return
         with contextlib.suppress(OSError, ValueError):
             lines = path.read_text(encoding="utf-8").splitlines()
-            self.messages = [str(json.loads(line)) for line in lines[-_MOST:]]
-            if len(lines) > 2 * _MOST:
-                path.write_text("".join(f"{line}\n" for line in lines[-_MOST:]), encoding="utf-8")
+            self.messages = [str(json.loads(line)) for line in lines[-_HISTORY_SIZE:]]
+            if len(lines) > 2 * _HISTORY_SIZE:
+                path.write_text("".join(f"{line}\n" for line in lines[-_HISTORY_SIZE:]), encoding="utf-8")
 
     def add(self, message: str) -> None:
         if self._path is None or not message.strip():
             return
-        with contextlib.suppress(OSError):  # a session is worth more than its history
+        with contextlib.suppress(OSError):  # a session works without its history
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             with os.fdopen(file, "a", encoding="utf-8") as written:
@@ -161,7 +161,7 @@ def _piped(_: str) -> str:
 
 
 def _typed(history: _History) -> Read:
-    """Python's own ``input``, with readline where it is there."""
+    """Python's ``input``, with readline if it is available."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -169,7 +169,7 @@ def _typed(history: _History) -> Read:
             readline.add_history(message)
 
     def read(prompt: str) -> str:
-        if not sys.stdout.isatty():  # input() would write it among the answers
+        if not sys.stdout.isatty():  # input() would write the prompt to standard output
             print(prompt, end="", file=sys.stderr, flush=True)
             return _piped(prompt)
         line = input(prompt)
@@ -180,7 +180,7 @@ def _typed(history: _History) -> Read:
 
 
 def _edited(history: _History, words: Sequence[str]) -> Read:
-    """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears what is there."""
+    """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears the input."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.filters import Condition

@@ -1,4 +1,4 @@
-"""Which code this is: the version, and the commit where it is known."""
+"""The version, and the commit if it is known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The commit this was built from; in a clone that which is checked out, with ``-dirty`` if files have changed.
+    """The commit this was built from; in a clone the one that is checked out, with ``-dirty`` if files have changed.
 
-    None where neither is known, such as in files that were copied out of a clone.
+    None if neither is known, as in files that were copied from a clone.
     """
     here = Path(__file__).parent
-    built = here / "commit.txt"  # setup.py writes it into what it builds
+    built = here / "commit.txt"  # setup.py writes it into wheels
     if built.is_file():
         return built.read_text(encoding="utf-8").strip()
     if not (here.parent / ".git").exists():
@@ -25,8 +25,8 @@ def commit() -> str | None:
 
 
 def described() -> str:
-    """The version, with the commit in brackets where it is known."""
-    from specexport import __version__  # here, as setup.py runs this file where specexport cannot be imported
+    """The version, with the commit in brackets if it is known."""
+    from specexport import __version__  # here, as setup.py runs this file when specexport cannot be imported
 
-    found = commit()
-    return __version__ if found is None else f"{__version__} ({found})"
+    revision = commit()
+    return __version__ if revision is None else f"{__version__} ({revision})"

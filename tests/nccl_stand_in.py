@@ -21,7 +21,7 @@ import pytest
 
 from specexport.runtime.cuda import api, backend, ort, trt
 from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.segments import put_together
+from specexport.runtime.segments import combine
 from tests.cuda_stand_in import StandIn
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu
 from tests.tensorrt_stand_in import TensorRT
@@ -91,7 +91,7 @@ class Communicator:
                 whole[...] = np.frombuffer(_read(self._peers[0], whole.nbytes), whole.dtype).reshape(whole.shape)
             else:
                 theirs = [np.frombuffer(_read(one, part.nbytes), part.dtype).reshape(part.shape) for one in self._peers]
-                put_together(name, [part, *theirs], whole)
+                combine(name, [part, *theirs], whole)
                 for one in self._peers:
                     one.sendall(whole.tobytes())
         except OSError:

@@ -17,11 +17,11 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.program import PLAIN_TREE, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import PLAIN_TREE, StepResult
 from tests.reference import chi_square_p, exact_texts
 from tests.threads import in_threads
 
@@ -47,7 +47,7 @@ class Generous(SpeculationPolicy):
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step."""
         for request in requests:
-            request.view.tree = request.tree if request.room > 1 else PLAIN_TREE
+            request.view.tree = request.tree if request.remaining > 1 else PLAIN_TREE
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]
 
     def load(name: str, **options: Any) -> Engine:
         one = Engine.load(bundle(name), threads=1, **options)
-        one._scheduler._policy = Generous(one.manifest, one.speculations)
+        one._scheduler._policy = Generous(one.manifest, one.loaded_methods)
         loaded.append(one)
         return one
 
@@ -151,7 +151,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
     one, draw = generous(name), random.Random(1)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}]
-    for method, speculation in one.speculations.items():
+    for method, speculation in one.loaded_methods.items():
         ways += [
             {"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.method.token_trees()
         ]
@@ -413,7 +413,7 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Pa
     from specexport.runtime.proposal import Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as one:
-        program = HostProgram(one.manifest, one._target, one.speculations)
+        program = HostProgram(one.manifest, one._target, one.loaded_methods)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():

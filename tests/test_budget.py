@@ -27,17 +27,17 @@ from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.choice import Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
-    LONGEST_REST,
     MARGIN,
+    MAX_PLAIN_STEPS,
     PROBE_SHARE,
     READ_SHARE,
     MeasuredPolicy,
     SpeculationPolicy,
 )
-from specexport.runtime.program import Outcome, Speculation, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
+from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
 from tests.reference import chi_square_p, exact_texts
@@ -48,10 +48,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)
 
 
-def speculations(manifest: Manifest) -> dict[str, Speculation]:
+def loaded_methods(manifest: Manifest) -> dict[str, LoadedMethod]:
     """Ways to propose that nothing is asked of."""
     return {
-        method_name(method): Speculation(method, cast(Any, SimpleNamespace(reads_along=0)))
+        method_name(method): LoadedMethod(method, cast(Any, SimpleNamespace(reads_along=0)))
         for method in (*manifest.methods, for_bundle(Ngram(), manifest.target))
     }
 
@@ -60,7 +60,7 @@ class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
-        self.budget = MeasuredPolicy(manifest, speculations(manifest), Costs(costs), SIZES)
+        self.budget = MeasuredPolicy(manifest, loaded_methods(manifest), Costs(costs), SIZES)
         self._method = method_name(manifest.methods[0])
         self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == asked)
         self.replace(count)
@@ -280,7 +280,7 @@ def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> Non
     batch.budget._choose = lambda *given: (asked.append(True), choose(*given))  # type: ignore[method-assign, assign, func-returns-value]
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
-    assert 100 / (LONGEST_REST + 1) <= len(asked) <= 100 / (LONGEST_REST + 1) + 4
+    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(asked) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
     # Others are there: it is asked at once.
     asked.clear()
     batch.requests.pop()

@@ -124,7 +124,7 @@ def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("specexport.runtime.bundle._YOUNG", 0.0)
+    monkeypatch.setattr("specexport.runtime.bundle._TIMESTAMP_RESOLUTION", 0.0)
     hashed: list[Path] = []
     monkeypatch.setattr("specexport.contract.reading.sha256", lambda path: hashed.append(path) or sha256(path))
     Bundle.open(copy)

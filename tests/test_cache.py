@@ -204,7 +204,7 @@ def test_a_damaged_bundle_is_named_and_built_anew(model: Path, harm: str) -> Non
     builds = Builds()
     made = cached_bundle({"target": str(model)}, builds)
     HARMS[harm](made)
-    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built anew"):
+    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built again"):
         assert cached_bundle({"target": str(model)}, builds) == made
     assert cached_bundle({"target": str(model)}, builds) == made
     assert len(builds.options) == 2
@@ -223,7 +223,7 @@ def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
     before = text()
     (made,) = (cache / "bundles").iterdir()
     _first_byte(made / "target" / "weights.bin")
-    with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built anew"):
+    with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built again"):
         assert text() == before
 
 
@@ -303,7 +303,7 @@ def test_llm_builds_speculates_and_finds_it_again(
 def test_build_options_are_checked_by_name(model: Path) -> None:
     with pytest.raises(BuildError, match="presicion"):
         LLM(str(model), presicion="int8")
-    with pytest.raises(BuildError, match="methods was given beside"):
+    with pytest.raises(BuildError, match="methods duplicates another argument"):
         LLM(str(model), speculative_config={"method": "ngram"}, methods=())
 
 

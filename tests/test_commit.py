@@ -124,7 +124,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     made = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
-        for block, rows in zip(graph._cache.now.blocks, graph._last[1].made, strict=True):  # type: ignore[attr-defined]
+        for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):  # type: ignore[attr-defined]
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:

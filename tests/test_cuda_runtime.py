@@ -13,7 +13,7 @@ import pytest
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
 from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.cuda.caches import DeviceCache, Made
+from specexport.runtime.cuda.caches import DeviceCache, NewRows
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged
 from specexport.runtime.cuda.stream import CudaStream
 from tests.cuda_stand_in import FRESH, StandIn, real
@@ -125,7 +125,7 @@ def test_errors_say_what_to_do(fake: StandIn) -> None:
 def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
     fake.cudaMalloc(512 << 20)
     device = Device.share(cuda, 0.75)
-    assert device.budget.left == 256 << 20
+    assert device.budget.available == 256 << 20
     plan = MemoryPlan()
     plan.add("cache", 257 << 20)
     with pytest.raises(OutOfDeviceMemoryError) as refused:
@@ -312,8 +312,7 @@ def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) ->
     slot, past = caches.cache._batch - 1, 2
     before = caches.write(caches.arrays(), 2)
     new = caches.write(caches.arrays(new=FED), 3)
-    made = Made(FED, range(caches.cache._batch))
-    caches.cache.move(slot, past, nodes, made)
+    caches.cache.move(slot, past, nodes, NewRows(FED, range(caches.cache._batch)))
     for name, array in caches.arrays().items():
         expected = before[name].copy()
         expected[slot, :, past : past + len(nodes)] = new[name][slot][:, nodes]
@@ -332,7 +331,7 @@ def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
         for name, tensor in caches.cache.new_rows(FED, alone).items()
     }
     new = caches.write(new, 5)
-    caches.cache.move(2, 1, [0, 2], Made(FED, alone))
+    caches.cache.move(2, 1, [0, 2], NewRows(FED, alone))
     caches.cache.copy(2, 0, 3)
     for name, array in caches.arrays().items():
         expected = before[name].copy()

@@ -39,13 +39,13 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
     one = engine(name)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}]
-    ways += [{"method": method} for method in one.speculations if method not in ("self_draft", "hypothesis")]
+    ways += [{"method": method} for method in one.loaded_methods if method not in ("self_draft", "hypothesis")]
     for case in oracle(name)["embeds"]:
         expected = case["tokens"]
         params = GREEDY.replace(max_tokens=len(expected))
         if "ids" in case:
             assert list(one.generate(case["ids"], params, PLAIN).token_ids) == expected
-        hypotheses = [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in one.speculations else []
+        hypotheses = [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in one.loaded_methods else []
         for way in [*ways, *hypotheses]:
             done = one.generate(prompt(case), params, way)
             assert list(done.token_ids) == expected, (list(map(len, case["prompt"])), way)

@@ -18,7 +18,7 @@ from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams, kernels
 from specexport.runtime.kernels import PackedWeights
 
-ALONE = "onnxruntime's alone, where texts may part at two tokens that are about equally likely: "
+ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely: "
 MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"
 needs_library = pytest.mark.skipif(not kernels.LIBRARY.is_file(), reason="the kernels are not compiled")
 

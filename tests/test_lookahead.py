@@ -216,7 +216,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
 
 def test_a_text_may_end_with_the_context_and_leaves_nothing_behind(engine: Engines) -> None:
     one = engine(NAME)
-    proposer = one.speculations["lookahead"].proposer
+    proposer = one.loaded_methods["lookahead"].proposer
     assert isinstance(proposer, LookaheadProposer)
     prompt = [20 + at % 5 for at in range(490)]
     whole = one.generate(prompt, GREEDY, PLAIN)

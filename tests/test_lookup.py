@@ -262,7 +262,7 @@ def test_a_store_lets_a_request_use_another_ones_output() -> None:
 @pytest.mark.parametrize("prompt", [COPY, RANDOM, [9], [9, 9], [4] * 120], ids=["copy", "random", "1", "2", "same"])
 def test_greedy_text_is_plain_decodings(engine: Engines, prompt: list[int]) -> None:
     one = engine(NAME)
-    assert list(one.speculations) == ["draft_model", "ngram", "suffix", "hypothesis"]
+    assert list(one.loaded_methods) == ["draft_model", "ngram", "suffix", "hypothesis"]
     plain = one.generate(prompt, GREEDY, PLAIN)
     for method, size in WAYS:
         done = one.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": size})
@@ -302,7 +302,7 @@ def test_a_text_may_end_with_the_context(engine: Engines) -> None:
 
 
 def state(engine: Engine) -> list[dict[int, Any]]:
-    ngram, suffix = (engine.speculations[name].proposer for name in ("ngram", "suffix"))
+    ngram, suffix = (engine.loaded_methods[name].proposer for name in ("ngram", "suffix"))
     assert isinstance(ngram, NgramProposer)
     assert isinstance(suffix, SuffixProposer)
     return [ngram._slots, suffix._slots]
@@ -343,7 +343,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
         assert all(run.token_ids == plain.token_ids for run in runs)
         # From the third token on the second request says what the first one said.
         assert runs[1].stats.steps < runs[0].stats.steps
-        proposer = one.speculations["suffix"].proposer
+        proposer = one.loaded_methods["suffix"].proposer
         assert isinstance(proposer, SuffixProposer)
         assert proposer._store is not None
         assert 0 < len(proposer._store) <= 400

@@ -71,14 +71,14 @@ def test_a_model_is_built_for_as_long_as_the_process_lives(tmp_path: Path) -> No
     done = homeless(BUILT, model, cwd=tmp_path / "here")
     assert done.returncode == 0, done.stderr
     warned, built = done.stdout.splitlines()
-    assert warned.startswith("warned there is no home folder that can be written: what is built goes when this process")
+    assert warned.startswith("warned there is no writable home folder: the bundle is deleted when this process")
     assert "set SPECEXPORT_CACHE to a folder to keep it" in warned
     assert built.split()[:2] == ["built", "1"]
     assert list((tmp_path / "here").iterdir()) == []
     # The same where there is a home folder that nobody can write.
     done = homeless(BUILT, model, cwd=tmp_path / "here", env={"HOME": "/proc/none", "SPECEXPORT_CACHE": ""})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("warned there is no home folder that can be written")
+    assert done.stdout.startswith("warned there is no writable home folder")
 
 
 @pytest.mark.exporter

@@ -224,7 +224,7 @@ def test_what_a_bundle_says_itself_is_refused(
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
         assert main([*words, *more]) == 1
-        assert f"{more[0]} was given with a bundle, which says so itself" in capsys.readouterr().err
+        assert f"{more[0]} was given with a bundle, which sets it itself" in capsys.readouterr().err
 
 
 def test_a_bundles_plan_says_what_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:

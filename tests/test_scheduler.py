@@ -15,10 +15,10 @@ from tokenizers.models import WordLevel
 from specexport.contract.errors import BackendError
 from specexport.runtime import SamplingParams
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult
 from specexport.runtime.stream import Stream, completed
 from specexport.runtime.text import TextStream
 
@@ -200,16 +200,16 @@ def test_an_engine_that_does_not_get_on_says_so() -> None:
     reader, errors = in_background(lambda: completed(stream(shared)))
     assert stepping.wait(10)
     time.sleep(0.02)
-    assert shared.trouble(60) is None
-    assert "a turn has taken" in (shared.trouble(0.01) or "")
+    assert shared.stall_reason(60) is None
+    assert "a turn has taken" in (shared.stall_reason(0.01) or "")
     may_end.set()
     reader.join(10)
     assert len(errors) == 1
     for _ in range(2):
-        assert shared.trouble(0.01) is None
+        assert shared.stall_reason(0.01) is None
         with pytest.raises(BackendError):
             completed(stream(shared))
-    assert shared.trouble(60) == "the last 3 turns failed; the log says why"
+    assert shared.stall_reason(60) == "the last 3 turns failed; the log says why"
     broken.clear()
     completed(stream(shared))
-    assert shared.trouble(60) is None
+    assert shared.stall_reason(60) is None

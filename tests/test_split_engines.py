@@ -35,7 +35,7 @@ from specexport.runtime import Engine, SamplingParams, segments
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda import nccl
 from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.cuda.ort import _Between
+from specexport.runtime.cuda.ort import _Exchange
 from specexport.runtime.segments import open_whole
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
@@ -156,7 +156,7 @@ def test_with_collectives_a_graph_computes_what_its_segments_do(
         write_source(folder / files.master, source, "fp32", 0, {}, compiled=False, ranks=2)
         ranks.append([onnxruntime.InferenceSession(str(path)) for path in write_segments(source, {})])
     monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
-    monkeypatch.setattr(segments, "put_together", _as_nccl)
+    monkeypatch.setattr(segments, "combine", _as_nccl)
     found = segments.AllRanks(ranks).run(list(expected), given)
     for one, wanted in zip(found, expected.values(), strict=True):
         np.testing.assert_allclose(one, wanted, atol=1e-5)
@@ -314,14 +314,14 @@ def test_what_goes_between_segments_has_room() -> None:
         session(["sum.1", "carried.a"], ["join.2"]),
         session(["join.2", "carried.b"], ["logits"]),
     ]
-    between = _Between.of(sessions, point, 2)
+    exchange = _Exchange.of(sessions, point, 2)
     each = 2 * 8 * 32 * 2
-    at = {name: tensor.address // each for name, tensor in between.made.items()}
+    at = {name: tensor.address // each for name, tensor in exchange.outputs.items()}
     assert at == {"sum.0": 0, "carried.a": 1, "sum.1": 2, "carried.b": 3, "join.2": 0}
-    assert (between.read["join.2"].address, between.read["join.2"].shape) == (4 * each, (2, 2, 8, 32))
-    assert between.nbytes == 6 * each and "logits" not in between.made
+    assert (exchange.inputs["join.2"].address, exchange.inputs["join.2"].shape) == (4 * each, (2, 2, 8, 32))
+    assert exchange.nbytes == 6 * each and "logits" not in exchange.outputs
     with pytest.raises(BackendError, match=r"sum\.0, which goes from one .* unknown type or size \('Z'\); compile the"):
-        _Between.of([session([], ["sum.0"], "S + Z")], point, 2)
+        _Exchange.of([session([], ["sum.0"], "S + Z")], point, 2)
 
 
 def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(2):
         communicator.close()
     assert count.value == 1
-    with pytest.raises(BackendError, match="ncclAllReduce: a rank ended, and with it what the ranks meet through"):
+    with pytest.raises(BackendError, match="ncclAllReduce: a rank ended, and with it the ranks' communicator"):
         communicator.add_up(given, 5)
     with pytest.raises(BackendError, match="ncclCommInitRank failed with status 5: invalid usage; NCCL_DEBUG=INFO"):
         library.join(unique_id, 2, 2)

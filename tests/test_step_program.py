@@ -17,9 +17,9 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.cuda.executor import Enqueue
 from specexport.runtime.ort import OnnxRuntimeGraph
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.program import PLAIN_TREE
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
+from specexport.runtime.step_program import PLAIN_TREE
 from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
@@ -135,7 +135,7 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
 
     def assign(self: SpeculationPolicy, requests: Sequence[Request], joining: int = 0) -> None:
         for request in requests:
-            request.view.tree = TokenTree.chain(3) if request.room > 1 and request.view.method else PLAIN_TREE
+            request.view.tree = TokenTree.chain(3) if request.remaining > 1 and request.view.method else PLAIN_TREE
 
     monkeypatch.setattr(SpeculationPolicy, "assign", assign)
     with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:

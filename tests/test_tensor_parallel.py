@@ -139,12 +139,12 @@ def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
 
 
 def test_a_rank_that_says_nothing_is_given_up(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_ranks, "_PATIENCE", 1.0)
+    monkeypatch.setattr(runtime_ranks, "_TIMEOUT", 1.0)
     monkeypatch.setattr(runtime_ranks, "_GOODBYE", 0.1)
     with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
         (process,) = followers()
         os.kill(process, signal.SIGSTOP)
-        with pytest.raises(BackendError, match="rank 1 says nothing for 1 seconds"):
+        with pytest.raises(BackendError, match="rank 1 has been silent for 1 seconds"):
             engine.generate(PROMPTS[0], GREEDY)
         assert followers() == []
 

@@ -21,7 +21,7 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
 from specexport.server.schema import Function
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
-from specexport.server.tools import Calling, CallReader, call_format, known_tools, whole_calls
+from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
 from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle, table
@@ -245,7 +245,7 @@ def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
 
 def test_strict_changes_no_prompt() -> None:
     (with_it, without) = (
-        known_tools([Function.model_validate({"name": "f", "parameters": {}, **more})])
+        template_tools([Function.model_validate({"name": "f", "parameters": {}, **more})])
         for more in ({"strict": True}, {})
     )
     assert with_it == without

@@ -1,4 +1,4 @@
-"""Every method of a bundle on the same requests: what it costs, what it gains, and that it says the same."""
+"""Compares a bundle's methods on the same requests: costs, gains, and whether texts are equal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from specexport.runtime.stream import Completion
 from specexport.tuning.workloads import Task
 
 DEFAULT = "default"
-"""Stands for a request that says nothing, whose steps draft as many tokens as pay."""
+"""The name of requests without a method, whose steps draft as many tokens as pay."""
 _WARM_UP = 12
 _MOST_NOISE = 1.1
-"""By what factor times may be off on a machine that does nothing else."""
+"""Factor by which times may be off on an idle machine."""
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Result:
-    """What was measured of a method on one workload.
+    """Measurements of a method on one workload.
 
     Attributes:
-        plain_seconds: plain decoding of the same tokens took, in turns with it.
-        differences: the first token that differs from plain decoding's, of each request that has one.
+        plain_seconds: time of plain decoding of the same requests, in turns with the method.
+        differences: the index of the first token that differs from plain decoding's, for each request with one.
     """
 
     steps: int = 0
@@ -52,14 +52,14 @@ class Result:
 
     @property
     def contradictory(self) -> bool:
-        """Whether it claims to be faster than its steps can make it: a step that verifies several tokens takes no less
-        than a plain one, so that the speed-up is at most the acceptance length. Something else ran meanwhile.
+        """Whether the speed-up is impossible: it is at most the acceptance length, as a step takes at least as long as
+        a plain one. Another program must have slowed down plain decoding.
         """
         return self.speed_up > _MOST_NOISE * self.tokens_per_step
 
-    def add(self, done: Completion, plain: Completion) -> None:
+    def add(self, completion: Completion, plain: Completion) -> None:
         """Counts a request."""
-        stats = done.stats
+        stats = completion.stats
         self.steps += stats.steps
         self.tokens += stats.output_tokens
         self.accepted += stats.accepted
@@ -67,21 +67,21 @@ class Result:
         self.plain_seconds += plain.stats.decode_seconds
         self.plain_tokens += plain.stats.output_tokens
         self.requests += 1
-        if done.token_ids != plain.token_ids:
-            pairs = enumerate(zip(done.token_ids, plain.token_ids, strict=False))
-            shorter = min(len(done.token_ids), len(plain.token_ids))
+        if completion.token_ids != plain.token_ids:
+            pairs = enumerate(zip(completion.token_ids, plain.token_ids, strict=False))
+            shorter = min(len(completion.token_ids), len(plain.token_ids))
             self.differences.append(next((at for at, (a, b) in pairs if a != b), shorter))
 
 
 @dataclass(frozen=True)
 class MethodRow:
-    """A method in the table of the field.
+    """A method's row in the comparison.
 
     Attributes:
         training: what has to be trained for it; None for nothing.
-        memory: bytes it needs beside the target and its cache, with a cache for the longest text.
-        results: by workload; those it proposes nothing for are left out.
-        chosen: how many steps each method proposed for; plain ones too.
+        memory: bytes in addition to the target and its cache, with a cache for the longest text.
+        results: by workload, without those that it cannot run.
+        chosen: number of steps by the method that proposed, plain ones included.
     """
 
     method: str
@@ -92,16 +92,16 @@ class MethodRow:
 
     @property
     def lossless(self) -> bool:
-        """Whether every text was plain decoding's, token for token."""
+        """Whether every text equals plain decoding's, token for token."""
         return not any(result.differences for result in self.results.values())
 
 
 def compare(
     engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
 ) -> list[MethodRow]:
-    """Decodes every task greedily, plainly and with every method, in turns: a machine that drifts treats all alike.
+    """Decodes every task greedily, plainly and with every method in turns, so that drift affects all equally.
 
-    A method's row is its default tree's; that of ``DEFAULT`` is what a request gets that asks for nothing.
+    Methods use their default trees; ``DEFAULT`` is a request without a method.
 
     Raises:
         RequestError: a method is not in the bundle, or a task leaves no room for output.
@@ -123,22 +123,22 @@ def compare(
     chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for warm in (True, False):
-        asked = tasks[:1] if warm else tasks
-        given = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
-        for index, task in enumerate(asked):
-            plain = engine.generate(task.prompt, given, PLAIN)
+        selected = tasks[:1] if warm else tasks
+        sampling = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
+        for index, task in enumerate(selected):
+            plain = engine.generate(task.prompt, sampling, PLAIN)
             for name, method in methods.items():
                 expected = tuple(task.hypothesis) if method.takes_hypothesis and task.hypothesis is not None else None
                 if method.takes_hypothesis and expected is None:
                     continue
                 size = len(method.token_trees()[0]) - 1
-                own = Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
-                done = engine.generate(task.prompt, given, None if name == DEFAULT else own)
+                speculative = Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
+                completion = engine.generate(task.prompt, sampling, None if name == DEFAULT else speculative)
                 if not warm:
-                    results[name].setdefault(task.workload, Result()).add(done, plain)
-                    for method_name, steps in done.stats.steps_by_draft.items():
+                    results[name].setdefault(task.workload, Result()).add(completion, plain)
+                    for method_name, steps in completion.stats.steps_by_draft.items():
                         chosen[name][method_name] += sum(steps.values())
-            progress("warming up" if warm else "decoding", index + 1, len(asked))
+            progress("warming up" if warm else "decoding", index + 1, len(selected))
     files = {entry.path: entry.size for entry in manifest.files}
     return [
         MethodRow(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])

@@ -1,4 +1,4 @@
-"""Watches a proposer at work: what verification and tree search learn from."""
+"""Records proposals, for verification and tree search."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from specexport.runtime.proposal import Proposal, SlotView
 
 @contextlib.contextmanager
 def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
-    """Records what a method of an engine proposes while the block runs; nothing else may use the engine meanwhile.
+    """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
 
-    Gives a list that each proposal is added to, with how many tokens the text had when it was made.
+    Yields a list to which each proposal is added, with the length of the text before it.
     """
-    proposer = engine.speculations[method].proposer
+    proposer = engine.loaded_methods[method].proposer
     propose = proposer.propose
-    made: list[tuple[int, Proposal]] = []
+    records: list[tuple[int, Proposal]] = []
 
     def recording(views: Sequence[SlotView]) -> dict[int, Proposal]:
-        found = propose(views)
-        made.extend((len(view.tokens), found[view.slot]) for view in views if view.slot in found)
-        return found
+        proposals = propose(views)
+        records.extend((len(view.tokens), proposals[view.slot]) for view in views if view.slot in proposals)
+        return proposals
 
     proposer.propose = recording  # type: ignore[method-assign]
     try:
-        yield made
+        yield records
     finally:
         del proposer.propose

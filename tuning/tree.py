@@ -1,4 +1,4 @@
-"""Which token tree decodes fastest on this device: what is accepted against what a step costs, both measured."""
+"""Finds the token tree that decodes fastest on this device, by measured acceptance and costs of steps."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ RankPath = tuple[int, ...]
 Progress = Callable[[str, int, int], None]
 
 _WIDTHS = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64)
-"""Widths at which a step is timed; those between are interpolated."""
+"""Widths at which a step is timed; others are interpolated."""
 _ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What decoding with a method showed.
+    """Observations of decoding with a method.
 
     Attributes:
-        paths: how often each path of ranks, from the root, was what the target went on with.
-        depth: of the tree that was verified.
+        paths: how often the target continued along each path of ranks from the root.
+        depth: depth of the verified tree.
     """
 
     paths: Counter[RankPath]
@@ -54,7 +54,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class TreeCandidate:
-    """A tree that was considered, and the tokens that a step of it is expected to commit, the bonus token included."""
+    """A tree, with the tokens that its steps are expected to commit, the bonus token included."""
 
     tree: TokenTree
     tokens: float
@@ -63,17 +63,17 @@ class TreeCandidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """What is to be expected of it."""
+        """The expected speed."""
         return self.tokens / self.seconds
 
 
 def observe(
     engine: Engine, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, progress: Progress
 ) -> Observed:
-    """Decodes prompts with a method and sees which of its candidates come true.
+    """Decodes prompts with a method and counts which of its candidates are right.
 
-    Every candidate counts, whether it was in the tree or not. For a draft model or a speculator those at a depth follow
-    from its own chain above, so that the first other token ends a path.
+    Candidates count even if they are not in the tree. Those of a draft model or a speculator at a depth follow its own
+    chain, so the first other token ends a path.
 
     Raises:
         RequestError: the draft is drawn at random, or no step had a proposal.
@@ -88,15 +88,15 @@ def observe(
     with recorded(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
             recorder.clear()
-            done = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
-            whole = [*prompt, *done.token_ids]
+            completion = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
+            whole = [*prompt, *completion.token_ids]
             for length, proposal in recorder:
                 ahead = whole[length : length + len(proposal.candidates)]
-                if len(ahead) == len(proposal.candidates):  # the end of a text is no rejection
+                if len(ahead) == len(proposal.candidates):  # the end of a text is not a rejection
                     steps += 1
                     path = _path(proposal.candidates, ahead, chained)
                     paths.update(path[:end] for end in range(1, len(path) + 1))
-            total = added(total, done.stats)
+            total = added(total, completion.stats)
             progress("decoding", index + 1, len(prompts))
     if not steps:
         raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
@@ -104,18 +104,18 @@ def observe(
 
 
 def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
-    """The ranks of the tokens that came among those proposed at each depth, up to the first that was not."""
+    """The ranks of the actual tokens among the candidates at each depth, up to the first that is not one."""
     path: list[int] = []
     for row, token in zip(candidates, ahead, strict=True):
-        found = np.flatnonzero(row == token)
-        if not len(found) or (chained and path and path[-1] != 0):
+        ranks = np.flatnonzero(row == token)
+        if not len(ranks) or (chained and path and path[-1] != 0):
             break
-        path.append(int(found[0]))
+        path.append(int(ranks[0]))
     return tuple(path)
 
 
 def added(a: Stats, b: Stats) -> Stats:
-    """The counters and times of two requests, or of several, together; those of prompts are left out."""
+    """The sum of counters and times of decoding."""
     names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
 
@@ -129,31 +129,31 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):
         for width in widths:
-            given = graph.inputs(width, width)
-            given[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
-            given[tensors.PAST_LENGTH][:] = rows
+            inputs = graph.inputs(width, width)
+            inputs[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
+            inputs[tensors.PAST_LENGTH][:] = rows
             start = time.perf_counter()
             graph.run(width, width)
             if turn:  # the first round pays for buffers
                 times[width].append(time.perf_counter() - start)
         progress("timing steps", turn + 1, _ROUNDS + 1)
     medians = [statistics.median(times[width]) for width in widths]
-    # A wider step is never cheaper; where it looks so, that is noise.
+    # A wider step is never cheaper, but for noise.
     medians = list(itertools.accumulate(medians, max))
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
 
 
 def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
-    """For every number of nodes the tree that commits most tokens a second; the best of all comes first.
+    """The tree of each number of nodes that commits most tokens a second, the best first.
 
-    ``costs`` are c(1), c(2), ...: as many as the largest tree may have nodes.
+    ``costs`` are c(1), c(2), ..., up to the nodes of the largest tree.
     """
     stats = observed.stats
-    other = (stats.accept + stats.host) / stats.steps
+    overhead = (stats.accept + stats.host) / stats.steps
     propose = stats.propose / max(1, stats.steps_with_draft)
-    plain = 1 / (costs[0] + other)
+    plain = 1 / (costs[0] + overhead)
     depths = max((len(path) for path in observed.paths), default=0)
-    found: dict[int, TreeCandidate] = {}
+    best: dict[int, TreeCandidate] = {}
     for depth in range(1, depths + 1):
         # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
         proposing = propose * depth / observed.depth if method.support else propose
@@ -162,8 +162,8 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
             if len(tree) < nodes:
                 break
             tokens = 1 + sum(observed.weight(path) for path in tree.choices)
-            seconds = costs[nodes - 1] + proposing + other
-            made = TreeCandidate(tree, tokens, seconds, tokens / seconds / plain)
-            if nodes not in found or made.tokens_per_second > found[nodes].tokens_per_second:
-                found[nodes] = made
-    return sorted(found.values(), key=lambda one: -one.tokens_per_second)
+            seconds = costs[nodes - 1] + proposing + overhead
+            candidate = TreeCandidate(tree, tokens, seconds, tokens / seconds / plain)
+            if nodes not in best or candidate.tokens_per_second > best[nodes].tokens_per_second:
+                best[nodes] = candidate
+    return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_second)

@@ -1,4 +1,4 @@
-"""Three kinds of text to measure methods on, made of what every Python installation holds."""
+"""Three workloads for measuring methods, from texts of every Python installation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from specexport.contract.errors import UNREADABLE, RequestError
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
-"""Of Python's standard library."""
+"""Files of Python's standard library."""
 _TOPICS = ("objects", "typesmapping", "exceptions", "formatstrings", "naming", "yield", "class", "import")
-"""Of Python's own help texts (``pydoc_data.topics``), which are prose."""
+"""Topics of Python's help texts (``pydoc_data.topics``), which are prose."""
 _SKIPPED = 200
 """Tokens left out at a file's start, where licences and lists of names are."""
-_BEGUN = 48
-"""Tokens of the copy that an edit has begun with."""
+_COPIED = 48
+"""Tokens of an edit's copy that are part of its prompt."""
 
 Encode = Callable[[str], list[int]]
 
@@ -40,10 +40,9 @@ class Task:
 
 
 def built_in(encode: Encode, count: int, tokens: int) -> list[Task]:
-    """Tasks of three workloads: ``completion`` goes on with code, ``edit`` writes again what it was given, and ``text``
-    goes on with prose.
+    """Tasks of three workloads: ``completion`` continues code, ``edit`` copies code, and ``text`` continues prose.
 
-    At most eight of each, with so many tokens of prompt; edits hold as much again for the copy that has begun.
+    At most eight of each, with prompts of ``tokens`` tokens; those of edits also have the beginning of the copy.
 
     Raises:
         RequestError: Python was installed without its sources.
@@ -59,14 +58,14 @@ def built_in(encode: Encode, count: int, tokens: int) -> list[Task]:
             ) from error
         tasks.append(Task("completion", code[:tokens]))
         body = code[:tokens]
-        tasks.append(Task("edit", [*body, *body[:_BEGUN]], body[_BEGUN:]))
+        tasks.append(Task("edit", [*body, *body[:_COPIED]], body[_COPIED:]))
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     tasks += [Task("text", encode(topics[name])[:tokens]) for name in _TOPICS[:count]]
     return tasks
 
 
 class Line(msgspec.Struct):
-    """A line of a ``.jsonl``; other keys are left alone."""
+    """A line of a ``.jsonl``; other keys are ignored."""
 
     text: str
     workload: str = "data"
@@ -95,14 +94,14 @@ def read(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list
     """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
 
     Raises:
-        RequestError: a file is missing, or has a line that is none of these; names it.
+        RequestError: a file is missing, or has an invalid line; names it.
     """
     tasks: list[Task] = []
     for path in files:
-        for found in read_lines(path):
-            if sum(task.workload == found.workload for task in tasks) < count:
-                expected = encode(found.hypothesis) if found.hypothesis is not None else None
-                tasks.append(Task(found.workload, encode(found.text)[-tokens:], expected))
+        for line in read_lines(path):
+            if sum(task.workload == line.workload for task in tasks) < count:
+                expected = encode(line.hypothesis) if line.hypothesis is not None else None
+                tasks.append(Task(line.workload, encode(line.text)[-tokens:], expected))
     if not tasks:
         raise RequestError(f"{', '.join(map(str, files))}: no text; expected JSON lines with one each")
     return tasks

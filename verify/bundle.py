@@ -1,4 +1,4 @@
-"""``specexport verify``: is a bundle whole, and does it compute what the models it was built from compute?"""
+"""``specexport verify``: is a bundle intact, and does it compute what its original models compute?"""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ DEFAULT_PROMPTS = (
 )
 
 _LONGEST_PROMPT = 224
-"""Tokens of a prompt that are used. The original model reads each text anew for every step, so length costs time."""
+"""Most tokens of a prompt. The original model reads the text again for every step, so long prompts are slow."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with a check's name, how much of it is done, and how much there is in all."""
+"""Called with a check's name, the amount done, and the total."""
 
 Outcome = tuple[bool, str, Numbers]
-"""Whether a check passed, one sentence, and what was measured."""
+"""Whether a check passed, one sentence, and the measurements."""
 
 
 def verify(
@@ -53,15 +53,14 @@ def verify(
 
     Args:
         bundle: its folder.
-        target: folder or hub id of the model it was built from; None for what the manifest names.
-        sources: where the checkpoints of methods are now, by ``METHOD.key``, such as ``medusa.model``; None for what
-            the manifest names.
+        target: folder or hub id of the original model; None for the manifest's.
+        sources: the methods' checkpoints by ``METHOD.key``, such as ``medusa.model``; None for the manifest's.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
         progress: see :data:`Progress`.
 
     Raises:
-        SpecExportError: an argument is wrong. What is wrong with the bundle is in the report.
+        SpecExportError: an argument is wrong. Faults of the bundle are in the report.
     """
     report = progress or (lambda *_: None)
     if max_tokens < 1:
@@ -69,12 +68,12 @@ def verify(
     files = _attempt("files", lambda: _files(bundle, report))
     if not files.passed:
         reason = "the bundle's files are not what they should be"
-        rest = (Check(name, None, reason) for name in ("graphs", "logits", "quality", "speculation"))
-        return VerifyReport(bundle, (files, *rest))
+        not_run = (Check(name, None, reason) for name in ("graphs", "logits", "quality", "speculation"))
+        return VerifyReport(bundle, (files, *not_run))
     opened = Bundle.open(bundle, check_hashes=False)
-    given = _moved(opened, target, sources or {})
+    locations = _moved(opened, target, sources or {})
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
-    run = MethodRun(opened, texts, given)
+    run = MethodRun(opened, texts, locations)
     steps: dict[str, Callable[[], Outcome]] = {"graphs": lambda: _graphs(opened, report)}
     if opened.manifest.engines:
         steps["engines"] = lambda: _engines(opened, report)
@@ -95,20 +94,20 @@ def verify(
 
 
 def _attempt(name: str, step: Callable[[], Outcome]) -> Check:
-    """Runs one check; whatever goes wrong in it is its result."""
+    """Runs one check; its errors are its result."""
     try:
         passed, sentence, numbers = step()
     except NotRunError as reason:
         return Check(name, None, str(reason))
     except SpecExportError as error:
         return Check(name, False, str(error))
-    except Exception as error:  # a broken graph or model makes onnx, onnxruntime and torch raise anything
+    except Exception as error:  # onnx, onnxruntime and torch raise anything for broken graphs and models
         return Check(name, False, f"{type(error).__name__}: {error}")
     return Check(name, passed, sentence, numbers)
 
 
 def _texts(bundle: Bundle, prompts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """The prompts' tokens, cut so that at least half the context is left for output if that is wanted."""
+    """The prompts' tokens, cut so that the output fits, or has half of the context."""
     limit = bundle.manifest.max_seq_len
     longest = max(1, min(_LONGEST_PROMPT, limit - min(max_tokens, limit // 2)))
     tokenizer = bundle.tokenizer()
@@ -148,19 +147,21 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
         library, subjects = engines.runnable(bundle.manifest)
     except SpecExportError as error:
         raise NotRunError(f"the engines were not compared with their ONNX graphs: {error}") from error
-    found = engines.compare_engines(
+    result = engines.compare_engines(
         bundle,
         subjects,
         engines.tensorrt_runner(library, bundle.folder),
         lambda done, total: progress("engines", done, total),
     )
-    numbers: Numbers = {"engines": found.engines, "shapes": found.shapes, "largest_difference_allowed": found.worst}
-    compared = f"{found.engines} engines of {library.runtime} {library.version} at {found.shapes} shapes"
-    if found.wrong:
-        return False, f"{compared}: {len(found.wrong)} differ from their ONNX graphs; {found.wrong[0]}", numbers
-    others = len(bundle.manifest.engines) - found.engines
-    sentence = f"{compared} compute what their ONNX graphs do, with at most {found.worst:.0%} of the allowed difference"
-    return True, sentence + (f"; {others} are for other devices and were not run" if others else ""), numbers
+    numbers: Numbers = {"engines": result.engines, "shapes": result.shapes, "largest_difference_allowed": result.worst}
+    compared = f"{result.engines} engines of {library.runtime} {library.version} at {result.shapes} shapes"
+    if result.wrong:
+        return False, f"{compared}: {len(result.wrong)} differ from their ONNX graphs; {result.wrong[0]}", numbers
+    skipped = len(bundle.manifest.engines) - result.engines
+    sentence = (
+        f"{compared} compute what their ONNX graphs do, with at most {result.worst:.0%} of the allowed difference"
+    )
+    return True, sentence + (f"; {skipped} are for other devices and were not run" if skipped else ""), numbers
 
 
 # --- against the original models --------------------------------------------------------------------------------------
@@ -169,107 +170,107 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
 def _logits(run: MethodRun) -> Outcome:
     model = run.bundle.manifest.target
     limits = logits.LIMITS[model.precision.weights]
-    found = logits.compare_logits(run.bundle, run.source(None), run.texts, limits)
+    result = logits.compare_logits(run.bundle, run.source(None), run.texts, limits)
     numbers = {
-        "largest_difference": found.largest,
-        "largest_difference_relative": found.largest / found.scale,
-        "rms_difference_relative": found.rms,
-        **_counted(found.agreement),
+        "largest_difference": result.largest,
+        "largest_difference_relative": result.largest / result.scale,
+        "rms_difference_relative": result.rms,
+        **_counted(result.agreement),
     }
-    within = found.largest <= limits.largest * found.scale and found.rms <= limits.rms
-    passed = found.finite and within and found.agreement.share >= limits.agreement
-    largest = f"at most {found.largest / found.scale:.2g} of the largest" + (
+    within = result.largest <= limits.largest * result.scale and result.rms <= limits.rms
+    passed = result.finite and within and result.agreement.share >= limits.agreement
+    largest = f"at most {result.largest / result.scale:.2g} of the largest" + (
         f" (limit {limits.largest:g})" if math.isfinite(limits.largest) else ""
     )
     sentence = (
-        f"the graph's logits differ from the model's by {largest}, root mean square {found.rms:.2g} of their spread "
-        f"(limit {limits.rms:g}); it prefers the same token at {_agreement(found.agreement)}"
+        f"the graph's logits differ from the model's by {largest}, root mean square {result.rms:.2g} of their spread "
+        f"(limit {limits.rms:g}); it prefers the same token at {_agreement(result.agreement)}"
     )
-    return passed, sentence if found.finite else "the graph makes logits that are not finite numbers", numbers
+    return passed, sentence if result.finite else "the graph makes logits that are not finite numbers", numbers
 
 
 def _quality(run: MethodRun) -> Outcome:
     precision = run.bundle.manifest.target.precision.weights
     limit = logits.LIMITS[precision].kl
-    found = logits.measure_quality(run.bundle, run.source(None))
-    if found is None:
+    quality = logits.measure_quality(run.bundle, run.source(None))
+    if quality is None:
         raise NotRunError("the tokenizer makes fewer than two tokens of the text that is measured over")
-    passed = found.kl <= limit  # false for what is no number, too
-    sentence = f"{found} (limit: KL {limit:g})"
+    passed = quality.kl <= limit  # also false for NaN
+    sentence = f"{quality} (limit: KL {limit:g})"
     if not passed:
         sentence += f": {precision} broke the model; build it again in more bits (docs/precision.md)"
-    return passed, sentence, {name: float(value) for name, value in msgspec.structs.asdict(found).items()}
+    return passed, sentence, {name: float(value) for name, value in msgspec.structs.asdict(quality).items()}
 
 
 def _embeds(run: MethodRun) -> Outcome:
     model = run.bundle.manifest.target
     limits = logits.LIMITS[model.precision.weights]
-    found = logits.compare_embeds(run.bundle, run.source(None), run.texts, limits)
+    agreement = logits.compare_embeds(run.bundle, run.source(None), run.texts, limits)
     sentence = (
         "given the model's own embeddings instead of every other token, the graph prefers the model's token at "
-        f"{_agreement(found)}"
+        f"{_agreement(agreement)}"
     )
-    return found.share >= limits.agreement, sentence, _counted(found)
+    return agreement.share >= limits.agreement, sentence, _counted(agreement)
 
 
 def _method(method: Method, run: MethodRun) -> Outcome:
     compared = exporter_of(method).compare(method, run)
     if compared is None:
         raise NotRunError(f"{method.name} has no graph of its own to compare")
-    sentence, found = compared
-    assert isinstance(found, logits.Agreement)
-    return found.share >= found.limits.agreement, f"{sentence} at {_agreement(found)}", _counted(found)
+    sentence, agreement = compared
+    assert isinstance(agreement, logits.TokenAgreement)
+    return agreement.share >= agreement.limits.agreement, f"{sentence} at {_agreement(agreement)}", _counted(agreement)
 
 
 def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
-    """Where checkpoints are now, as far as given.
+    """The checkpoints that the caller names.
 
     Raises:
-        RequestError: something was given for what the bundle was built without.
-        BuildError: a checkpoint that was given is not there.
+        RequestError: the bundle was built without one of them.
+        BuildError: one of them does not exist.
     """
-    known = {f"{method.name}.{key}": kind for method in bundle.manifest.methods for key, kind in method.sources.items()}
+    kinds = {f"{method.name}.{key}": kind for method in bundle.manifest.methods for key, kind in method.sources.items()}
     for key in sources:
-        if key not in known:
+        if key not in kinds:
             raise RequestError(
                 f"{key} was given, but {bundle.folder} was built without it; expected one of "
-                f"{', '.join(known) or 'none'}",
+                f"{', '.join(kinds) or 'none'}",
                 param=key,
             )
-    found = dict(sources) | ({} if target is None else {"target": target})
-    for key, value in found.items():
-        if known.get(key) != "folder":
-            locate(value)  # an argument that is wrong is no result of a check
-    return found
+    locations = dict(sources) | ({} if target is None else {"target": target})
+    for key, value in locations.items():
+        if kinds.get(key) != "folder":
+            locate(value)  # wrong arguments are errors, not results of checks
+    return locations
 
 
-def _counted(found: logits.Agreement) -> Numbers:
-    return {"positions": found.positions, "same": found.same, "ties": found.ties, "agreement": found.share}
+def _counted(a: logits.TokenAgreement) -> Numbers:
+    return {"positions": a.positions, "same": a.same, "ties": a.ties, "agreement": a.share}
 
 
-def _agreement(found: logits.Agreement) -> str:
-    ties = f" and one as good at {found.ties}" if found.ties else ""
-    return f"{found.same} of {found.positions} positions{ties} (limit {found.limits.agreement:.0%})"
+def _agreement(agreement: logits.TokenAgreement) -> str:
+    ties = f" and one as good at {agreement.ties}" if agreement.ties else ""
+    return f"{agreement.same} of {agreement.positions} positions{ties} (limit {agreement.limits.agreement:.0%})"
 
 
 # --- speculation ------------------------------------------------------------------------------------------------------
 
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
-    found = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
-    numbers: Numbers = {"tokens": found.tokens, "differences": len(found.differences)}
-    if found.acceptance_length is not None:
-        numbers["acceptance_length"] = found.acceptance_length
-    if found.differences:
-        first = found.differences[0]
+    result = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
+    numbers: Numbers = {"tokens": result.tokens, "differences": len(result.differences)}
+    if result.acceptance_length is not None:
+        numbers["acceptance_length"] = result.acceptance_length
+    if result.differences:
+        first = result.differences[0]
         sentence = (
             f"speculation changes greedy output: after {len(first.text)} tokens it goes on with token "
-            f"{first.speculative} where plain decoding has {first.plain} ({len(found.differences)} such places)"
+            f"{first.speculative} where plain decoding has {first.plain} ({len(result.differences)} such places)"
         )
-    elif found.acceptance_length is not None:
-        sentence = f"greedy output is the same with speculation and without, {found.tokens} tokens"
+    elif result.acceptance_length is not None:
+        sentence = f"greedy output is the same with speculation and without, {result.tokens} tokens"
     else:
         sentence = "the bundle has no method, so there is nothing to compare"
-    sentence += f"; not promised bit for bit: {found.inexact}" if found.inexact else "; rows exact"
-    seeded = "the same text twice" if found.repeated else "different texts"
-    return not found.differences and found.repeated, f"{sentence}; a seed gives {seeded}", numbers
+    sentence += f"; not promised bit for bit: {result.inexact}" if result.inexact else "; rows exact"
+    seeded = "the same text twice" if result.repeated else "different texts"
+    return not result.differences and result.repeated, f"{sentence}; a seed gives {seeded}", numbers

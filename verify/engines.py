@@ -1,7 +1,7 @@
-"""``specexport verify`` on engines: where their GPU is, each must compute what its ONNX graph computes on the CPU.
+"""``specexport verify`` of engines: on their GPU, each must compute what its ONNX graph computes on the CPU.
 
-The ONNX side is the bundle's own graph in float32 without optimisation, so that it rounds nothing; the engine, run by
-Polygraphy, computes in its own type, and may differ by what that rounds.
+The ONNX side is the bundle's own graph in float32 without optimisation; the engine, run by Polygraphy, computes in its
+own type, and may differ by its rounding.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
 from specexport.runtime.cuda.library import choose
 from specexport.runtime.cuda.trt import check_version, load_engine
-from specexport.runtime.linked import open_linked
+from specexport.runtime.symlinks import open_linked
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
 within 0.01; unrelated outputs differ by 1.4."""
 _SHARED = 0.9
-"""Least share of the most probable tokens that both sides must name."""
+"""Least share of the most probable tokens that both sides must have in common."""
 _BEFORE = " before"
-"""Behind the name of a cache: its rows that a run must leave as they are."""
+"""Suffix of a cache's name for the rows that a run must not change."""
 
 Progress = Callable[[int, int], None]
 
@@ -56,11 +56,11 @@ class Subject:
 
 @dataclass
 class EnginesResult:
-    """What :func:`compare_engines` found.
+    """The result of :func:`compare_engines`.
 
     Attributes:
-        worst: the largest difference of an output from its graph's, over what is allowed; up to 1 is right.
-        wrong: engine, shape and output of each difference that is larger, for the report.
+        worst: the largest difference of an output from its graph's, relative to the limit; at most 1 is right.
+        wrong: engine, shape and output of each larger difference, for the report.
     """
 
     engines: int = 0
@@ -70,7 +70,7 @@ class EnginesResult:
 
 
 def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
-    """The library and the engines that can be compared on this machine, one for each graph that has some.
+    """The library and the engines that can be compared on this machine, one for each graph with engines.
 
     Raises:
         SpecExportError: there is no GPU, no library, or no engine for them; says which.
@@ -80,7 +80,7 @@ def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
             f"the target is split among {len(manifest.target.ranks)} ranks, whose engines run only together"
         )
     device = Cuda.load().device
-    runtime = next((one for one in ENGINE_RUNTIMES if one == manifest.backend), manifest.engines[0].runtime)
+    runtime = next((name for name in ENGINE_RUNTIMES if name == manifest.backend), manifest.engines[0].runtime)
     graphs: list[tuple[str, Model | ProgramGraph]] = [(m.graph.master, m) for m in manifest.models.values()]
     graphs += [(graph.file, graph) for graph in manifest.program]
     library = load_library(runtime)
@@ -103,17 +103,17 @@ def compare_engines(
 ) -> EnginesResult:
     """Compares engines with their ONNX graphs at every shape they were compiled for.
 
-    ``runner`` makes what runs an engine: :func:`tensorrt_runner` on a GPU.
+    ``runner`` creates an engine's runner: :func:`tensorrt_runner` on a GPU.
     """
     result = EnginesResult()
-    for done, subject in enumerate(subjects):
-        progress(done, len(subjects))
+    for index, subject in enumerate(subjects):
+        progress(index, len(subjects))
         _compare(bundle, subject, runner(subject.engine), result)
     return result
 
 
 def tensorrt_runner(library: CompilerLibrary, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
-    """Makes Polygraphy's runners of a bundle's engines."""
+    """Returns a function that creates Polygraphy's runners of a bundle's engines."""
 
     def make(engine: CompiledEngine) -> BaseRunner:
         def load() -> Any:
@@ -129,21 +129,21 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
     engine, path = subject.engine, bundle.file(subject.master)
     graph = onnx.load(path, load_external_data=False).graph
     calls = [_call(bundle.manifest, subject, graph, index) for index in range(len(engine.profiles))]
-    given = [call.feed() for call in calls]
-    # One side after the other: both might not fit into a board's memory.
-    expected = _run_graph(path, given)
+    feeds = [call.feed() for call in calls]
+    # One side after the other: a board's memory may not hold both.
+    expected = _run_graph(path, feeds)
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), runner:
-        for index, (call, feed, reference) in enumerate(zip(calls, given, expected, strict=True)):
-            found = run_engine(runner, engine.compute, graph, index, feed)
-            theirs, ours = (_visible(made, call.past, call.written) for made in (reference, found))
-            ours = _on_the_same_tokens(theirs, ours, feed)
-            compared = {name: _difference(name, theirs, ours, LIMITS[engine.compute]) for name in theirs}
+        for index, (call, feed, reference) in enumerate(zip(calls, feeds, expected, strict=True)):
+            outputs = run_engine(runner, engine.compute, graph, index, feed)
+            target, actual = (_visible(side, call.past, call.written) for side in (reference, outputs))
+            actual = _aligned(target, actual, feed)
+            compared = {name: _difference(name, target, actual, LIMITS[engine.compute]) for name in target}
             name, worst = max(compared.items(), key=lambda item: item[1])
             result.shapes += 1
             result.worst = max(result.worst, worst)
             if worst > 1:
                 at = f"{engine.file} at {engine.profiles[index]}"
-                result.wrong.append(f"{at}: {name}, {worst:.2g} times what is allowed")
+                result.wrong.append(f"{at}: {name}, {worst:.2g} times the limit")
     result.engines += 1
 
 
@@ -170,14 +170,14 @@ def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run_graph(path: Path, given: Sequence[Feed]) -> list[Feed]:
-    """Runs an ONNX graph on the CPU as it is written: quantized weights are undone, activations are not rounded."""
+def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
+    """Runs an unoptimised ONNX graph on the CPU: weights are dequantized, activations are not rounded."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     session = open_linked(path, options, lambda graph: onnxruntime.InferenceSession(str(graph), options))
     names = [output.name for output in session.get_outputs()]
-    return [dict(zip(names, session.run(None, feed), strict=True)) for feed in given]
+    return [dict(zip(names, session.run(None, feed), strict=True)) for feed in feeds]
 
 
 def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, profile: int, feed: Feed) -> Feed:
@@ -188,70 +188,70 @@ def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, 
         else onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         for value in (*graph.input, *graph.output)
     }
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name, array in feed.items():
-        if name != tensors.NUM_DRAFT_TOKENS:  # a draft's engine has its one pass unrolled
+        if name != tensors.NUM_DRAFT_TOKENS:  # a draft's engine has its single pass unrolled
             # As bytes of the engine's type: NumPy and Polygraphy have no common bfloat16.
-            made = np.ascontiguousarray(array).astype(types[name])
-            given[name] = FormattedArray(made.view(np.uint8).reshape(-1), shape=array.shape) if made.ndim else made
+            cast = np.ascontiguousarray(array).astype(types[name])
+            inputs[name] = FormattedArray(cast.view(np.uint8).reshape(-1), shape=array.shape) if cast.ndim else cast
     runner.set_profile(profile)
-    found: Feed = {}
-    for name, raw in runner.infer(given, check_inputs=False, return_raw_buffers=True).items():
-        # A copy, as runners use their buffers again.
+    outputs: Feed = {}
+    for name, raw in runner.infer(inputs, check_inputs=False, return_raw_buffers=True).items():
+        # A copy, as runners reuse their buffers.
         array = np.frombuffer(raw.array.tobytes(), types[name]).reshape(raw.shape)
-        found[name] = array.astype(np.float32) if name.startswith(tensors.CACHES) else array
-    return found
+        outputs[name] = array.astype(np.float32) if name.startswith(tensors.CACHES) else array
+    return outputs
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
 def _visible(outputs: Feed, past: int, written: int) -> Feed:
-    """What is compared: of caches the rows that were written, and apart from them those that had to stay."""
-    found: Feed = {}
+    """The compared outputs: of caches the written rows, and separately the rows that must not change."""
+    compared: Feed = {}
     for name, array in outputs.items():
         if name.startswith("present_"):
-            found[name], found[name + _BEFORE] = array[:, :, past : past + written], array[:, :, :past]
+            compared[name], compared[name + _BEFORE] = array[:, :, past : past + written], array[:, :, :past]
         else:
-            found[name] = array
-    return found
+            compared[name] = array
+    return compared
 
 
-def _on_the_same_tokens(reference: Feed, found: Feed, given: Feed) -> Feed:
-    """What was found, but for what a speculator's stages say after other tokens than the reference's.
+def _aligned(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
+    """A speculator's outputs, with the reference's values where they follow other tokens than the reference.
 
-    A level's tokens are those that the stage before it ranked. Where two of them nearly tie, rounding exchanges them;
-    what follows cannot be compared, and stands as the reference has it.
+    A level's tokens come from the ranking of the stage before it. Rounding may exchange two that nearly tie; the
+    outputs after them cannot be compared.
     """
-    if tensors.LEVEL_PARENTS not in given:
-        return found
-    parents, ranks = given[tensors.LEVEL_PARENTS], given[tensors.LEVEL_RANKS]
+    if tensors.LEVEL_PARENTS not in feed:
+        return outputs
+    parents, ranks = feed[tensors.LEVEL_PARENTS], feed[tensors.LEVEL_RANKS]
     slots = np.arange(len(parents))[:, None]
-    same, found = np.ones((len(parents), 1), np.bool_), dict(found)
+    equal, outputs = np.ones((len(parents), 1), np.bool_), dict(outputs)
     for stage in range(1, parents.shape[1]):
         above = tensors.of_stage(tensors.DRAFT_IDS, stage - 1)
-        theirs, ours = (made[above][slots, parents[:, stage], ranks[:, stage]] for made in (reference, found))
-        same = same[slots, parents[:, stage]] & (theirs == ours)
+        expected, actual = (side[above][slots, parents[:, stage], ranks[:, stage]] for side in (reference, outputs))
+        equal = equal[slots, parents[:, stage]] & (expected == actual)
         for name in (tensors.of_stage(kind, stage) for kind in tensors.DRAFTED):
-            rows = same if found[name].ndim == same.ndim else same[..., None]
-            found[name] = np.where(rows, found[name], reference[name])
-    return found
+            rows = equal if outputs[name].ndim == equal.ndim else equal[..., None]
+            outputs[name] = np.where(rows, outputs[name], reference[name])
+    return outputs
 
 
-def _difference(name: str, reference: Feed, found: Feed, limit: float) -> float:
-    """How far an output is from the reference's, over what is allowed."""
-    ours, theirs = found[name], reference[name]
-    if ours.shape != theirs.shape or not np.isfinite(ours).all():
+def _difference(name: str, reference: Feed, outputs: Feed, limit: float) -> float:
+    """The difference of an output from the reference's, relative to the limit."""
+    actual, expected = outputs[name], reference[name]
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
         return np.inf
-    kind = name.partition(".")[0]  # a speculator's outputs have their stage behind it
+    kind = name.partition(".")[0]  # a speculator's outputs have their stage as a suffix
     ids = name.replace(tensors.DRAFT_TOKENS, tensors.DRAFT_IDS)
     if kind == tensors.DRAFT_TOKENS and ids in reference:
-        # Drawn with the least noise: the most probable token, or one that ties with it.
-        return 0.0 if (reference[ids][..., :FIRST_CHOICES] == ours[..., None]).any(-1).all() else np.inf
+        # Drawn with the least noise: the most probable token, or a tie.
+        return 0.0 if (reference[ids][..., :FIRST_CHOICES] == actual[..., None]).any(-1).all() else np.inf
     if kind in (tensors.CANDIDATES, tensors.DRAFT_IDS):
-        shared = (ours[..., :, None] == theirs[..., None, :]).any(-1).mean()
+        shared = (actual[..., :, None] == expected[..., None, :]).any(-1).mean()
         return float((1 - shared) / (1 - _SHARED))
-    if ours.dtype.kind != "f" or name.endswith(_BEFORE):
-        return 0.0 if (ours == theirs).all() else np.inf
-    error, total = (float(np.square(array, dtype=np.float64).sum()) for array in (ours - theirs, theirs))
+    if actual.dtype.kind != "f" or name.endswith(_BEFORE):
+        return 0.0 if (actual == expected).all() else np.inf
+    error, total = (float(np.square(array, dtype=np.float64).sum()) for array in (actual - expected, expected))
     return relative_rms(error, total) / limit if total else error

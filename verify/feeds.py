@@ -1,4 +1,4 @@
-"""Inputs for one run of a graph at a shape point: made up, but such as the engine's loop would give it."""
+"""Synthetic but valid inputs for one run of a graph at a shape point."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _Values = dict[str, npt.ArrayLike]
 
 CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 _PAST = 40
-"""Rows that the cache holds before a run, where it has so many."""
+"""Most rows that the cache holds before a run."""
 FIRST_CHOICES = 3
-"""Of the most probable tokens: those that a speculator's levels go on from."""
+"""Number of most probable tokens that a speculator's levels continue."""
 _SPREAD = 3.0
-"""Of made-up logits: wide enough that some draft tokens are accepted and some are not."""
+"""Standard deviation of random logits, such that some draft tokens are accepted and some are not."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GraphRun:
     """One run of a graph.
 
     Attributes:
-        tree: its tokens; of as many nodes as the point has tokens.
+        tree: the tree of its tokens, one node a token.
     """
 
     graph: onnx.GraphProto
@@ -58,37 +58,37 @@ class GraphRun:
         return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
 
     def feed(self) -> Feed:
-        """An array for each of the graph's inputs, in float32 where they are caches; slots are given different ones."""
+        """An array for each of the graph's inputs, in float32 for caches; slots get different values."""
         slots = [self._slot() for _ in range(self.point.batch)]
-        made: Feed = {}
+        feed: Feed = {}
         for value in self.graph.input:
             names = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
             parts = [slot[value.name] for slot in slots]
-            made[value.name] = np.concatenate(parts, names.index("B")) if "B" in names else parts[0]
-        return made
+            feed[value.name] = np.concatenate(parts, names.index("B")) if "B" in names else parts[0]
+        return feed
 
     def _slot(self) -> Feed:
         """The inputs of one slot."""
-        known = _MADE[type(self.of)](self)
+        values = _INPUTS[type(self.of)](self)
         sizes = CompileJob((self.point,), self.vocab).sizes[0] | {"B": 1}
-        made: Feed = {}
+        feed: Feed = {}
         for value in self.graph.input:
             kind = value.type.tensor_type
             shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in kind.shape.dim)
             if value.name.startswith(tensors.CACHES):
                 rows = self.random.standard_normal(shape, np.float32)
-                made[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
+                feed[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
             else:
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-                made[value.name] = np.broadcast_to(known[value.name], shape).astype(dtype)
-        return made
+                feed[value.name] = np.broadcast_to(values[value.name], shape).astype(dtype)
+        return feed
 
 
 def _model(call: GraphRun) -> _Values:
-    """Of a step graph and of a propose graph: greedy but for the probabilities it reports."""
+    """Inputs of a step graph or a propose graph; drawing is greedy, reported probabilities are not."""
     assert isinstance(call.of, Model)
     tokens = call.point.tokens
-    known: _Values = {
+    values: _Values = {
         # The least noise draws the most probable token, whatever the rounding of the others.
         tensors.UNIFORM: 0.0,
         **_SAMPLING,
@@ -97,20 +97,20 @@ def _model(call: GraphRun) -> _Values:
         if value.name in (tensors.HIDDEN_STATE, tensors.LAYER_STATES, tensors.OWN_STATE):
             rows = (tokens,) if value.name == tensors.LAYER_STATES else ()
             width = value.type.tensor_type.shape.dim[-1].dim_value
-            known[value.name] = call.random.standard_normal((*rows, width))
-    if not call.of.cache:  # it goes on from hidden states; the levels of its tree are full
+            values[value.name] = call.random.standard_normal((*rows, width))
+    if not call.of.cache:  # an MLP speculator continues from hidden states; the levels of its tree are full
         levels = (call.point.drafts, tokens)
         parents = call.random.integers(0, tokens, levels)
         parents[:2] = 0  # the root is alone
-        return known | {
+        return values | {
             tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
             tensors.LEVEL_PARENTS: parents,
             tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
         }
     (ids,) = (value for value in call.graph.input if value.name == tensors.INPUT_IDS)
-    read = ids.type.tensor_type.shape.dim[1].dim_value or tokens  # a block begins with one token
-    return known | {
-        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), read),
+    length = ids.type.tensor_type.shape.dim[1].dim_value or tokens  # a block begins with one token
+    return values | {
+        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), length),
         tensors.POSITION_IDS: call.past + call.tree.depths,
         tensors.TREE_MASK: call.tree.mask,
         tensors.PAST_LENGTH: call.past,
@@ -126,7 +126,7 @@ def _accept(call: GraphRun) -> _Values:
     assert isinstance(call.of, Accept)
     parents = np.array(call.tree.parents)
     logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
-    # What the target finds probable, so that something is accepted; each node its own rank among its siblings.
+    # Probable tokens of the target, so that some are accepted; each node has its own rank among its siblings.
     likely = np.argsort(-logits[parents[1:]], axis=-1)
     ids = likely[:, : call.of.candidates]
     tokens = likely[np.arange(len(likely)), np.array(call.tree.ranks[1:], np.int64)]
@@ -150,17 +150,17 @@ def _accept(call: GraphRun) -> _Values:
 def _fill(call: GraphRun) -> _Values:
     assert isinstance(call.of, Fill)
     stages, candidates = call.of.stages, call.of.candidates
-    known: _Values = {
-        tensors.TREE_ROWS: call.tree.depths[1:] - 1,  # the first row of each stage, where there are some
+    values: _Values = {
+        tensors.TREE_ROWS: call.tree.depths[1:] - 1,  # the first row of each stage, if there are stages
         tensors.TREE_RANKS: np.array(call.tree.ranks[1:], np.int64),
     }
     for stage in range(max(1, stages)):
         rows = 1 if stages and not stage else call.point.rows if stages else call.point.drafts
         ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(rows)])
         drawn, probs = ids[:, call.random.integers(candidates)], call.random.dirichlet(np.ones(candidates), rows)
-        for kind, values in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
-            known |= {tensors.of_stage(kind, stage): values} if stages else {kind: values[:, None]}
-    return known
+        for kind, array in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
+            values |= {tensors.of_stage(kind, stage): array} if stages else {kind: array[:, None]}
+    return values
 
 
 def _commit(call: GraphRun) -> _Values:
@@ -175,4 +175,4 @@ _SAMPLING: _Values = {
     tensors.TOP_P: 0.95,
     tensors.MIN_P: 0.0,
 }
-_MADE: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}
+_INPUTS: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}

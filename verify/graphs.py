@@ -1,4 +1,4 @@
-"""``specexport verify`` on the graphs alone: valid, standard, and of the shapes that were promised."""
+"""``specexport verify`` of the graphs alone: valid, standard, and of the declared shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Dim, Signature, caches, returned
 from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.linked import without_links
+from specexport.runtime.symlinks import without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
@@ -21,15 +21,14 @@ Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
-    """Checks every graph of a bundle: the masters, and those that are opened in their place on a GPU or by ranks.
+    """Checks every graph of a bundle: the masters, and those that GPUs or ranks open instead.
 
     Returns:
-        How many graphs there are.
+        The number of graphs.
 
     Raises:
         BundleError: names the first graph that is not valid ONNX, is not of its lowering's opset, uses an operator
-            outside the standard, has other inputs, outputs or shapes than ``contract.tensors`` says, or weights
-            elsewhere.
+            outside the standard, has other inputs, outputs or shapes than declared, or weights in other files.
     """
     manifest = bundle.manifest
     lowering = manifest.lowering
@@ -45,13 +44,14 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
         ):
             weights = [bundle.file(files.weights)]
             graphs = [_check_graph(bundle.file(name), OPSETS[lowering], weights) for name in files.segments]
-            made = {value.name for graph in graphs for value in graph.output}
-            given = {value.name: value for graph in graphs for value in graph.input if value.name not in made}
-            kept = [one for graph in graphs for one in graph.output if not one.name.startswith((CARRIED, *MEETINGS))]
+            inner = {value.name for graph in graphs for value in graph.output}
+            inputs = {value.name: value for graph in graphs for value in graph.input if value.name not in inner}
+            produced = (value for graph in graphs for value in graph.output)
+            final = [value for value in produced if not value.name.startswith((CARRIED, *MEETINGS))]
             path = bundle.file(files.segments[0])
-            _check_interface(path, _shapes(signature.inputs | caches(model.of_rank(0))), "input", given.values())
+            _check_interface(path, _shapes(signature.inputs | caches(model.of_rank(0))), "input", inputs.values())
             outputs = signature.outputs | returned(model.of_rank(0), lowering, signature.fed)
-            _check_interface(path, _shapes(outputs), "output", kept)
+            _check_interface(path, _shapes(outputs), "output", final)
         progress(done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
         weights = [bundle.file(model.of_rank(engine.rank).weights)]
@@ -65,15 +65,15 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
 
 def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphProto:
     try:
-        # By path, so that the weights file is looked for where the graph says.
+        # By path, so that weights are looked up relative to the graph.
         with without_links(path, weights) as plain:
             onnx.checker.check_model(str(plain), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise BundleError(f"{path}: not a valid ONNX graph: {error}; build the bundle again") from error
     model = onnx.load(path, load_external_data=False)
-    found_opset = {entry.domain: entry.version for entry in model.opset_import}.get("")
-    if found_opset != opset:
-        raise BundleError(f"{path}: opset {found_opset}, expected {opset}; build the bundle again")
+    version = {entry.domain: entry.version for entry in model.opset_import}.get("")
+    if version != opset:
+        raise BundleError(f"{path}: opset {version}, expected {opset}; build the bundle again")
     foreign = sorted(
         {f"{node.domain}.{node.op_type}" for node in _nodes(model.graph) if node.domain not in ("", "ai.onnx")}
     )
@@ -91,26 +91,26 @@ def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphP
 
 
 def _check_interface(path: Path, expected: Shapes, kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
-    found = {value.name: _signature(value) for value in values}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    actual = {value.name: _signature(value) for value in values}
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
             raise BundleError(
-                f"{path}: {kind} {name} is {_words(found.get(name))}, expected {_words(expected.get(name))}"
+                f"{path}: {kind} {name} is {_words(actual.get(name))}, expected {_words(expected.get(name))}"
             )
 
 
 def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    """A graph and those in its nodes' attributes, all the way down."""
+    """A graph and all graphs nested in its nodes' attributes."""
     inner = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return [graph, *(deeper for one in inner for deeper in _subgraphs(one))]
+    return [graph, *(deeper for nested in inner for deeper in _subgraphs(nested))]
 
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    return [node for one in _subgraphs(graph) for node in one.node]
+    return [node for nested in _subgraphs(graph) for node in nested.node]
 
 
 def _initializers(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    return [tensor for one in _subgraphs(graph) for tensor in one.initializer]
+    return [tensor for nested in _subgraphs(graph) for tensor in nested.initializer]
 
 
 def _signature(value: onnx.ValueInfoProto) -> tuple[str, tuple[Dim, ...]]:

@@ -16,7 +16,7 @@ from specexport.exporter.quality import Reference, default_text, energy, measure
 from specexport.runtime.bundle import Bundle
 from specexport.verify.steps import Array, half_embedded, open_step, prefill_calls, step_calls
 
-_Other = TypeVar("_Other")
+_Setting = TypeVar("_Setting")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Limits:
     """How far a graph may be from its model, by how the weights are stored.
 
     Attributes:
-        largest: largest difference of a logit, relative to the largest logit; infinite where single logits say nothing.
-        rms: root-mean-square difference of logits, relative to their spread. Also decides what a tie is: an error of
-            this size is allowed, and it turns smaller preferences round.
+        largest: largest difference of a logit, relative to the largest logit; infinite if not checked.
+        rms: root-mean-square difference of logits, relative to their spread. It also defines ties: an error of this
+            size is allowed, and may reverse smaller preferences.
         agreement: least share of positions where graph and model prefer the same token; ties count as the same.
         kl: mean KL divergence from the model over the text that ships, in nats a token.
     """
@@ -51,18 +51,18 @@ LIMITS: dict[str, Limits] = {
     "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8, kl=0.1),
     "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),
     "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5, kl=0.4),
-    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),  # as int8: what could not be kept is in that
+    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),  # as int8, for matrices that are rounded again
 }
 
 
 @dataclass
-class Agreement:
-    """Positions at which a graph and a model both name the next token.
+class TokenAgreement:
+    """Positions at which a graph's preferred tokens are compared with a model's.
 
     Attributes:
-        same: where they prefer the same token.
-        ties: where they do not, but the model hardly prefers its own.
-        limits: what a tie is, and what share is enough.
+        same: positions with the same preferred token.
+        ties: positions with different ones, where the model hardly prefers its own.
+        limits: the limits of ties, and of the share.
     """
 
     limits: Limits
@@ -72,7 +72,7 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """Of positions, same or tied."""
+        """The share of positions that are the same or tied."""
         return (self.same + self.ties) / self.positions if self.positions else 0.0
 
     def count(self, reference: Array, chosen: Array) -> None:
@@ -86,7 +86,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class LogitsResult:
-    """What :func:`compare_logits` found.
+    """The result of :func:`compare_logits`.
 
     Attributes:
         largest: largest difference of a logit.
@@ -97,7 +97,7 @@ class LogitsResult:
     largest: float
     scale: float
     rms: float
-    agreement: Agreement
+    agreement: TokenAgreement
 
 
 def _scale(logits: Array) -> float:
@@ -110,15 +110,15 @@ def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[in
     return paired(texts, sizes)
 
 
-def paired(texts: Sequence[list[int]], others: Sequence[_Other]) -> list[tuple[list[int], _Other]]:
-    """Each text and each of the others at least once."""
-    return [(texts[i % len(texts)], others[i % len(others)]) for i in range(max(len(texts), len(others)))]
+def paired(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
+    """Pairs with each text and each setting at least once."""
+    return [(texts[i % len(texts)], settings[i % len(settings)]) for i in range(max(len(texts), len(settings)))]
 
 
 def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> LogitsResult:
-    """Compares the step graph with the target it was built from.
+    """Compares the step graph with the original target.
 
-    One of the two is in memory at a time.
+    Only one of the two is in memory at a time.
 
     Raises:
         BundleError: the checkpoint is another model.
@@ -129,7 +129,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     expected = [call.expected(model) for call in calls]
     del model
     graph = open_step(bundle, calls)
-    agreement, finite, largest, error, total = Agreement(limits), True, 0.0, 0.0, 0.0
+    agreement, finite, largest, error, total = TokenAgreement(limits), True, 0.0, 0.0, 0.0
     for call, reference in zip(calls, expected, strict=True):
         logits = graph.logits(call.feed(manifest.target))
         agreement.count(reference, logits.argmax(axis=-1))
@@ -147,10 +147,10 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
 
 
 def measure_quality(bundle: Bundle, checkpoint: Path) -> Quality | None:
-    """Compares the step graph with the target it was built from over the text that ships, as the build does.
+    """Compares the step graph with the original target over the shipped text, as the build does.
 
     Returns:
-        None where the bundle's tokenizer makes fewer than two tokens of it.
+        None if the text has fewer than two tokens.
 
     Raises:
         BundleError: the checkpoint is another model.
@@ -167,18 +167,18 @@ def measure_quality(bundle: Bundle, checkpoint: Path) -> Quality | None:
     return measure(bundle.file, bundle.manifest.lowering, described, expected)
 
 
-def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> Agreement:
+def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> TokenAgreement:
     """Compares the step graph, given the model's own embeddings instead of every other token, with the model.
 
     Raises:
         BundleError: the checkpoint is another model.
     """
     model = load_reference(checkpoint, bundle.manifest.target)
-    known = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
+    references = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
     del model
-    read = [list(prefill_calls(bundle.manifest, text)) for text in texts]
-    agreement, graph = Agreement(limits), open_step(bundle, [call for calls in read for call in calls])
-    for (embeds, expected), calls in zip(known, read, strict=True):
+    prefills = [list(prefill_calls(bundle.manifest, text)) for text in texts]
+    agreement, graph = TokenAgreement(limits), open_step(bundle, [call for calls in prefills for call in calls])
+    for (embeds, expected), calls in zip(references, prefills, strict=True):
         for call in calls:
             logits = graph.logits(half_embedded(call.feed(bundle.manifest.target), embeds))
         agreement.count(expected[-len(logits) :], logits.argmax(axis=-1))

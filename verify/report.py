@@ -1,4 +1,4 @@
-"""What ``specexport verify`` found, as data and as a table."""
+"""The report of ``specexport verify``, as data and as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Check:
         name: ``files``, ``graphs``, ``engines``, ``logits``, ``quality``, ``embeds``, the name of a method, or
             ``speculation``.
         passed: None if it could not be run.
-        sentence: what was found, or why it was not run.
+        sentence: the finding, or why it was not run.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Check:
 
     @property
     def result(self) -> str:
-        """In words."""
+        """The result in words."""
         return "not run" if self.passed is None else "passed" if self.passed else "failed"
 
 
@@ -50,13 +50,13 @@ class VerifyReport:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if not self.passed:
             return "failed"
         return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; numbers that are not finite, which JSON has no words for, are null."""
+        """The report for JSON; numbers that are not finite, which JSON lacks, are null."""
         checks = [
             {
                 "name": check.name,
@@ -70,7 +70,7 @@ class VerifyReport:
 
 
 def numbers(report: VerifyReport) -> Table:
-    """What every check measured."""
+    """A table of the measurements of all checks."""
     table = Table("what was measured", ("check", "figure", "value"), "llr")
     for check in report.checks:
         for name, value in check.numbers.items():

@@ -34,7 +34,7 @@ def create_event(cuda: Cuda) -> int:
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     """Bytes a second that a copy within the device's memory reads and writes."""
     device, needs = Device.share(cuda, 1.0), MemoryPlan()
-    nbytes = min(COPIED, MemoryBudget(cuda, 0.5).left // 4)
+    nbytes = min(COPIED, MemoryBudget(cuda, 0.5).available // 4)
     needs.add("from", nbytes)
     needs.add("to", nbytes)
     memory, stream = needs.allocate(device, "the bandwidth test"), device.stream

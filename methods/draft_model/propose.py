@@ -113,9 +113,9 @@ class DraftModelProposer(ReadingProposer):
         self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
         self._reader.note(view.slot, [*view.tokens, *drafted])
 
-    def prefill(self, view: SlotView, left: int = 0) -> bool:
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; all but the last two tokens are read."""
-        return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, left)])
+        return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         slots, T = range(slot, slot + 1), self.graph.chunk(self._chunk, len(tokens))

@@ -98,9 +98,9 @@ class StatesProposer(Proposer):
         return self if self._dynamic is None else None
 
     # --- the draft's runs ---------------------------------------------------------------------------------------------
-    def prefill(self, view: SlotView, left: int = 0) -> bool:
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; what a call of any slot may take together with drafting is left in any case."""
-        most = max(left, self._width)
+        most = max(max_deferred, self._width)
         if self._unread(view) > most:
             self._read(view)
         return self._unread(view) > most

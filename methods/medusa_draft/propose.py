@@ -51,9 +51,9 @@ class MedusaDraftProposer(ReadingProposer):
             if view.slot in made
         }
 
-    def prefill(self, view: SlotView, left: int = 0) -> bool:
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; all but the tokens it is given in each step."""
-        return self._reader.read(view.slot, view.tokens[: -max(self._width, left)])
+        return self._reader.read(view.slot, view.tokens[: -max(self._width, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)

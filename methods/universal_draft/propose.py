@@ -74,9 +74,9 @@ class UniversalDraftProposer(SlotProposer[_Text]):
                 made[slot] = translated
         return made
 
-    def prefill(self, view: SlotView, left: int = 0) -> bool:
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         translated = self._translated(view)
-        return translated is not None and self._drafter.prefill(translated, left)
+        return translated is not None and self._drafter.prefill(translated, max_deferred)
 
     def _translated(self, view: SlotView) -> SlotView | None:
         """What the draft sees of a slot; None where there is nothing it could go on with."""

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime that are used, typed and checked, over ``cuda.bindings.runtime``."""
+"""Typed and checked wrappers of the CUDA runtime calls that are used, over ``cuda.bindings.runtime``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 class OutOfDeviceMemoryError(BackendError):
-    """The device has no room for what was asked."""
+    """The device has too little free memory."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class Cuda:
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory, aligned to 256 bytes at least; its content is whatever was there.
+        """Device memory, aligned to 256 bytes at least; its content is undefined.
 
         Raises:
-            OutOfDeviceMemoryError: there is not that much.
+            OutOfDeviceMemoryError: there is too little.
         """
-        return int(self.call("cudaMalloc", nbytes, wanted=nbytes))
+        return int(self.call("cudaMalloc", nbytes, nbytes=nbytes))
 
     def free(self, address: int) -> None:
         self.call("cudaFree", address)
 
     def allocate_pinned(self, nbytes: int) -> int:
-        """Page-locked host memory, which copies to and from the device without a detour."""
+        """Page-locked host memory, which the device copies directly."""
         return int(self.call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
@@ -99,7 +99,7 @@ class Cuda:
         self.call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        """Waits until a stream has done everything given to it."""
+        """Waits until a stream has done all its work."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
@@ -117,7 +117,7 @@ class Cuda:
         self.call("cudaMemsetAsync", address, value, nbytes, stream)
 
     def begin_capture(self, stream: int) -> None:
-        """From here on work given to a stream is recorded, not done. Other threads are not affected."""
+        """Begins to record work instead of doing it, for this stream and thread."""
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self.call("cudaStreamBeginCapture", stream, mode)
 
@@ -132,7 +132,7 @@ class Cuda:
         self._rt.cudaGetLastError()
 
     def instantiate(self, graph: int) -> int:
-        """An executable of a captured graph, which is given back."""
+        """An executable of a captured graph, which is destroyed."""
         executable = int(self.call("cudaGraphInstantiate", graph, 0))
         self.call("cudaGraphDestroy", graph)
         return executable
@@ -143,29 +143,29 @@ class Cuda:
     def destroy_executable(self, executable: int) -> None:
         self.call("cudaGraphExecDestroy", executable)
 
-    def call(self, name: str, *arguments: Any, wanted: int = 0) -> Any:
-        """Any function of the CUDA runtime: gives nothing, a value, or a tuple of values."""
+    def call(self, name: str, *arguments: Any, nbytes: int = 0) -> Any:
+        """Calls a function of the CUDA runtime; ``nbytes`` is the size of an allocation, for errors."""
         status, *result = getattr(self._rt, name)(*arguments)
         if int(status):
-            raise self._error(name, status, wanted)
+            raise self._error(name, status, nbytes)
         return result[0] if len(result) == 1 else tuple(result)
 
-    def _error(self, call: str, status: Any, wanted: int) -> BackendError:
-        found = status.name
-        if found in _NO_DEVICE:
-            return self._no_device(found)
+    def _error(self, call: str, status: Any, nbytes: int) -> BackendError:
+        status_name = status.name
+        if status_name in _NO_DEVICE:
+            return self._no_device(status_name)
         self._rt.cudaGetLastError()  # or the next call would report it again
-        if found == "cudaErrorMemoryAllocation":
+        if status_name == "cudaErrorMemoryAllocation":
             _, free, total = self._rt.cudaMemGetInfo()
             return OutOfDeviceMemoryError(
-                f"the GPU has no room for {wanted / _GIB:.2f} GiB: {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
+                f"the GPU has no room for {nbytes / _GIB:.2f} GiB: {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
                 "free. End other programs on it (nvidia-smi lists them), or build with a shorter --max-seq-len or "
                 "smaller weights (--precision)"
             )
         _, text = self._rt.cudaGetErrorString(status)
-        return BackendError(f"{call} failed with {found}: {text.decode() if isinstance(text, bytes) else text}")
+        return BackendError(f"{call} failed with {status_name}: {text.decode() if isinstance(text, bytes) else text}")
 
-    def _no_device(self, found: str) -> BackendError:
+    def _no_device(self, status_name: str) -> BackendError:
         _, driver = self._rt.cudaDriverGetVersion()
         _, runtime = self._rt.cudaRuntimeGetVersion()
         if not driver:
@@ -173,14 +173,14 @@ class Cuda:
                 "no NVIDIA driver was found, and this backend runs on a GPU; install the driver, or run the bundle on "
                 "the CPU with --backend onnxruntime"
             )
-        if found == "cudaErrorInsufficientDriver":
+        if status_name == "cudaErrorInsufficientDriver":
             return BackendError(
                 f"the NVIDIA driver supports CUDA {_version(driver)}, but cuda-bindings is for {_version(runtime)}; "
                 f"update the driver, or install cuda-bindings=={_version(driver).split('.')[0]}.*"
             )
         return BackendError(
-            f"no GPU can be used ({found}); see nvidia-smi and CUDA_VISIBLE_DEVICES, or run the bundle on the CPU with "
-            "--backend onnxruntime"
+            f"no GPU can be used ({status_name}); see nvidia-smi and CUDA_VISIBLE_DEVICES, or run the bundle on the "
+            "CPU with --backend onnxruntime"
         )
 
 

@@ -1,4 +1,4 @@
-"""The GPU backends: a device, its stream and what may be used of it, shared by all graphs of a bundle."""
+"""The GPU backends: a device, its stream and memory budget, shared by all graphs of a bundle."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.cuda.device_program import DeviceProgram
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.cuda.graph import DeviceGraph
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device
 from specexport.runtime.cuda.nccl import Communicator, Nccl
 from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
-from specexport.runtime.cuda.program import DeviceProgram
 from specexport.runtime.cuda.step_variants import StepVariants
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.trt import EngineLibrary
 from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.program import Speculation, StepProgram
 from specexport.runtime.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 T = TypeVar("T", bound=DeviceGraph)
 
 
 class LeadingDeviceGraph(Leading, DeviceGraph):
-    """The first rank's part of a target on its GPU, whose runs are the whole's."""
+    """The first rank's part of a target on its GPU; its runs have the results of the whole graph."""
 
     def lead(self, followers: Followers, communicator: Communicator) -> None:
-        """From here on the others do what it does."""
+        """Has the other ranks follow its runs and cache changes from now on."""
         self._followers, self._communicator = followers, communicator
 
     def close(self) -> None:
@@ -48,8 +48,8 @@ class CudaBackend:
 
     Attributes:
         cuda: the device.
-        stream: does its work.
-        graphs: those opened, the target's first.
+        stream: the stream of all its work.
+        graphs: the opened graphs, the target's first.
 
     Raises:
         BackendError: a package, a driver or a device is missing.
@@ -73,12 +73,12 @@ class CudaBackend:
 
     @property
     def default_slots(self) -> int:
-        """See :class:`~specexport.runtime.backend.Backend`; the fewest, as caches take their largest size at first."""
+        """See :class:`~specexport.runtime.backend.Backend`; the fewest, as caches take their full size at once."""
         return self._library.batch_sizes[0]
 
     @property
     def execution(self) -> Execution:
-        """How steps that stay on the device reach it, else the least of what its graphs manage."""
+        """How steps on the device reach it; without them, the slowest way of its graphs."""
         return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
 
     @property
@@ -112,7 +112,7 @@ class CudaBackend:
         self, kind: type[T], model: Model, slots: int, buffers: Buffers, executor_of: Callable[[], Executor]
     ) -> T:
         manifest = self._bundle.manifest
-        role = next((role for role, known in manifest.models.items() if known is model), "target")
+        role = next((role for role, entry in manifest.models.items() if entry is model), "target")
 
         def opened() -> T:
             executor = executor_of()
@@ -127,7 +127,7 @@ class CudaBackend:
         return graph
 
     def _lead(self, model: Model, slots: int, buffers: Buffers) -> LeadingDeviceGraph:
-        """Opens the first rank's part of a split target, and has a process for each of the others follow it."""
+        """Opens the first rank's part of a split target, and starts a process for each of the others."""
         there, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
         if there < ranks:
             raise BackendError(
@@ -147,13 +147,13 @@ class CudaBackend:
         with contextlib.ExitStack() as undone:
             undone.callback(followers.close)
             try:
-                followers.meeting.wait()  # each has its GPU and NCCL, or the others would wait for it for ever
+                followers.meeting.wait()  # joining waits for ever if a rank has no GPU or NCCL
                 communicator = nccl.join(job.unique_id, 0, ranks)
                 undone.callback(communicator.close)
 
                 def lost(rank: int) -> None:
                     followers.lost = RankLostError(rank)
-                    communicator.close()  # ends what the device waits for
+                    communicator.close()  # aborts what the device waits for
 
                 followers.meeting.watch(lost)
                 part = model.of_rank(0)
@@ -163,15 +163,15 @@ class CudaBackend:
                 leading.lead(followers, communicator)
                 followers.meeting.wait()
             except BackendError as error:
-                gone = error if isinstance(error, RankLostError) else followers.lost
-                if gone is None:
+                lost_rank = error if isinstance(error, RankLostError) else followers.lost
+                if lost_rank is None:
                     raise
-                followers.give_up(gone)
+                followers.give_up(lost_rank)
             undone.pop_all()
         return leading
 
     def follow(self, job: Job, buffers: Buffers, meeting: Meeting) -> DeviceGraph:
-        """Opens a rank's part of the target; the process ends when another rank does, whatever the device waits for.
+        """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
@@ -185,20 +185,20 @@ class CudaBackend:
 
     def inexact(self, target: Graph) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""
-        return "a device's kernels round a row otherwise beside others"
+        return "on a device a row's rounding depends on the number of rows"
 
-    def program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
-        """See :class:`~specexport.runtime.backend.Backend`; on the device where the library runs its graphs."""
-        return self._run(lambda: self._program(target, speculations))
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+        """See :class:`~specexport.runtime.backend.Backend`; on the device if the library runs its graphs."""
+        return self._run(lambda: self._program(target, loaded_methods))
 
-    def _program(self, target: Graph, speculations: Mapping[str, Speculation]) -> StepProgram:
+    def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
         manifest = self._bundle.manifest
         graphs = self._library.program()
-        host = HostProgram(manifest, target, speculations, self.execution)
+        host = HostProgram(manifest, target, loaded_methods, self.execution)
         if not graphs or not isinstance(target, DeviceGraph):
             return host
         try:
-            variants = StepVariants(manifest, target, speculations, graphs)
+            variants = StepVariants(manifest, target, loaded_methods, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
             for _, executor in graphs:
@@ -207,7 +207,7 @@ class CudaBackend:
         return DeviceProgram(host, target, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Gives everything that is launched to the stream through a function that is called with it; to measure it."""
+        """Wraps every launch in a function, for measurements."""
         for graph in self.graphs:
             graph.watch(around)
         if self._steps is not None:

@@ -15,20 +15,19 @@ from specexport.runtime.graph import caches_by_shape
 
 
 @dataclass(frozen=True)
-class Made:
-    """A run whose new rows lie apart from the cache: so many a slot, of these slots."""
+class NewRows:
+    """The new rows of a run that are outside the cache: ``fed`` a slot, of some slots."""
 
     fed: int
     slots: range
 
 
 class DeviceCache:
-    """Keys and values of all layers: for each shape of a layer's rows one block ``[L,B,Hkv,S,D]``.
+    """Keys and values of all layers: one block ``[L,B,Hkv,S,D]`` for each shape of a layer's rows.
 
-    Blocks are as large as the largest cache from the start; a smaller one uses the front of them, so that growing takes
-    no memory.
-    ``sizes`` are the rows a slot may have, ascending. ``fed`` is how many rows one run makes at most, where a graph
-    returns them instead of writing them into the cache; 0 otherwise.
+    Blocks have the size of the largest cache from the start, and smaller caches use their front, so that growing needs
+    no memory. ``sizes`` are the rows a slot may have, ascending. ``fed`` is the most new rows of a run if the graph
+    returns them instead of writing them into the cache; else 0.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class DeviceCache:
         self._memory: Memory | None = None
 
     def plan(self, plan: MemoryPlan) -> None:
-        """Adds the regions it needs."""
+        """Adds its regions to a plan."""
         widest = 0
         for (heads, width), members in self._members.items():
             plan.add(f"cache.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
@@ -69,18 +68,18 @@ class DeviceCache:
 
     @property
     def nbytes(self) -> int:
-        """Of the cache at its present size."""
+        """Bytes of the cache at its present size."""
         return sum(
             len(members) * self._batch * heads * self.rows * width * self._dtype.itemsize
             for (heads, width), members in self._members.items()
         )
 
     def tensors(self, rows: int, slots: range) -> dict[str, Tensor]:
-        """The layers' caches of some neighbouring slots by input name, ``[B,Hkv,rows,D]``."""
+        """The layers' caches for neighbouring slots, by input name, ``[B,Hkv,rows,D]``."""
         return self._parts("", rows, slots)
 
     def new_rows(self, fed: int, slots: range) -> dict[str, Tensor]:
-        """Where a run's new rows go, by the name of the cache they belong to, ``[B,Hkv,fed,D]``, for any slots."""
+        """The memory of a run's new rows, by the name of their cache, ``[B,Hkv,fed,D]``, for any slots."""
         return self._parts("new.", fed, range(len(slots)))
 
     def _parts(self, kind: str, rows: int, slots: range) -> dict[str, Tensor]:
@@ -93,7 +92,7 @@ class DeviceCache:
         return parts
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
-        """Bytes from one layer's part of a block to the next; each is aligned, as libraries want it."""
+        """Bytes from one layer's part of a block to the next; each is aligned, as libraries require."""
         return aligned(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:
@@ -101,10 +100,10 @@ class DeviceCache:
         return self._memory[f"cache.{name}"].address
 
     def resize(self, rows: int) -> None:
-        """Spreads the rows out to a larger size or draws them together to a smaller one, in place.
+        """Moves the rows apart for a larger size or together for a smaller one, in place.
 
-        Each plane goes by way of a spare one: where it goes may overlap where it is, and never reaches those that are
-        still to be moved if growing begins with the last and shrinking with the first.
+        Each plane is copied by way of a spare one, as its old and new places may overlap. Growing begins with the last
+        plane and shrinking with the first, so that no plane is overwritten before it is moved.
         """
         old, self.rows = self.rows, rows
         for (heads, width), members in self._members.items():
@@ -113,12 +112,12 @@ class DeviceCache:
             row = width * self._dtype.itemsize
             planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
             for layer, plane in reversed(planes) if rows > old else planes:
-                kept = min(old, rows) * row
-                self._device.copy(spare, base + layer * before + plane * old * row, kept)
-                self._device.copy(base + layer * after + plane * rows * row, spare, kept)
+                nbytes = min(old, rows) * row
+                self._device.copy(spare, base + layer * before + plane * old * row, nbytes)
+                self._device.copy(base + layer * after + plane * rows * row, spare, nbytes)
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """Makes the first rows of a slot those of another one."""
+        """Copies the first rows of a slot to another one."""
         for (heads, width), members in self._members.items():
             pitch = self.rows * width * self._dtype.itemsize
             base, stride = self._base(f"{heads}x{width}"), self._stride(heads, width, self.rows)
@@ -127,10 +126,10 @@ class DeviceCache:
                 to_slot, from_slot = (at + slot * heads * pitch for slot in (to, source))
                 self._device.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
 
-    def move(self, slot: int, past: int, nodes: Sequence[int], made: Made | None) -> None:
-        """Puts the rows of those of a run's tokens that are kept, ``nodes``, behind a slot's first ``past`` ones.
+    def move(self, slot: int, past: int, nodes: Sequence[int], new: NewRows | None) -> None:
+        """Moves the rows of a run's kept tokens, ``nodes``, behind a slot's first ``past`` rows.
 
-        ``made`` is that run if its rows lie apart; None where they lie in the cache, from ``past`` on.
+        ``new`` describes the run's rows if they are outside the cache; None if they are in it, from ``past`` on.
         """
         for (heads, width), members in self._members.items():
             row = width * self._dtype.itemsize
@@ -138,13 +137,13 @@ class DeviceCache:
             to_stride = self._stride(heads, width, self.rows)
             source, pitch, apart = to + past * row, to_pitch, to_stride
             at = slot
-            if made is not None:
-                pitch, apart = made.fed * row, self._stride(heads, width, made.fed)
-                source, at = self._base(f"new.{heads}x{width}"), slot - made.slots.start
-            # With one slot the planes of all layers may be the same distance apart; those of a layer always are.
+            if new is not None:
+                pitch, apart = new.fed * row, self._stride(heads, width, new.fed)
+                source, at = self._base(f"new.{heads}x{width}"), slot - new.slots.start
+            # A layer's planes are equally spaced; with one slot, those of all layers may be.
             together = self._batch == 1 and to_stride == heads * to_pitch and apart == heads * pitch
             layers, planes = (1, len(members) * heads) if together else (len(members), heads)
-            for first, node, count in _runs(nodes, skip=made is None):
+            for first, node, count in _runs(nodes, skip=new is None):
                 for layer in range(layers):
                     there = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
                     here = source + layer * apart + at * heads * pitch + node * row
@@ -152,14 +151,14 @@ class DeviceCache:
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:
-    """Rows that can be copied at once: where they go, the first node, and how many."""
-    found: list[tuple[int, int, int]] = []
+    """Groups rows that can be copied at once: their place, the first node, and their number."""
+    runs: list[tuple[int, int, int]] = []
     for to, node in enumerate(nodes):
         if skip and to == node:
             continue
-        if not skip and found and found[-1][1] + found[-1][2] == node:
-            first, start, count = found[-1]
-            found[-1] = (first, start, count + 1)
+        if not skip and runs and runs[-1][1] + runs[-1][2] == node:
+            first, start, count = runs[-1]
+            runs[-1] = (first, start, count + 1)
         else:
-            found.append((to, node, 1))
-    return found
+            runs.append((to, node, 1))
+    return runs

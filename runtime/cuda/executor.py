@@ -1,4 +1,4 @@
-"""What runs graphs on a device, asked of onnxruntime and TensorRT alike, always by one thread."""
+"""The interface of onnxruntime and TensorRT for running graphs on a device; called by one thread."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from specexport.contract.shapes import ShapePoint
 from specexport.runtime.cuda.memory import Region, Tensor
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
-"""How work reaches the device: there is none; call by call; one captured graph an engine; one captured graph a step."""
+"""How work reaches the device: there is none; call by call; a captured graph an engine; a captured graph a step."""
 _WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
 CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),  # two bytes, which nobody here looks into
+    "bf16": np.dtype(np.uint16),  # only the size matters here
 }
-"""What an element of the KV cache is."""
+"""The element type of the KV cache."""
 Enqueue = Callable[[], None]
-"""Gives one run of a graph to the stream, over the addresses it was prepared with."""
+"""Enqueues one run of a graph on the stream, with the addresses it was prepared with."""
 
 
 def worst(executions: Iterable[Execution]) -> Execution:
-    """How work reaches the device that is made of several parts."""
+    """The slowest of several ways of execution."""
     return min(executions, key=_WORST_FIRST.index, default="plain")
 
 
 class Executor(Protocol):
-    """Runs one compiled graph at its shape points, over memory it is given."""
+    """Runs one compiled graph at its shape points, in memory of the caller."""
 
     @property
     def points(self) -> frozenset[ShapePoint]:
@@ -38,18 +38,18 @@ class Executor(Protocol):
 
     @property
     def cache_dtype(self) -> np.dtype[Any]:
-        """What an element of the KV cache is; two-byte integers where NumPy has no such type."""
+        """The element type of the KV cache; two-byte integers if NumPy lacks the type."""
 
     @property
     def workspace(self) -> int:
-        """Bytes of scratch memory it wants to be given; 0 where its library takes its own."""
+        """Bytes of scratch memory that it needs; 0 if its library allocates its own."""
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
-        """Makes a shape point ready to run.
+        """Prepares a shape point.
 
         Args:
             point: the shape.
-            tensors: every input and output by name; addresses stay as they are.
+            tensors: every input and output by name; their addresses must not change.
             workspace: scratch memory of at least :attr:`workspace` bytes, shared by all its points.
 
         Raises:

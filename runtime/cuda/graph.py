@@ -1,4 +1,4 @@
-"""A model's graph on the device, with its caches and staging: what the engine's loop runs."""
+"""A model's graph on the device, with its caches and staging buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.caches import DeviceCache, Made
+from specexport.runtime.cuda.caches import DeviceCache, NewRows
 from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
 from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
@@ -20,15 +20,15 @@ from specexport.runtime.cuda.stream import Captured
 from specexport.runtime.graph import FIRST, Array, Buffers, Graph
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
-"""Work that can be captured, and what puts the captured graph's launch in its place."""
+"""Work that can be captured, and a function that replaces it by the launch of the captured graph."""
 _Place = tuple[int, int]
-"""Rows of the cache, and the first slot of the window: where a width runs."""
+"""Rows of the cache, and the first slot of the window."""
 
 
 @dataclass
 class Width:
-    """What runs at one width share: inputs and outputs, on the host and on the device; what gives the graph to the
-    stream; and what does a whole run, with the copies before and after it.
+    """The buffers of runs at one width, on host and device; ``enqueues`` run the graph alone, ``launches`` also copy
+    inputs and outputs.
     """
 
     inputs: Staged
@@ -40,19 +40,19 @@ class Width:
 class DeviceGraph(Graph):
     """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
 
-    A run is: inputs to the device, the graph, outputs back, wait. The first three are one captured CUDA graph a shape
-    point, captured when the model is opened. Nothing is allocated afterwards. A draft whose
-    engine drafts one token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied
-    into the cache between the calls, so that there each call is captured.
+    A run copies inputs to the device, runs the graph, copies outputs back, and waits. The first three are one CUDA
+    graph a shape point, captured when the model is opened. Nothing is allocated afterwards. An engine that drafts one
+    token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied into the cache
+    between the calls, so each call is captured separately.
 
     With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are
-    read a slot at a time. An MLP speculator has no cache, so that nothing is committed, reserved or moved.
+    read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.
-        fallback: why not by a captured graph, where they do not; empty otherwise.
+        fallback: why runs are not captured, if they are not; else empty.
         cache: the model's.
-        in_place: whether the graph itself writes its rows into the cache.
+        in_place: whether the graph writes its rows into the cache.
 
     Raises:
         BackendError: it does not fit, or the library refuses it.
@@ -74,7 +74,7 @@ class DeviceGraph(Graph):
         together = {_batched(point)[1:] for point in built}
         built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
         self._repeated = repeated_points(model.graph.points, built)
-        # A width that no run has is one of further calls alone.
+        # A width that no run has belongs to the follow-up calls.
         narrowest = min((point.tokens for point in model.graph.points if point.drafts), default=0)
         self._follow_up = min((point.tokens for point in built if point.drafts), default=0)
         built = {point for point in built if not point.drafts or point.tokens >= narrowest}
@@ -85,7 +85,7 @@ class DeviceGraph(Graph):
         self._executor = executor
         fed = 0 if self.in_place else max(point.fed for point in built)
         self.cache = DeviceCache(device, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
-        self._made: Made | None = None
+        self._new_rows: NewRows | None = None
         self._captured: list[Captured] = []
         points = {_batched(point): point for point in self._points}
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
@@ -107,16 +107,16 @@ class DeviceGraph(Graph):
             key: Width(Staged(device, inputs, self._memory["inputs"]), Staged(device, outputs, self._memory["outputs"]))
             for key, (inputs, outputs) in layouts.items()
         }
-        pieces = [piece for point in sorted(self._points) for piece in self._ready(point)]
+        pieces = [piece for point in sorted(self._points) for piece in self._prepared(point)]
         self.execution: Execution = "plain"
         self.fallback = ""
         self._capture(pieces)
 
     @property
     def self_contained(self) -> bool:
-        """Whether a run needs nothing of the host once it is given to the stream.
+        """Whether an enqueued run needs nothing more from the host.
 
-        A draft lowered portably does: its rows are copied to where the host says.
+        A portably lowered draft does: the host says where its rows are copied to.
         """
         return self.in_place or not self.cache.nbytes
 
@@ -126,7 +126,7 @@ class DeviceGraph(Graph):
         return self.cache.nbytes
 
     def reserve(self, rows: int) -> None:
-        # It takes no memory, as all of it was taken at first.
+        # Needs no memory: the largest cache was allocated.
         if rows > self.cache.rows:
             self.cache.resize(self._cache_size(rows))
 
@@ -143,10 +143,10 @@ class DeviceGraph(Graph):
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         self._filled[slot] = past + len(nodes)
-        self.cache.move(slot, past, nodes, self._made)
+        self.cache.move(slot, past, nodes, self._new_rows)
 
     def committed(self, slot: int, rows: int) -> None:
-        """Records that a slot holds so many rows, which the device itself put in place."""
+        """Records the number of a slot's rows, which the device itself committed."""
         self._filled[slot] = rows
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
@@ -163,10 +163,10 @@ class DeviceGraph(Graph):
         return width.outputs.host
 
     def begin(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> Width:
-        """What runs at a width over the inputs that are set, which is about to be given to the stream.
+        """Checks the inputs of a run that is about to be enqueued; returns its width.
 
         Raises:
-            BackendError: the cache has no room for the rows it would make.
+            BackendError: the cache has no room for its rows.
         """
         point = self._require(self._point(tokens, rows, drafts, len(slots)))
         width = self._widths[_batched(point)]
@@ -180,17 +180,17 @@ class DeviceGraph(Graph):
         repeated = point in self._repeated
         if repeated:
             note_pasts(width.inputs.host)
-        self._made = None if self.in_place or repeated else Made(point.fed, slots)
+        self._new_rows = None if self.in_place or repeated else NewRows(point.fed, slots)
         return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Gives every run to the stream through a function that is called with it, for measurements."""
+        """Wraps every launch in a function, for measurements."""
         for width in self._widths.values():
             for place, launch in width.launches.items():
                 width.launches[place] = functools.partial(around, launch)
 
     def close(self) -> None:
-        """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
+        """Frees everything, the library's part first, as that may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
@@ -221,8 +221,8 @@ class DeviceGraph(Graph):
         pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
-    def _ready(self, point: ShapePoint) -> list[_Piece]:
-        """Prepares a point and warms it up, so that libraries have set themselves up before anything is captured."""
+    def _prepared(self, point: ShapePoint) -> list[_Piece]:
+        """Prepares a point and warms it up, so that libraries initialize before anything is captured."""
         width = self._widths[_batched(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
@@ -231,7 +231,7 @@ class DeviceGraph(Graph):
                 enqueue, calls = self._repeat(point, slots, width)
             else:
                 enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
-            run = functools.partial(self._whole, width, enqueue)
+            run = functools.partial(self._run_with_copies, width, enqueue)
             self._device.warm_up(run)
             place = (point.cache, slots.start)
             width.enqueues[place], width.launches[place] = enqueue, run
@@ -241,13 +241,13 @@ class DeviceGraph(Graph):
                 pieces.append((run, functools.partial(width.launches.__setitem__, place)))
         return pieces
 
-    def _whole(self, width: Width, enqueue: Enqueue) -> None:
+    def _run_with_copies(self, width: Width, enqueue: Enqueue) -> None:
         width.inputs.upload()
         enqueue()
         width.outputs.download()
 
     def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
-        """What does a run of several calls, and the calls."""
+        """A run of several calls, and the calls."""
 
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
@@ -260,12 +260,12 @@ class DeviceGraph(Graph):
                 tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
                     past = int(width.inputs.host[PASTS][index, slot - slots.start])
-                    self.cache.move(slot, past, range(tokens), Made(tokens, slots))
+                    self.cache.move(slot, past, range(tokens), NewRows(tokens, slots))
 
         return enqueue, calls
 
     def _capture(self, pieces: Sequence[_Piece]) -> None:
-        """Captures every piece, or none where one cannot be."""
+        """Captures every piece, or none if one of them cannot be captured."""
         captured = self._device.stream.capture_all([enqueue for enqueue, _ in pieces])
         if isinstance(captured, BackendError):
             self.fallback = str(captured)
@@ -277,13 +277,13 @@ class DeviceGraph(Graph):
         self.execution = "graph per engine"
 
     def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:
-        """Makes a shape point ready to run over inputs and outputs, which are all but the caches, and its cache."""
+        """Prepares a shape point with its caches and ``arrays``, all other inputs and outputs."""
         caches = self.cache.tensors(point.cache, slots)
         if self.in_place:
             returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
         else:
-            made = self.cache.new_rows(point.fed, slots)
-            returned = {name.replace("past_", "new_", 1): rows for name, rows in made.items()}
+            new_rows = self.cache.new_rows(point.fed, slots)
+            returned = {name.replace("past_", "new_", 1): rows for name, rows in new_rows.items()}
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
 
 

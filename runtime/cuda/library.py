@@ -1,4 +1,4 @@
-"""The engines of a bundle that run on a device, whichever library runs them."""
+"""The interface of libraries that run a bundle's engines on a device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: Cu
     """The engines of a graph that run on a device.
 
     Raises:
-        BackendError: there are none; says which there are and what to do.
+        BackendError: there are none; lists the engines that exist and says what to do.
     """
-    ours = [engine for engine in engines if engine.runtime == runtime]
-    if not ours:
+    candidates = [engine for engine in engines if engine.runtime == runtime]
+    if not candidates:
         raise BackendError(
             f"the bundle holds no engines for {runtime}; compile it with: specexport compile BUNDLE --backend {runtime}"
         )
-    running = [engine for engine in ours if engine.runs_on(device.capability)]
+    running = [engine for engine in candidates if engine.runs_on(device.capability)]
     if not running:
-        built = sorted({text for engine in ours for text in engine.compute_capabilities})
+        built = sorted({text for engine in candidates for text in engine.compute_capabilities})
         raise BackendError(
             f"the bundle's {runtime} engines were compiled for compute capability {', '.join(built)}, and this GPU is "
             f"{device}; compile it here with: specexport compile BUNDLE --backend {runtime}, or build it with "
@@ -38,11 +38,11 @@ def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: Cu
 
 
 class Library(ABC):
-    """What opens a bundle's engines on a device.
+    """Opens a bundle's engines on a device.
 
     Attributes:
-        name: the library's.
-        without_program: why the host drives steps, where it does.
+        name: the library's name.
+        without_program: why the host drives steps, if it does.
     """
 
     def __init__(self, bundle: Bundle, device: Device, name: EngineRuntime) -> None:
@@ -53,12 +53,12 @@ class Library(ABC):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """How many slots steps of the target were compiled for, ascending."""
+        """Batch sizes that the target's steps were compiled for, ascending."""
         engines = choose(self._bundle.manifest.target.of_rank(0).engines, self.name, self._device.cuda.device)
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def model(self, model: Model) -> Executor:
-        """What runs a model's graph.
+        """Opens a model's graph.
 
         Raises:
             BackendError: there are no engines for this device, or they cannot be loaded.
@@ -66,12 +66,12 @@ class Library(ABC):
         return self._open(model, choose(model.engines, self.name, self._device.cuda.device))
 
     def rank(self, model: Model, rank: int, communicator: Communicator) -> Executor:
-        """What runs a rank's part of a split model; see :meth:`model`."""
+        """Opens a rank's part of a split model; see :meth:`model`."""
         part = model.of_rank(rank)
         return self._open(part, choose(part.engines, self.name, self._device.cuda.device), communicator)
 
     def program(self) -> list[tuple[ProgramGraph, Executor]]:
-        """What runs the graphs of the step program; bundles that only decode plainly have none."""
+        """Opens the graphs of the step program; bundles for plain decoding have none."""
         if self._bundle.manifest.target.ranks:
             self.without_program = "the host takes the steps, as GPUs share the target"
         opened: list[tuple[ProgramGraph, Executor]] = []
@@ -94,7 +94,7 @@ class Library(ABC):
         engines: Sequence[CompiledEngine],
         communicator: Communicator | None = None,
     ) -> Executor:
-        """What runs these engines of a graph; through the communicator the ranks of a split model meet.
+        """Opens engines of a graph; the ranks of a split model combine their parts through the communicator.
 
         Raises:
             BackendError: the library is missing or cannot load them.

@@ -1,4 +1,4 @@
-"""Device memory: planned first, taken in one piece, and given back in one piece; and what mirrors it on the host."""
+"""Device memory, planned first and allocated as one block, and buffers that mirror it on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexport.runtime.cuda.thread import DeviceThread
 from specexport.runtime.graph import Array
 
 ALIGNMENT = 256
-"""Of every region and every array in one: what TensorRT asks of addresses."""
+"""Bytes; of every region and every array in it, as TensorRT requires."""
 _GIB = 1 << 30
 
 
@@ -26,7 +26,7 @@ def aligned(nbytes: int) -> int:
 
 
 class MemoryBudget:
-    """What may be used of a device: a fraction of all its memory, shared by everything a bundle loads."""
+    """The memory of a device that may be used: a share of all of it, for everything that a bundle loads."""
 
     def __init__(self, cuda: Cuda, utilization: float) -> None:
         self._utilization = utilization
@@ -35,21 +35,21 @@ class MemoryBudget:
         self._cuda = cuda
 
     @property
-    def left(self) -> int:
-        """Bytes that may still be taken. What others had taken before counts, what libraries took since does too."""
+    def available(self) -> int:
+        """Bytes that may still be allocated. Memory of other programs and of libraries counts as used."""
         return int(self._total * self._utilization) - (self._total - self._cuda.memory()[0])
 
     def require(self, nbytes: int, purpose: str) -> None:
-        """Checks that something fits before it is allocated.
+        """Checks that an allocation fits.
 
         Raises:
-            OutOfDeviceMemoryError: it does not; says how much there is and what to change.
+            OutOfDeviceMemoryError: it does not; says how much is available and what to change.
         """
-        left = self.left
-        if nbytes > left:
+        available = self.available
+        if nbytes > available:
             raise OutOfDeviceMemoryError(
-                f"{purpose} needs {nbytes / _GIB:.2f} GiB of GPU memory, but {max(0, left) / _GIB:.2f} GiB are left of "
-                f"the {self._utilization:.0%} of {self._total / _GIB:.2f} GiB that may be used "
+                f"{purpose} needs {nbytes / _GIB:.2f} GiB of GPU memory, but {max(0, available) / _GIB:.2f} GiB are "
+                f"left of the {self._utilization:.0%} of {self._total / _GIB:.2f} GiB that may be used "
                 f"({(self._total - self._before) / _GIB:.2f} GiB were taken by others). Raise "
                 "--gpu-memory-utilization, end other programs on the GPU, or build with a shorter --max-seq-len or "
                 "smaller weights (--precision)"
@@ -58,9 +58,8 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Device:
-    """What everything that a bundle loads on a GPU shares.
-
-    Its calls, the stream that does all work, how much memory may be taken, and the thread that calls libraries.
+    """The resources that everything on a GPU shares: its API, the stream of all work, the memory budget, and the thread
+    that calls libraries.
     """
 
     cuda: Cuda
@@ -74,7 +73,7 @@ class Device:
         return cls(cuda, CudaStream(cuda), MemoryBudget(cuda, utilization), DeviceThread())
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Runs what will be captured, twice: onnxruntime learns in the first what scratch memory the second takes."""
+        """Runs work twice before it is captured: onnxruntime sizes its scratch memory in the first run."""
         for _ in range(2):
             run()
             self.stream.synchronize()
@@ -97,17 +96,17 @@ class Region:
 
 
 class MemoryPlan:
-    """What will be allocated; nothing is until :meth:`allocate`."""
+    """Regions to allocate together by :meth:`allocate`."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
 
     def add(self, name: str, nbytes: int) -> None:
-        """Plans a region. One that is planned twice is as large as the larger: it is shared."""
+        """Plans a region. Regions of one name share memory, of the largest size."""
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
 
     def allocate(self, device: Device, purpose: str) -> Memory:
-        """Takes everything at once.
+        """Allocates all regions at once.
 
         Raises:
             OutOfDeviceMemoryError: it does not fit.
@@ -123,7 +122,7 @@ class MemoryPlan:
 
 
 class Memory:
-    """One allocation and its regions by name; given back by :meth:`close`, or when nothing refers to it any more."""
+    """One allocation and its regions by name; freed by :meth:`close` or with its last reference."""
 
     def __init__(self, cuda: Cuda, base: int, regions: Mapping[str, Region]) -> None:
         self._regions = dict(regions)
@@ -134,7 +133,7 @@ class Memory:
         return self._regions[name]
 
     def close(self) -> None:
-        """Gives it back; then does nothing."""
+        """Frees it; later calls do nothing."""
         self._close()
 
 
@@ -148,15 +147,15 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Size in bytes."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 class BufferLayout:
-    """Where arrays lie in one piece of memory, one after the other.
+    """The layout of arrays in one block of memory, one after the other.
 
     Args:
-        arrays: by name; their shapes and types count, and their content is what the host's copy starts with.
+        arrays: by name; their content is the initial content of the host's copy.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -168,14 +167,14 @@ class BufferLayout:
             self.nbytes += aligned(array.nbytes)
 
     def tensors(self, address: int) -> dict[str, Tensor]:
-        """The arrays on the device, by name, if the piece of memory begins at this address."""
+        """The arrays on the device, by name, in a block at this address."""
         return {
             name: Tensor(address + self.offsets[name], array.dtype, array.shape) for name, array in self.arrays.items()
         }
 
 
 class Staged:
-    """Arrays that are on the host, pinned, and at the same places on the device: one copy moves all of them."""
+    """Arrays in pinned host memory and in device memory with the same layout: one copy moves all of them."""
 
     def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
         assert layout.nbytes <= region.nbytes
@@ -195,12 +194,12 @@ class Staged:
             self.host[name][...] = array
 
     def upload(self) -> None:
-        """Gives the stream the copy from host to device."""
+        """Enqueues the copy from host to device."""
         if self._nbytes:
             self._device.copy(self._region.address, self._pinned, self._nbytes)
 
     def download(self, name: str = "") -> None:
-        """Gives the stream the copy from device to host, of all or of one array; wait for it before reading."""
+        """Enqueues the copy from device to host, of all or of one array; wait for it before reading."""
         source, nbytes = self._region.address, self._nbytes
         if name:
             source, nbytes = self.device[name].address, self.device[name].nbytes
@@ -208,6 +207,6 @@ class Staged:
             self._device.copy(self._pinned + source - self._region.address, source, nbytes)
 
     def close(self) -> None:
-        """Gives the host's memory back; arrays over it must not be used any more."""
+        """Frees the host's memory; its arrays must not be used any more."""
         self.host.clear()
         self._close()

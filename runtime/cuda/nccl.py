@@ -1,4 +1,4 @@
-"""NCCL, through which the GPUs of a split target meet: the few calls of ``libnccl.so.2`` that are needed."""
+"""NCCL, through which the GPUs of a split target combine their parts: the calls of ``libnccl.so.2`` that are used."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CAPSULE = b"ncclComm_t"
 """A capsule keeps the address of its name."""
 _SUM = 0
 _KINDS = {"float16": 6, "float32": 7, "uint16": 9}
-"""NCCL's numbers of types; two-byte integers are bfloat16, of which NumPy has none."""
+"""NCCL's numbers of types; two-byte integers stand for bfloat16, which NumPy lacks."""
 _LAST_CALL = 1.0
-"""Seconds for a call to end by itself before what it waits for is aborted."""
+"""Seconds for a call to end by itself before it is aborted."""
 _NEW_CAPSULE = ctypes.pythonapi.PyCapsule_New
 _NEW_CAPSULE.restype = ctypes.py_object
 _NEW_CAPSULE.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -29,12 +29,12 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """The library, of the package ``nvidia-nccl-cu13`` or of the system.
+    """The library, from the package ``nvidia-nccl-cu13`` or the system.
 
-    TensorRT looks for it by its name, and finds the one that is loaded here.
+    TensorRT looks it up by its name, and finds the one that is loaded here.
 
     Raises:
-        BackendError: it is not there.
+        BackendError: it is missing.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class Nccl:
             self._library = ctypes.CDLL(str(packed[0]) if packed else _NAME)
         except OSError as error:
             raise BackendError(
-                f"{_NAME} cannot be loaded ({error}), and the ranks of a split target meet through NCCL; install it "
-                "with: pip install nvidia-nccl-cu13 (nvidia-nccl-cu12 for CUDA 12)"
+                f"{_NAME} cannot be loaded ({error}), and the ranks of a split target communicate through NCCL; "
+                "install it with: pip install nvidia-nccl-cu13 (nvidia-nccl-cu12 for CUDA 12)"
             ) from error
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
 
     def unique_id(self) -> bytes:
-        """What all ranks of a new communicator are to be given, 128 bytes."""
-        made = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
+        """The id of a new communicator, which all its ranks need, 128 bytes."""
+        unique_id = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def join(self, unique_id: bytes, rank: int, ranks: int) -> Communicator:
         """Waits until all ranks join the communicator, each on its thread's current device.
@@ -72,15 +72,15 @@ class Nccl:
 
 def _call(library: Any, name: str, *arguments: Any) -> None:
     if status := getattr(library, name)(*arguments):
-        said = library.ncclGetErrorString(status).decode()
-        raise BackendError(f"{name} failed with status {status}: {said}; NCCL_DEBUG=INFO makes NCCL say more")
+        message = library.ncclGetErrorString(status).decode()
+        raise BackendError(f"{name} failed with status {status}: {message}; NCCL_DEBUG=INFO makes NCCL log more")
 
 
 class Communicator:
-    """One rank's end.
+    """One rank's handle of a communicator.
 
     Attributes:
-        capsule: what TensorRT takes for it.
+        capsule: its form for TensorRT.
     """
 
     def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
@@ -90,32 +90,32 @@ class Communicator:
         self._closing, self._calling = threading.Lock(), threading.Lock()
 
     def add_up(self, part: Tensor, stream: int) -> None:
-        """Gives a stream the sum of all ranks' parts, which takes a part's place.
+        """Enqueues the sum of all ranks' parts, which replaces the part.
 
         Raises:
-            BackendError: NCCL refuses, or this end is closed.
+            BackendError: NCCL refuses, or the communicator is closed.
         """
         count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
         self._enqueue("ncclAllReduce", part.address, part.address, count, (kind, _SUM), stream)
 
     def gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
-        """Gives a stream the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`add_up`."""
+        """Enqueues the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`add_up`."""
         count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
         self._enqueue("ncclAllGather", part.address, whole.address, count, (kind,), stream)
 
-    def _enqueue(self, name: str, source: int, to: int, count: int, how: tuple[int, ...], stream: int) -> None:
+    def _enqueue(self, name: str, source: int, to: int, count: int, settings: tuple[int, ...], stream: int) -> None:
         with self._calling:
             if self._handle is None:
-                raise BackendError(f"{name}: a rank ended, and with it what the ranks meet through")
+                raise BackendError(f"{name}: a rank ended, and with it the ranks' communicator")
             pointers, number = (ctypes.c_void_p(source), ctypes.c_void_p(to)), ctypes.c_size_t(count)
-            _call(self._library, name, *pointers, number, *how, self._handle, ctypes.c_void_p(stream))
+            _call(self._library, name, *pointers, number, *settings, self._handle, ctypes.c_void_p(stream))
 
     def close(self) -> None:
-        """Gives it back, from any thread; what still waits for other ranks is aborted. Then does nothing."""
+        """Closes it, from any thread; calls that still wait for other ranks are aborted. Later calls do nothing."""
         with self._closing:
             handle, self._handle = self._handle, None
         if handle is not None:
-            ended = self._calling.acquire(timeout=_LAST_CALL)  # else it waits for a rank, and aborting ends it
+            ended = self._calling.acquire(timeout=_LAST_CALL)  # else a call waits for a rank, and aborting ends it
             self._library.ncclCommAbort(handle)
             if ended:
                 self._calling.release()

@@ -1,4 +1,4 @@
-"""The onnxruntime-cuda backend: a session a model, bound to memory of ours, on a stream of ours."""
+"""The onnxruntime-cuda backend: a session a model, with our memory and our stream."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.cuda.nccl import Communicator
-from specexport.runtime.linked import open_linked
 from specexport.runtime.machine import disable_telemetry
+from specexport.runtime.symlinks import open_linked
 
 MINIMUM = (1, 31)
-"""Older releases were not looked at: what is asked of a session below may not be there."""
+"""Older releases were not tested, and may lack features that are used here."""
 PROVIDER = "CUDAExecutionProvider"
 _RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
-_OF_SHAPES = frozenset(
+_SHAPE_OPERATORS = frozenset(
     {
         "Add",
         "Cast",
@@ -47,11 +47,11 @@ _OF_SHAPES = frozenset(
         "Unsqueeze",
     }
 )
-"""What works out sizes on the CPU, from other sizes. Where it worked on anything else, what is on the device would be
-copied to the host and waited for, and no run could be captured."""
+"""Operators that may compute sizes on the CPU. Any other input would have to be copied from the device, which a run
+would wait for, and which no capture allows."""
 _SHOWN = 5
 _BFLOAT16 = 16
-"""ONNX's number for the type, of which NumPy has none."""
+"""ONNX's number of the type, which NumPy lacks."""
 _TYPES = {
     "tensor(float)": CACHE_TYPES["fp32"],
     "tensor(float16)": CACHE_TYPES["fp16"],
@@ -76,20 +76,20 @@ def import_onnxruntime() -> Any:
             "onnxruntime-gpu is not installed, and the backend onnxruntime-cuda needs it; install it with: "
             "pip install 'specexport[gpu]'"
         ) from error
-    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     if PROVIDER not in onnxruntime.get_available_providers():
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__} is installed without {PROVIDER}; onnxruntime and onnxruntime-gpu "
             "provide the same module, so install one: pip uninstall -y onnxruntime && pip install 'specexport[gpu]'"
         )
-    if found < MINIMUM:
+    if version < MINIMUM:
         raise BackendError(
             f"onnxruntime-gpu {onnxruntime.__version__} is too old; expected {MINIMUM[0]}.{MINIMUM[1]} or newer. "
             "Upgrade with: pip install -U 'specexport[gpu]'"
         )
-    # CUDA's and cuDNN's libraries may lie in packages of their own, where the loader would not look.
+    # CUDA's and cuDNN's libraries may be in Python packages, where the loader does not look.
     onnxruntime.preload_dlls()
-    onnxruntime.set_default_logger_severity(3)  # or it warns of every session that no plugin brings the provider
+    onnxruntime.set_default_logger_severity(3)  # or every session logs that no plugin has the provider
     return onnxruntime
 
 
@@ -111,10 +111,10 @@ class OnnxRuntimeLibrary(Library):
         engines: Sequence[CompiledEngine],
         communicator: Communicator | None = None,
     ) -> SessionExecutor:
-        """What runs a graph; that of a model is opened once, as every session has its own copy of the weights.
+        """Opens a graph; that of a model once, as every session has its own copy of the weights.
 
-        Those of the step program have no weights: they are opened once a shape, so that onnxruntime works out sizes as
-        it opens them.
+        Graphs of the step program have no weights: they are opened once a shape, so that onnxruntime computes sizes
+        as it opens them.
         """
         (engine,) = engines
         if isinstance(graph, Model) and graph.weights not in self._counted:
@@ -125,16 +125,16 @@ class OnnxRuntimeLibrary(Library):
         sizes = {point: program_sizes(point, vocab) for point in engine.profiles}
         first = next(iter(sizes.values()))
         if isinstance(graph, Model):
-            same = {name for name in first if all(of_one[name] == first[name] for of_one in sizes.values())}
-            opened = [self._session(path, {name: first[name] for name in same}) for path in paths]
+            fixed = {name for name in first if all(dims[name] == first[name] for dims in sizes.values())}
+            opened = [self._session(path, {name: first[name] for name in fixed}) for path in paths]
             sessions = dict.fromkeys(sizes, opened)
         else:
-            sessions = {point: [self._session(path, of_one) for path in paths] for point, of_one in sizes.items()}
+            sessions = {point: [self._session(path, dims) for path in paths] for point, dims in sizes.items()}
         ranks = len(self._bundle.manifest.target.ranks)
         return SessionExecutor(self._ort, sessions, CACHE_TYPES[engine.compute], self._device, ranks, communicator)
 
     def _session(self, path: Path, sizes: Mapping[str, int]) -> Any:
-        """A session over a graph, all of it on the device, with the sizes of these dimensions fixed.
+        """Opens a session that runs a graph on the device, with the sizes of some dimensions fixed.
 
         Raises:
             BackendError: onnxruntime refuses the graph, or would run some of it on the CPU; names those nodes.
@@ -147,11 +147,11 @@ class OnnxRuntimeLibrary(Library):
         provider = {
             "device_id": str(self._device.cuda.device.index),
             "user_compute_stream": str(self._device.stream.handle),
-            "gpu_mem_limit": str(max(0, self._device.budget.left)),
+            "gpu_mem_limit": str(max(0, self._device.budget.available)),
             "arena_extend_strategy": "kSameAsRequested",
-            # Its own capture would be made anew by every thread that runs a session, and is no part of a larger graph.
+            # onnxruntime captures once a thread, and its captures cannot be part of a larger graph.
             "enable_cuda_graph": "0",
-            "use_tf32": "0",  # fp32 is to mean fp32: what is accepted is compared with the CPU token by token
+            "use_tf32": "0",  # accepted tokens are compared with those on the CPU
         }
         try:
             session = open_linked(
@@ -181,7 +181,7 @@ def on_device(path: Path, session: Any) -> None:
         for part in session.get_provider_graph_assignment_info()
         if part.ep_name != PROVIDER
         for node in part.get_nodes()
-        if node.op_type not in _OF_SHAPES
+        if node.op_type not in _SHAPE_OPERATORS
     ]
     if elsewhere:
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(node.op_type for node in elsewhere).items())
@@ -194,44 +194,44 @@ def on_device(path: Path, session: Any) -> None:
 
 
 @dataclass
-class _Between:
-    """What goes from one segment to another at a shape, its addresses counted from where the workspace begins.
+class _Exchange:
+    """Tensors that go from one segment to another at a shape; addresses are relative to the workspace.
 
     Attributes:
-        made: what segments make, by name.
-        read: what later ones read: the same, and for what the ranks joined all of it.
-        nbytes: of the workspace.
+        outputs: outputs of segments, by name.
+        inputs: inputs of later segments: the same, but for joined tensors the whole.
+        nbytes: size of the workspace.
     """
 
-    made: dict[str, Tensor] = field(default_factory=dict)
-    read: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     nbytes: int = 0
 
     @classmethod
-    def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Between:
-        """Places them; what no segment reads any more makes room for others of its size."""
-        placed, free = cls(), defaultdict[int, list[int]](list)
+    def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Exchange:
+        """Lays them out; memory of tensors that are no longer read is reused for others of its size."""
+        exchange, free = cls(), defaultdict[int, list[int]](list)
         last = {value.name: at for at, session in enumerate(sessions) for value in session.get_inputs()}
 
         def place(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
             nbytes = aligned(Tensor(0, dtype, shape).nbytes)
             if free[nbytes]:
                 return Tensor(free[nbytes].pop(), dtype, shape)
-            placed.nbytes += nbytes
-            return Tensor(placed.nbytes - nbytes, dtype, shape)
+            exchange.nbytes += nbytes
+            return Tensor(exchange.nbytes - nbytes, dtype, shape)
 
         for at, session in enumerate(sessions):
-            done = [placed.read[name] for name, until in last.items() if until == at and name in placed.read]
+            unused = [exchange.inputs[name] for name, until in last.items() if until == at and name in exchange.inputs]
             for value in session.get_outputs():
                 if value.name.startswith((CARRIED, *MEETINGS)):
                     dtype, shape = _declared(value, point)
-                    made = placed.made[value.name] = placed.read[value.name] = place(dtype, shape)
+                    part = exchange.outputs[value.name] = exchange.inputs[value.name] = place(dtype, shape)
                     if value.name.startswith(_JOIN):
-                        placed.read[value.name] = place(made.dtype, (ranks, *shape))
-                        done.append(made)
-            for tensor in done:
+                        exchange.inputs[value.name] = place(part.dtype, (ranks, *shape))
+                        unused.append(part)
+            for tensor in unused:
                 free[aligned(tensor.nbytes)].append(tensor.address)
-        return placed
+        return exchange
 
 
 def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -247,8 +247,8 @@ def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, 
 class SessionExecutor:
     """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.cuda.executor.Executor`.
 
-    A rank's part of a split target has a session a segment, which run one after the other: between two of them the
-    ranks meet through the communicator.
+    A rank's part of a split target has a session a segment, which run one after the other; between them the ranks
+    combine their parts through the communicator.
     """
 
     def __init__(
@@ -264,35 +264,35 @@ class SessionExecutor:
         self._sessions = dict(sessions)
         self._device = device
         self._communicator = communicator
-        # What is not split has nothing of the kind, whatever its tensors are called.
-        self._between = {at: _Between.of(each if communicator else (), at, ranks) for at, each in sessions.items()}
-        self.workspace = max(between.nbytes for between in self._between.values())  # onnxruntime takes its own beside
+        # Graphs that are not split exchange nothing, whatever their tensors are called.
+        self._exchanges = {at: _Exchange.of(each if communicator else (), at, ranks) for at, each in sessions.items()}
+        self.workspace = max(exchange.nbytes for exchange in self._exchanges.values())  # onnxruntime's own comes on top
         self.cache_dtype = cache_dtype
         self.points = frozenset(sessions)
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         options = self._ort.RunOptions()
-        # The loop waits once a step, for what it reads back.
+        # The loop waits once a step, for the results.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        made, read = (
-            {name: replace(one, address=one.address + workspace.address) for name, one in inner.items()}
-            for inner in (self._between[point].made, self._between[point].read)
+        outputs, inputs = (
+            {name: replace(tensor, address=tensor.address + workspace.address) for name, tensor in tensors_of.items()}
+            for tensors_of in (self._exchanges[point].outputs, self._exchanges[point].inputs)
         )
         runs = []
         for session in self._sessions[point]:
             binding = session.io_binding()
-            for values, bind, known in (
-                (session.get_inputs(), binding.bind_input, {**tensors, **read}),
-                (session.get_outputs(), binding.bind_output, {**tensors, **made}),
+            for values, bind, arrays in (
+                (session.get_inputs(), binding.bind_input, {**tensors, **inputs}),
+                (session.get_outputs(), binding.bind_output, {**tensors, **outputs}),
             ):
                 for value in values:
-                    if value.name not in known:
+                    if value.name not in arrays:
                         raise BackendError(f"the graph has a tensor {value.name!r}, which no graph of a bundle has")
-                    tensor = known[value.name]
+                    tensor = arrays[value.name]
                     kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
                     bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
             returned = [value.name for value in session.get_outputs()]
-            meetings = [name for name in returned if name in made and name.startswith(MEETINGS)]
+            meetings = [name for name in returned if name in outputs and name.startswith(MEETINGS)]
             runs.append((session, binding, meetings))
         communicator, stream = self._communicator, self._device.stream.handle
 
@@ -305,9 +305,9 @@ class SessionExecutor:
                 for name in meetings:
                     assert communicator is not None  # only a rank's part has segments
                     if name.startswith(_JOIN):
-                        communicator.gather(made[name], read[name], stream)
+                        communicator.gather(outputs[name], inputs[name], stream)
                     else:
-                        communicator.add_up(made[name], stream)
+                        communicator.add_up(outputs[name], stream)
 
         return enqueue
 

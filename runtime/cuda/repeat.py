@@ -1,4 +1,4 @@
-"""A draft's engine drafts one token a call: K calls, one after another on the stream, are one run that drafts K."""
+"""Runs a draft's engine that drafts one token a call K times on the stream, as one run that drafts K tokens."""
 
 from __future__ import annotations
 
@@ -15,57 +15,56 @@ from specexport.runtime.cuda.memory import Device, Tensor
 from specexport.runtime.graph import Array, Buffers
 
 PASTS = "pasts"
-"""int64 ``[K,B]`` beside a propose graph's inputs: the cache rows before each call."""
-_OWN = (tensors.OWN_STATE, tensors.READS_OWN)
+"""int64 ``[K,B]``, in addition to a propose graph's inputs: the cache rows before each call."""
+_STATE_INPUTS = (tensors.OWN_STATE, tensors.READS_OWN)
 _ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 
 
 def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapePoint]) -> set[ShapePoint]:
-    """Points at which a draft is wanted, and its engine is there for one token a call only."""
+    """Points of a draft whose engine was only compiled for one token a call."""
     first = min((point.tokens for point in built_for if point.drafts), default=0)
-    wanted = {point.drafts for point in built_for if point.drafts and point.tokens == first}
-    one = [point for point in engine if point.drafts == 1 and point.tokens == first]
-    return {msgspec.structs.replace(point, drafts=drafts) for point in one for drafts in wanted} - set(engine)
+    counts = {point.drafts for point in built_for if point.drafts and point.tokens == first}
+    single = [point for point in engine if point.drafts == 1 and point.tokens == first]
+    return {msgspec.structs.replace(point, drafts=drafts) for point in single for drafts in counts} - set(engine)
 
 
 def call_of(point: ShapePoint, tokens: int) -> ShapePoint:
-    """The shape of one of the calls that make up a run, over so many tokens."""
+    """The shape of one call of a run, over ``tokens`` tokens."""
     return msgspec.structs.replace(point, tokens=tokens, drafts=1)
 
 
 def call_arrays(point: ShapePoint, tokens: int, buffers: Buffers) -> dict[str, Array]:
-    """The arrays of a call that are not the run's, of further calls over so many tokens: noise and outputs.
+    """The arrays of follow-up calls, over ``tokens`` tokens, that they do not share with the run: noise and outputs.
 
-    Of a draft that goes on from its own state also what says so.
+    For a draft that continues from its own state, also the inputs of that state.
     """
     inputs, outputs = buffers(call_of(point, tokens))
     if tensors.OWN_STATE not in inputs:
         return {tensors.UNIFORM: inputs[tensors.UNIFORM], **outputs}
     inputs[tensors.READS_OWN][:] = True
-    names = (*_OWN, tensors.INPUT_IDS, tensors.LAYER_STATES, tensors.LAST_ROW, tensors.UNIFORM)
+    names = (*_STATE_INPUTS, tensors.INPUT_IDS, tensors.LAYER_STATES, tensors.LAST_ROW, tensors.UNIFORM)
     return {**{name: inputs[name] for name in names}, **outputs}
 
 
 def note_pasts(inputs: Mapping[str, Array]) -> None:
-    """Works out what each call's ``past_length`` is, from the run's; on the host."""
+    """Computes each call's ``past_length`` from the run's, on the host."""
     pasts, first = inputs[PASTS], inputs[tensors.PAST_LENGTH]
     np.add(first, np.arange(len(pasts))[:, None], out=pasts)
-    if tensors.OWN_STATE in inputs:  # further calls come behind all rows of the first one that are no padding
+    if tensors.OWN_STATE in inputs:  # follow-up calls come after the first one's rows without padding
         pasts[1:] += inputs[tensors.LAST_ROW]
 
 
 class Repeated:
     """The calls of one run.
 
-    Between two calls of a draft model the tokens move up by one: a call sees the last two of each text and what was
-    drafted so far. A draft that goes on from its own state is given that, and the token it drafted. Tokens, noise,
-    states and q are copied on the device; nothing is waited for.
+    Between two calls of a draft model the tokens move up by one: a call reads the last two tokens of the text and draft
+    so far. A draft that continues from its own state reads that and the token it drafted. Tokens, noise, states and q
+    are copied on the device, without waiting.
 
     ``inputs`` and ``outputs`` are the run's on the device, the inputs with :data:`PASTS` and the outputs with a row for
-    each call; ``call`` are a call's arrays, as :func:`call_arrays` gives them. The rest of its inputs is the run's
-    memory.
+    each call; ``call`` are a call's arrays, as from :func:`call_arrays`. Its other inputs share the run's memory.
 
-    ``prepare`` makes what runs the engine once, over so many tokens, and a call's inputs and outputs.
+    ``prepare`` returns what enqueues one call, from its number of tokens, its inputs and its outputs.
     """
 
     def __init__(
@@ -81,23 +80,23 @@ class Repeated:
         self._outputs = outputs
         self._call_of = call
         self._noise = call[tensors.UNIFORM]
-        made = {name: call[name] for name in outputs}
-        first = prepare(inputs[tensors.INPUT_IDS].shape[1], {**inputs, tensors.UNIFORM: self._noise, **made})
-        self._goes_on = tensors.OWN_STATE in call
-        further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if self._goes_on else first
+        results = {name: call[name] for name in outputs}
+        first = prepare(inputs[tensors.INPUT_IDS].shape[1], {**inputs, tensors.UNIFORM: self._noise, **results})
+        self._continues_state = tensors.OWN_STATE in call
+        further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if self._continues_state else first
         drafts = inputs[PASTS].shape[0]
         self._enqueues = (first, *([further] * (drafts - 1)))
 
     def calls(self) -> list[Enqueue]:
-        """Each call with its copies, to be given to the stream in this order."""
-        # Not kept here: what refers to itself outlives its graph, and with it the library's session and weights.
+        """Each call with its copies, to be enqueued in this order."""
+        # Not stored: a reference cycle would keep the library's session and weights alive.
         return [functools.partial(self._call, index, call) for index, call in enumerate(self._enqueues)]
 
     def _call(self, index: int, enqueue: Enqueue) -> None:
         slots, drafts = self._inputs[tensors.UNIFORM].shape
         if index:
             drafted = self._call_of[tensors.DRAFT_TOKENS].address
-            if self._goes_on:
+            if self._continues_state:
                 state = self._call_of[tensors.OWN_STATE]
                 self._device.copy(state.address, self._call_of[tensors.NEXT_STATE].address, state.nbytes)
                 self._device.copy(self._call_of[tensors.INPUT_IDS].address, drafted, slots * _ID)
@@ -111,9 +110,9 @@ class Repeated:
         self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
         enqueue()
         for name in tensors.DRAFTED:
-            made = self._call_of[name]
-            self._device.copy(self._outputs[name].address + index * made.nbytes, made.address, made.nbytes)
+            result = self._call_of[name]
+            self._device.copy(self._outputs[name].address + index * result.nbytes, result.address, result.nbytes)
 
     def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
-        """Copies an element of each slot; pitches are bytes from one slot's to the next one's."""
+        """Copies an element of each slot; pitches are bytes from one slot's to the next."""
         self._device.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])

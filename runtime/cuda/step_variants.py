@@ -1,4 +1,4 @@
-"""Which steps a bundle can take on a device: their shapes, who proposes, what they are given, and which comes next."""
+"""The variants of a step on a device: their shapes, proposers and inputs, and the choice of the next one."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.cuda.executor import Executor
 from specexport.runtime.cuda.graph import DeviceGraph, Width
 from specexport.runtime.graph import Array
-from specexport.runtime.program import Speculation
 from specexport.runtime.proposal import SlotView
+from specexport.runtime.step_program import LoadedMethod
 
 G = TypeVar("G", Accept, Fill, Commit)
 ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
-"""The step program's own graphs, with what runs them on this device."""
+"""The step program's own graphs, with their executors."""
 
 
 def read_back(names: Collection[str]) -> list[str]:
-    """Those of the target's outputs that come back with a step: what is proposed from, but for logits."""
+    """The target's outputs that a step copies to the host for proposers: all but the logits."""
     return sorted(name for name in names if name != tensors.LOGITS)
 
 
 def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
-    """Those of one class."""
+    """The graphs of one class."""
     return [(graph, executor) for graph, executor in graphs if isinstance(graph, cls)]
 
 
@@ -41,7 +41,7 @@ class Drafting:
 
     Attributes:
         tokens: T of the draft's run.
-        drafts: K of it.
+        drafts: K of the draft's run.
         candidates: M of q.
         at: the shape of the fill graph.
         fill: the graph that fills the tree; None for a chain whose tokens are the draft's.
@@ -57,24 +57,24 @@ class Drafting:
 
     @property
     def width(self) -> Width:
-        """What runs the draft, for all slots."""
+        """The buffers and launches of the draft, for all slots."""
         return self.graph.width(self.tokens, drafts=self.drafts, batch=self.graph.sizes[-1])
 
     def holds(self, tree: TokenTree) -> bool:
-        """Whether it can fill a tree too, which may be smaller: what it proposes beyond that never stays."""
-        own = self.tree
-        fits = len(tree) <= len(own) and tree.depth <= own.depth and tree.level_width <= own.level_width
+        """Whether it can fill a tree, which may be smaller than its own: draft tokens beyond it are never accepted."""
+        largest = self.tree
+        fits = len(tree) <= len(largest) and tree.depth <= largest.depth and tree.level_width <= largest.level_width
         return fits and (tree.is_chain or self.fill is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class StepVariant:
-    """What steps have in common that one CUDA graph runs, but for the size of the cache.
+    """A kind of step that one CUDA graph runs at each cache size.
 
     Attributes:
-        tokens: T, what the target sees.
-        nodes: N, of the tree; of a smaller one the rest never stays.
-        drafting: how a draft proposes on the device; None where the host writes the draft tokens and q.
+        tokens: T, the tokens that the target reads.
+        nodes: N of the tree; padding nodes of a smaller one are never accepted.
+        drafting: how a draft proposes on the device; None if the host writes the draft tokens and q.
     """
 
     accept: Accept
@@ -83,9 +83,9 @@ class StepVariant:
     drafting: Drafting | None = None
 
     def inputs(self) -> dict[str, Array]:
-        """What the accept and fill graphs take of a slot from the host; at first a chain of greedy tokens.
+        """A slot's inputs of the accept and fill graphs from the host, initially for a greedy chain.
 
-        Slots without a part in a step keep what they had in an earlier one: all of it are trees that there may be.
+        Slots without a part in a step keep those of an earlier step, which are always valid.
         """
         nodes, drafts, rule = self.nodes, self.nodes - 1, self.accept.rule
         arrays: dict[str, Array] = {
@@ -122,7 +122,7 @@ class StepVariant:
         }
 
     def between(self) -> dict[str, Array]:
-        """What was drafted for one slot, which stays on the device: as the fill graph makes it, or a chain's."""
+        """One slot's draft, which stays on the device: the fill graph's outputs, or a chain's."""
         if self.drafting is None:
             return {}
         drafts, support = self.nodes - 1, self.drafting.candidates
@@ -136,25 +136,25 @@ class StepVariant:
 
 
 class StepVariants:
-    """The variants of a step that are captured, by what requests ask for.
+    """The captured variants of a step, and the choice of one for a batch of requests.
 
-    One accept graph decides for all slots of a step: they accept by one rule, and draw from drafts of one M at most.
+    One accept graph decides for all slots of a step, so they share one acceptance rule and at most one M.
     """
 
     def __init__(
-        self, manifest: Manifest, target: DeviceGraph, speculations: Mapping[str, Speculation], graphs: ProgramGraphs
+        self, manifest: Manifest, target: DeviceGraph, loaded_methods: Mapping[str, LoadedMethod], graphs: ProgramGraphs
     ) -> None:
         self._slots = target.sizes[-1]
         self._accepts = tuple(accept for accept, _ in graphs_of(graphs, Accept))
-        self._support = {name: one.method.support for name, one in speculations.items()}
+        self._support = {name: loaded.method.support for name, loaded in loaded_methods.items()}
         trees = {
-            name: one.method.smaller_trees(manifest.target)
-            for name, one in speculations.items()
-            if tensors.LOGITS not in one.proposer.observes
+            name: loaded.method.smaller_trees(manifest.target)
+            for name, loaded in loaded_methods.items()
+            if tensors.LOGITS not in loaded.proposer.observes
         }
-        self._longest = {name: max(map(len, known)) for name, known in trees.items()}
-        lengths = {1, *(len(tree) for known in trees.values() for tree in known)}
-        made: dict[tuple[int, int, int], StepVariant] = {}
+        self._longest = {name: max(map(len, of_method)) for name, of_method in trees.items()}
+        lengths = {1, *(len(tree) for of_method in trees.values() for tree in of_method)}
+        by_shape: dict[tuple[int, int, int], StepVariant] = {}
         self._verified: dict[tuple[int, int], StepVariant] = {}
         self._drafted: dict[tuple[int, str], list[StepVariant]] = {}
         for at, (accept, executor) in enumerate(graphs_of(graphs, Accept)):
@@ -162,28 +162,28 @@ class StepVariants:
             for length in lengths:
                 T, N = self._fitting(target.widths(self._slots), nodes, length)
                 if T and N:
-                    self._verified[at, length] = made.setdefault((at, T, N), StepVariant(accept, T, N))
-        for name, known in trees.items():
-            for drafting in self._fillable(name, speculations[name], known, graphs):
+                    self._verified[at, length] = by_shape.setdefault((at, T, N), StepVariant(accept, T, N))
+        for name, of_method in trees.items():
+            for drafting in self._fillable(name, loaded_methods[name], of_method, graphs):
                 length = len(drafting.tree)
                 for at, accept in enumerate(self._accepts):
                     variant = self._verified.get((at, length))
                     exact = variant is not None and variant.tokens == variant.nodes == length
                     if exact and (accept.rule != "lossless" or accept.candidates == self._support[name]):
                         self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
-        self.all = (*made.values(), *(variant for variants in self._drafted.values() for variant in variants))
+        self.all = (*by_shape.values(), *(variant for variants in self._drafted.values() for variant in variants))
 
     def deciding(self, views: Sequence[SlotView]) -> int | None:
-        """Which accept graph decides a step of these requests; None where the host has to look into it."""
+        """Index of the accept graph for a step of these requests; None if the host has to decide."""
         params = [view.params for view in views]
-        if any(one.logprobs is not None or one.acceptance == "relaxed" for one in params):
+        if any(p.logprobs is not None or p.acceptance == "relaxed" for p in params):
             return None
-        if any((one.top_k > LARGEST_TOP_K or one.rules.filter_tokens) and not one.greedy for one in params):
+        if any((p.top_k > LARGEST_TOP_K or p.rules.filter_tokens) and not p.greedy for p in params):
             return None
         methods = {view.method for view in views if view.method is not None}
         if any(view.processors for view in views) or not methods <= self._longest.keys():
             return None
-        rules = {"greedy" if one.greedy else "typical" if one.acceptance == "typical" else "lossless" for one in params}
+        rules = {"greedy" if p.greedy else "typical" if p.acceptance == "typical" else "lossless" for p in params}
         if rules == {"greedy", "lossless"} or not any(accept.rule == "greedy" for accept in self._accepts):
             rules = {"lossless" if rule == "greedy" else rule for rule in rules}
         supports = {self._support[method] for method in methods} - {0}
@@ -195,27 +195,25 @@ class StepVariants:
         return None
 
     def verified(self, at: int, trees: Collection[TokenTree]) -> StepVariant:
-        """The step in which an accept graph decides on trees that the host filled."""
-        # Smaller trees than any that was captured run in the next larger one's step.
+        """The variant for trees that the host filled, with this accept graph."""
+        # A tree smaller than any captured one runs in the next larger one's step.
         variant = self._at_least(at, max(map(len, trees)))
         assert variant is not None
         return variant
 
     def drafted(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
-        """The step in which a draft fills the trees on the device; None where there is none."""
-        known = self._drafted.get((at, method), ())
-        return next(
-            (variant for variant in known if variant.drafting and all(map(variant.drafting.holds, trees))), None
-        )
+        """The variant in which a draft fills the trees on the device; None if there is none."""
+        variants = self._drafted.get((at, method), ())
+        return next((v for v in variants if v.drafting and all(map(v.drafting.holds, trees))), None)
 
     def _at_least(self, at: int, length: int) -> StepVariant | None:
-        fits = [captured for known, captured in self._verified if known == at and captured >= length]
+        fits = [captured for index, captured in self._verified if index == at and captured >= length]
         return self._verified[at, min(fits)] if fits else None
 
     def _fitting(self, widths: Collection[int], nodes: Collection[int], length: int) -> tuple[int, int]:
-        """T and N of a step for trees of a length, 0 where there is none.
+        """T and N of a step for trees of a length, 0 if there is none.
 
-        Several slots' logits lie T apart, so that N is T.
+        With several slots N is T, as their logits are T rows apart.
         """
         if self._slots > 1:
             widths = nodes = {*widths} & {*nodes}
@@ -223,20 +221,20 @@ class StepVariants:
         return T, N
 
     def _fillable(
-        self, name: str, speculation: Speculation, trees: Collection[TokenTree], graphs: ProgramGraphs
+        self, name: str, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs
     ) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
-        draft, method, found = speculation.proposer.device_draft, speculation.method, list[Drafting]()
+        draft, method, fillable = loaded.proposer.device_draft, loaded.method, list[Drafting]()
         graph = draft.graph if draft is not None else None
         if not isinstance(graph, DeviceGraph) or not graph.self_contained:
             return []
-        own = filled_trees(method)
+        with_fill_graph = filled_trees(method)
         for tree in sorted(trees, key=len):
             if (run := method.device_run(tree)) is None:
                 continue
             point = fill_point(method, tree, self._slots)
-            known = [fill for fill, made in graphs_of(graphs, Fill) if fills(fill, method) and point in made.points]
-            fill = known[0] if known and tree in own else None
+            fitting = [fill for fill, ex in graphs_of(graphs, Fill) if fills(fill, method) and point in ex.points]
+            fill = fitting[0] if fitting and tree in with_fill_graph else None
             if fill is not None or (tree.is_chain and not method.drafted_stages):
-                found.append(Drafting(graph, *run, method.support, tree, point, fill))
-        return found
+                fillable.append(Drafting(graph, *run, method.support, tree, point, fill))
+        return fillable

@@ -1,4 +1,4 @@
-"""Steps on the device: propose, fill, verify, accept and commit over fixed memory, captured where that can be."""
+"""Steps on the device: propose, fill, verify, accept and commit in fixed memory, captured if possible."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ID = np.dtype(np.int64).itemsize
 
 @dataclass
 class DeviceStep:
-    """A step that is ready to run.
+    """A prepared step.
 
     Attributes:
-        inputs: what the host says beside the target's and the draft's inputs.
-        outputs: what it reads back.
-        commits: whether the rows of the accepted path are put together on the device.
-        parts: what is given to the stream, a part a graph, by cache size.
-        launches: the same in as few calls as there can be, by cache size.
+        inputs: the host's inputs, in addition to those of the target and the draft.
+        outputs: the results that the host reads.
+        commits: whether the device makes the rows of the accepted path contiguous.
+        parts: the work to enqueue, one part a graph, by cache size.
+        launches: the same work in as few calls as possible, by cache size.
     """
 
     inputs: Staged
@@ -40,7 +40,7 @@ class DeviceStep:
     launches: dict[int, list[Enqueue]] = field(default_factory=dict)
 
     def launch(self, cache: int) -> None:
-        """Gives it to the stream, at a cache size."""
+        """Enqueues it, at a cache size."""
         for launch in self.launches[cache]:
             launch()
 
@@ -48,13 +48,13 @@ class DeviceStep:
 class Steps:
     """The steps that a bundle can take on the device, each of all slots.
 
-    Each is given to the stream as a whole: nothing is waited for until what was accepted is read back. They are
-    captured when a bundle is loaded, one CUDA graph a step, else one an engine. Every address in them stays valid until
-    they are closed: caches, inputs and outputs are taken once and never move.
+    A step is enqueued as a whole: the host waits only for its results. Steps are captured when a bundle is loaded, as
+    one CUDA graph a step, or else one an engine. All their addresses stay valid until they are closed: caches, inputs
+    and outputs are allocated once and never move.
 
     Attributes:
         execution: how they reach the device.
-        fallback: why not better, where they do not; empty otherwise.
+        fallback: why there is no better way, if there is none; else empty.
 
     Raises:
         BackendError: a graph is refused, or the buffers do not fit.
@@ -74,8 +74,8 @@ class Steps:
         self._captured: list[Captured] = []
         layouts = {
             variant: [
-                BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in of_one.items()})
-                for of_one in (variant.inputs(), variant.outputs(), variant.between())
+                BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
+                for arrays in (variant.inputs(), variant.outputs(), variant.between())
             ]
             for variant in variants
         }
@@ -98,13 +98,13 @@ class Steps:
         return self._steps[variant]
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Gives every step to the stream through a function that is called with it, for measurements."""
+        """Wraps every launch in a function, for measurements."""
         for step in self._steps.values():
             for cache, launches in step.launches.items():
                 step.launches[cache] = [functools.partial(around, launch) for launch in launches]
 
     def close(self) -> None:
-        """Gives everything back; what the library holds first, as it may still use the stream and our memory."""
+        """Frees everything, the library's part first, as that may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
@@ -121,10 +121,9 @@ class Steps:
     def _bound(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
-        """A step with its graphs prepared and warmed up, as it is captured next."""
-        kept = ((inputs, "inputs"), (outputs, "outputs"))
-        given, made = (Staged(self._device, layout, self._memory[name]) for layout, name in kept)
-        step = DeviceStep(given, made)
+        """Prepares and warms up a step's graphs, before it is captured."""
+        staged_inputs = Staged(self._device, inputs, self._memory["inputs"])
+        step = DeviceStep(staged_inputs, Staged(self._device, outputs, self._memory["outputs"]))
         verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
         drafted = {name: step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
@@ -147,61 +146,60 @@ class Steps:
     def _propose(
         self, drafting: Drafting, verify: Width, step: DeviceStep, filled: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
-        """What the accept graph is given of the draft, and what proposes it and tells the target."""
-        made = drafting.width.outputs.device
+        """The accept graph's inputs from the draft, and the work that drafts and passes the tokens to the target."""
+        results = drafting.width.outputs.device
         run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
         if drafting.fill is None:  # a chain's nodes are the draft's tokens
             sort: list[Enqueue] = []
             if self._slots == 1:  # [K,1,...] lies as [1,K,...] does
-                filled = {name: Tensor(made[name].address, to.dtype, to.shape) for name, to in filled.items()}
+                filled = {name: Tensor(results[name].address, to.dtype, to.shape) for name, to in filled.items()}
             else:
-                sort = [functools.partial(self._by_slot, made[name], to) for name, to in filled.items()]
-            return dict(filled), [[run, *sort, functools.partial(self._tell, verify, filled[tensors.DRAFT_TOKENS])]]
-        given = {name: step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
-        fill = self._prepare(drafting.fill, drafting.at, {**made, **given, **filled})
-        tell = functools.partial(self._tell, verify, filled[tensors.TREE_TOKENS])
+                sort = [functools.partial(self._by_slot, results[name], to) for name, to in filled.items()]
+            return dict(filled), [[run, *sort, functools.partial(self._pass_on, verify, filled[tensors.DRAFT_TOKENS])]]
+        shape = {name: step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
+        fill = self._prepare(drafting.fill, drafting.at, {**results, **shape, **filled})
+        pass_on = functools.partial(self._pass_on, verify, filled[tensors.TREE_TOKENS])
         names = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
         drafted = {as_drafted: filled[name] for as_drafted, name in zip(tensors.DRAFTED, names, strict=True)}
-        return drafted, [[run], [fill, tell]]
+        return drafted, [[run], [fill, pass_on]]
 
-    def _by_slot(self, made: Tensor, to: Tensor) -> None:
-        """Sorts what a draft made by slots: ``[K,B,...]`` becomes ``[B,K,...]``."""
-        drafts, slots = made.shape[:2]
-        nbytes = made.nbytes // (drafts * slots)
+    def _by_slot(self, source: Tensor, to: Tensor) -> None:
+        """Transposes a draft's output: ``[K,B,...]`` becomes ``[B,K,...]``."""
+        drafts, slots = source.shape[:2]
+        nbytes = source.nbytes // (drafts * slots)
         for index in range(drafts):
-            at, source = to.address + index * nbytes, made.address + index * slots * nbytes
-            self._device.copy_rows(at, drafts * nbytes, source, nbytes, nbytes, slots)
+            at, first = to.address + index * nbytes, source.address + index * slots * nbytes
+            self._device.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
-    def _tell(self, verify: Width, drafted: Tensor) -> None:
-        """Puts the draft tokens of each slot behind its root."""
+    def _pass_on(self, verify: Width, drafted: Tensor) -> None:
+        """Copies the draft tokens of each slot behind its root in the target's input."""
         ids, behind = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._device.copy_rows(to, pitch, drafted.address, behind, behind, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
-        # One slot's first N rows; where the target computes fewer, the rest belongs to nodes that never stay.
-        seen = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
-        arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: seen}
+        # One slot's first N rows; if the target computes fewer, the rest belong to nodes that are never accepted.
+        rows = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
+        arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: rows}
         return self._prepare(variant.accept, ShapePoint(self._slots, variant.nodes, 0, variant.nodes), arrays)
 
     def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
-        """What puts the accepted rows together: nothing for chains, nor where they are copied from the host."""
+        """The work that makes accepted rows contiguous: none for chains, or if the host has them copied."""
         if variant.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
         point = ShapePoint(self._slots, variant.nodes, cache)
-        known = graphs_of(self._graphs, Commit)
-        found = next((graph for graph, executor in known if point in executor.points), None)
-        if found is None:
+        commits = graphs_of(self._graphs, Commit)
+        commit = next((graph for graph, executor in commits if point in executor.points), None)
+        if commit is None:
             return []
         caches = self._target.cache.tensors(cache, range(self._slots))
         returned = {name.replace("past_", "present_", 1): tensor for name, tensor in caches.items()}
         past, path = verify.inputs.device[tensors.PAST_LENGTH], step.outputs.device[tensors.PATH]
-        given = {tensors.PAST_LENGTH: past, tensors.PATH: path}
-        return [[self._prepare(found, point, {**given, **caches, **returned})]]
+        return [[self._prepare(commit, point, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches, **returned})]]
 
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
-        executor = next(executor for known, executor in self._graphs if known is graph)
+        executor = next(executor for candidate, executor in self._graphs if candidate is graph)
         return executor.prepare(point, arrays, self._memory["workspace"])
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
@@ -210,15 +208,15 @@ class Steps:
             verify.outputs.download(name)
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
-        """Captures every step, or none where one cannot be; whether it did."""
+        """Captures every step, or none if one of them cannot be captured; returns whether it did."""
         work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
         captured = self._device.stream.capture_all([part for _, _, parts in work for part in parts])
         if isinstance(captured, BackendError):
             self.fallback = self.fallback or str(captured)
             return False
-        self._captured, rest = captured, iter(captured)
+        self._captured, graphs = captured, iter(captured)
         for step, cache, parts in work:
-            step.launches[cache] = [next(rest).launch for _ in parts]
+            step.launches[cache] = [next(graphs).launch for _ in parts]
         self.execution = execution
         return True
 

@@ -11,15 +11,15 @@ from specexport.runtime.cuda.api import Cuda
 
 
 class CudaStream:
-    """Work that the device does in the order it was given.
+    """A queue of work that the device does in order.
 
-    It lives until it is closed: libraries that were given its handle may use it in their own destructors, and what is
-    collected first is not ours to say.
+    It has no finalizer, but lives until it is closed: libraries may use its handle in their destructors, and the order
+    of collection is undefined.
 
     Attributes:
-        handle: what libraries take for it.
-        waits: how often its work was waited for; for measurements.
-        capturing: whether what it is given is recorded.
+        handle: its form for libraries.
+        waits: number of waits for its work; for measurements.
+        capturing: whether its work is being recorded.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -30,18 +30,18 @@ class CudaStream:
         self.capturing = False
 
     def synchronize(self) -> None:
-        """Waits for everything given so far."""
+        """Waits for all work so far."""
         self._cuda.synchronize(self.handle)
         self.waits += 1
 
     def capture(self, enqueue: Callable[[], None]) -> Captured:
-        """Records what a function gives to this stream, without doing it.
+        """Records the work that a function enqueues, without doing it.
 
-        Nothing may be allocated and nothing waited for meanwhile, and every address must stay valid for as long as the
-        graph is launched.
+        The function must not allocate or wait, and all its addresses must stay valid for as long as the graph is
+        launched.
 
         Raises:
-            BackendError: something that cannot be captured was given to the stream; it is usable as before.
+            BackendError: some of the work cannot be captured; the stream stays usable.
         """
         self._cuda.begin_capture(self.handle)
         self.capturing = True
@@ -56,11 +56,11 @@ class CudaStream:
         return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
 
     def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:
-        """Captures every piece of work, or none where one cannot be: then why not."""
+        """Captures every piece of work, or none: then returns the error."""
         captured: list[Captured] = []
         try:
             for enqueue in work:
-                captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure are to be closed
+                captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure must be closed
         except BackendError as error:
             for graph in captured:
                 graph.close()
@@ -68,7 +68,7 @@ class CudaStream:
         return captured
 
     def close(self) -> None:
-        """Gives the stream back after its work; then does nothing."""
+        """Destroys the stream after its work; later calls do nothing."""
         if not self._closed:
             self._closed = True
             self._cuda.destroy_stream(self.handle)
@@ -85,9 +85,9 @@ class Captured:
         self._close.atexit = False  # the driver frees everything when a process ends
 
     def launch(self) -> None:
-        """Gives all of it to its stream in one call."""
+        """Enqueues all of it in one call."""
         self._cuda.launch(self._executable, self._stream)
 
     def close(self) -> None:
-        """Gives the graph back; then does nothing."""
+        """Destroys the graph; later calls do nothing."""
         self._close()

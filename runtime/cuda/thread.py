@@ -1,4 +1,4 @@
-"""The one thread that calls a device's library, for all threads."""
+"""A thread that makes all calls of a device's library."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """One thread, for everything that a library does on a device.
+    """One thread for all calls of a device's library.
 
-    onnxruntime keeps handles and their scratch memory for every thread that runs a session, and gives them back when
-    the thread ends. What was captured goes on using them, so the thread must live as long as the captured graphs.
-    Launching one of those is no call of a library: any thread may do it.
+    onnxruntime keeps handles and scratch memory for every thread that runs a session, and frees them when the thread
+    ends. Captured graphs use them, so the thread must live as long as they do. Any thread may launch a captured graph.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class DeviceThread:
         self._ident = self._pool.submit(threading.get_ident).result()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Does some work there and waits for it; what it raises is raised here."""
+        """Runs a function in the thread and waits for it; its exceptions are raised here."""
         if threading.get_ident() == self._ident:
             return work()
         return self._pool.submit(work).result()

@@ -1,4 +1,4 @@
-"""Engines of TensorRT and TensorRT-RTX, which share one Python interface under two names."""
+"""Engines of TensorRT and TensorRT-RTX, whose Python interfaces are alike."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from specexport.runtime.cuda.library import Library
 from specexport.runtime.cuda.memory import Device, Region, Tensor
 from specexport.runtime.cuda.nccl import Communicator
 from specexport.runtime.cuda.stream import CudaStream
-from specexport.runtime.machine import Remembered
+from specexport.runtime.machine import MachineRecord
 
 _MAX_KERNELS = 1 << 28
 """Most bytes of a file of compiled kernels."""
 
 
 def import_tensorrt(runtime: EngineRuntime) -> Any:
-    """The module that runs engines of a library.
+    """Imports the module that runs engines of a library.
 
     Raises:
-        BackendError: there is none; names the extra.
+        BackendError: it is not installed; names the extra.
     """
     try:
         return importlib.import_module(runtime.replace("-", "_"))
@@ -45,7 +45,7 @@ def check_version(engine: CompiledEngine, installed: str) -> None:
     """Checks that an engine can be read by the installed library.
 
     Raises:
-        BackendError: it was made by another release.
+        BackendError: it was compiled by another release.
     """
     if engine.version != installed:
         raise BackendError(
@@ -71,7 +71,7 @@ def load_engine(trt: Any, runtime: Any, folder: Path, engine: CompiledEngine) ->
 
 
 class _Kernels(msgspec.Struct):
-    """Kernels as TensorRT-RTX writes them, and their SHA-256: it is not given a damaged file to read."""
+    """Kernels in TensorRT-RTX's format, with their SHA-256, so that it never reads a damaged file."""
 
     sha256: str
     data: bytes
@@ -80,22 +80,22 @@ class _Kernels(msgspec.Struct):
 class CompiledKernels:
     """The kernels that TensorRT-RTX compiles on the device: one cache for all execution contexts of a bundle.
 
-    It is remembered in the cache folder by the bundle's files, the device and the version. Execution contexts must be
-    gone before it is.
+    They are stored in the cache folder by the bundle's files, the device and the version. Execution contexts must be
+    freed before this object.
     """
 
     def __init__(self, bundle: Bundle, device: Device) -> None:
         self._bundle = bundle
         self._device = str(device.cuda.device)
         self._cache: Any = None
-        self._remembered: Remembered[_Kernels]
+        self._record: MachineRecord[_Kernels]
         self._saved = ""
 
     def settings(self, trt: Any, engine: Any) -> Any:
-        """What an execution context of an engine is made with.
+        """The settings of an engine's execution contexts.
 
-        By default kernels of known shapes are compiled in the background while others run: what is captured meanwhile
-        would launch those others for ever. So they are compiled before the first run is over.
+        By default kernels of known shapes are compiled in the background while generic ones run, and a graph captured
+        meanwhile would launch the generic ones for ever. So they are compiled within the first run.
         """
         settings = engine.create_runtime_config()
         settings.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -109,20 +109,20 @@ class CompiledKernels:
 
     def _load(self, version: str) -> None:
         files = hashlib.sha256(msgspec.json.encode(self._bundle.manifest.files)).hexdigest()
-        self._remembered = Remembered("kernels", (files, self._device, version), _Kernels, _MAX_KERNELS)
-        found = self._remembered.load()
-        # The library itself refuses those of another driver or device.
-        if found and hashlib.sha256(found.data).hexdigest() == found.sha256 and self._cache.deserialize(found.data):
-            self._saved = found.sha256
+        self._record = MachineRecord("kernels", (files, self._device, version), _Kernels, _MAX_KERNELS)
+        stored = self._record.load()
+        # The library itself refuses kernels of another driver or device.
+        if stored and hashlib.sha256(stored.data).hexdigest() == stored.sha256 and self._cache.deserialize(stored.data):
+            self._saved = stored.sha256
 
     def save(self) -> None:
-        """Remembers what was compiled so far, where there is something new."""
+        """Stores the compiled kernels, if there are new ones."""
         written = self._cache.serialize() if self._cache is not None else None
         if written is not None:
             data = bytes(written)
             digest = hashlib.sha256(data).hexdigest()
             if digest != self._saved:
-                self._remembered.save(_Kernels(digest, data))
+                self._record.save(_Kernels(digest, data))
                 self._saved = digest
 
 
@@ -130,9 +130,9 @@ class EngineExecutor:
     """Runs a model's engines, an execution context a shape point; see
     :class:`~specexport.runtime.cuda.executor.Executor`.
 
-    Contexts share one piece of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
-    and has no ``kernels``. Through the communicator the ranks of a split target meet, which make their contexts in the
-    same order.
+    Contexts share one block of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
+    and has no ``kernels``. The ranks of a split target create their contexts in the same order and combine their parts
+    through the communicator.
 
     Raises:
         BackendError: an engine cannot be loaded.
@@ -153,7 +153,7 @@ class EngineExecutor:
         self._communicator = communicator
         self._logger = trt.Logger(trt.Logger.ERROR)
         self._runtime = trt.Runtime(self._logger)
-        # Where a shape point runs: a loaded engine, which of its optimization profiles, and its file.
+        # For each shape point: a loaded engine, the index of its optimization profile, and its file.
         self._profiles: dict[ShapePoint, tuple[Any, int, str]] = {}
         self._contexts: list[Any] = []
         self.workspace = 0
@@ -193,7 +193,7 @@ class EngineExecutor:
                 raise BackendError(f"{file}: tensorrt-rtx says that {point} cannot be captured")
             if not context.execute_async_v3(stream):
                 raise BackendError(f"{file}: the engine did not run at {point}; see the message above")
-            # Asked when it has run, as kernels are compiled then, and before a capture begins.
+            # Asked after a run, which compiles kernels, and before a capture begins.
             capturable = capturable or context.is_stream_capturable(stream)
 
         return enqueue
@@ -238,7 +238,7 @@ class EngineLibrary(Library):
     ) -> EngineExecutor:
         trt = import_tensorrt(self.name)
         if self._kernels is not None:
-            self._kernels.save()  # those of the models before: a process that is killed loses the last one's
+            self._kernels.save()  # those of earlier models: a killed process loses only the last one's
         size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._device.budget.require(size, "loading its engines")
         return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines, self._kernels, communicator)

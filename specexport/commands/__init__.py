@@ -1,4 +1,4 @@
-"""One module a command: its summary is the module's docstring, ``add_arguments`` its flags, ``main`` its work."""
+"""The commands, one module each: the docstring is its help, ``add_arguments`` declares flags, ``main`` runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_threads(parser: argparse._ActionsContainer) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares what a bundle runs on, in a group of its own, which is returned."""
+    """Declares the flags of the machine in a group, and returns it."""
     group = parser.add_argument_group("the machine")
     add_threads(group)
     group.add_argument(
@@ -62,7 +62,7 @@ def add_calibrate(parser: argparse._ActionsContainer) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares how a model is built and a bundle is opened, in a group, which is returned."""
+    """Declares the flags of building and opening a model in a group, and returns it."""
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--speculative-config",
@@ -84,7 +84,7 @@ def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def opening(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What ``Frontend.open`` is told by the flags of :func:`add_model`, :func:`add_machine` and
+    """Arguments of ``Frontend.open`` from the flags of :func:`add_model`, :func:`add_machine` and
     :func:`add_calibrate`.
 
     Raises:
@@ -98,16 +98,16 @@ def opening(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
-    """Declares how long outputs are and how they are sampled.
+    """Declares the flags of sampling and of the length of outputs.
 
     Args:
-        parser: of the command.
-        length: the most tokens where neither the command line nor the model says.
-        seed: what a seed fixes.
+        parser: the command's.
+        length: the most tokens if neither the command line nor the model sets them.
+        seed: the help of ``--seed``.
     """
     unset = argparse.SUPPRESS
-    text = parser.add_argument_group("text")
-    text.add_argument(
+    output = parser.add_argument_group("text")
+    output.add_argument(
         "-n",
         "--max-tokens",
         type=int,
@@ -115,7 +115,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
         metavar="N",
         help=f"most tokens to generate (default: the model's own, else {length})",
     )
-    text.add_argument(
+    output.add_argument(
         "--stop",
         action="append",
         default=unset,
@@ -123,24 +123,24 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
         help="end the output before this text; repeatable (default: the model's own, if any)",
     )
     group = parser.add_argument_group("sampling")
-    for flag, kind, metavar, what in (
+    for flag, kind, metavar, summary in (
         ("--temperature", float, "T", "divide logits by this; 0 is greedy"),
         ("--top-p", float, "P", "keep the most probable tokens with this total probability"),
         ("--top-k", int, "N", "keep the N most probable tokens; 0 keeps all"),
         ("--min-p", float, "P", "keep tokens with this share of the highest probability"),
     ):
-        own = f"{what} (default: the model's own)"
-        group.add_argument(flag, type=kind, default=unset, metavar=metavar, help=own)
+        text = f"{summary} (default: the model's own)"
+        group.add_argument(flag, type=kind, default=unset, metavar=metavar, help=text)
     group.add_argument("--seed", type=int, metavar="N", help=seed)
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What of :func:`add_sampling` was set, but for the seed."""
+    """The flags of :func:`add_sampling` that were set, without the seed."""
     return {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares how requests speculate, in a group, which is returned."""
+    """Declares the flags of speculation in a group, and returns it."""
     group = parser.add_argument_group("speculation")
     group.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
     group.add_argument(
@@ -159,13 +159,13 @@ def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
-def speculation(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Keys of :class:`~specexport.runtime.speculative.Speculative` by :func:`add_speculation`, and ``more`` of them.
+def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
+    """Keys of :class:`~specexport.runtime.speculative.Speculative` from :func:`add_speculation`'s flags, and ``extra``.
 
     Raises:
         RequestError: flags contradict each other.
     """
-    keys = {name: getattr(arguments, name) for name in ("num_speculative_tokens", "method")} | more
+    keys = {name: getattr(arguments, name) for name in ("num_speculative_tokens", "method")} | extra
     keys = {name: value for name, value in keys.items() if value is not None}
     if arguments.no_speculation and keys:
         flag = next(iter(keys)).replace("_", "-")

@@ -27,7 +27,7 @@ from specexport.tuning.bench import DEFAULT, MethodRow, compare
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport bench``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
     parser.add_argument(
         "--methods",
         default="all",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport bench``; fails where a method said something else than plain decoding."""
+    """Runs ``specexport bench``; returns 1 if a method's text differs from plain decoding's."""
     for flag, least in (("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2), ("threads", 1)):
         value = getattr(arguments, flag)
         if value is not None and value < least:
@@ -71,15 +71,15 @@ def main(arguments: argparse.Namespace) -> int:
         with progress_bars() as progress:
             rows = compare(engine, names, tasks, arguments.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest
-    made = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
+    comparison = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
     if arguments.json:
         print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
     else:
-        show(made)
+        show(comparison)
     if arguments.plot is not None:
         speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
         charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))
-        parts = (device, made, *charts, *about(arguments.bundle, manifest))
+        parts = (device, comparison, *charts, *about(arguments.bundle, manifest))
         report.write(arguments.plot, f"bench: {arguments.bundle}", parts)
     for row in rows:
         for workload, result in row.results.items():
@@ -101,34 +101,33 @@ def main(arguments: argparse.Namespace) -> int:
 
 def table(rows: list[MethodRow], names: list[str]) -> Table:
     """The rows, with tokens a step and the speed-up over plain decoding for each workload."""
-    made = Table(
+    comparison = Table(
         "greedy, in turns with plain decoding: tokens a step, speed-up",
         ("method", "training", "extra memory", *names, "lossless"),
         "lll" + "r" * len(names) + "l",
     )
     for row in rows:
         cells = [
-            f"{found.tokens_per_step:.2f}, {found.speed_up:.2f}x" if (found := row.results.get(name)) else "-"
+            f"{result.tokens_per_step:.2f}, {result.speed_up:.2f}x" if (result := row.results.get(name)) else "-"
             for name in names
         ]
         requests = sum(result.requests for result in row.results.values())
         tokens = sum(result.tokens for result in row.results.values())
-        parted = sum(len(result.differences) for result in row.results.values())
-        said = (
-            "not tried" if not requests else f"yes: {tokens} tokens" if row.lossless else f"{parted} of {requests} part"
-        )
+        differing = sum(len(result.differences) for result in row.results.values())
+        lossless = f"yes: {tokens} tokens" if row.lossless else f"{differing} of {requests} part"
+        verdict = lossless if requests else "not tried"
         memory = bytes_text(row.memory) if row.memory else "none"
         name = row.method
         if name == DEFAULT:
             name += ": " + ", ".join(f"{name} {steps}" for name, steps in row.chosen.items())
-        made.add_row(name, row.training or "none", memory, *cells, said)
-    return made
+        comparison.add_row(name, row.training or "none", memory, *cells, verdict)
+    return comparison
 
 
 def _bars(
     label: str, rows: list[MethodRow], name: str = "tokens_per_step", level: tuple[str, float] | None = None
 ) -> str:
-    """A chart of one figure of every method on every workload."""
+    """A bar chart of a figure of every method on every workload."""
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         for workload, result in row.results.items():
@@ -138,13 +137,13 @@ def _bars(
 
 def _as_dict(row: MethodRow) -> dict[str, Any]:
     results = {
-        name: asdict(found)
+        name: asdict(result)
         | {
-            "tokens_per_step": found.tokens_per_step,
-            "speed_up": found.speed_up,
-            "contradictory": found.contradictory,
+            "tokens_per_step": result.tokens_per_step,
+            "speed_up": result.speed_up,
+            "contradictory": result.contradictory,
         }
-        for name, found in row.results.items()
+        for name, result in row.results.items()
     }
     about: dict[str, Any] = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
     about |= {"steps_by_method": dict(row.chosen)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexport.building import exporter, progress_bars, warn_of_settings
-from specexport.commands.compile import add_engine_arguments, asked_for, engine_options, render
+from specexport.commands.compile import add_engine_arguments, engine_options, first_engine_flag, render
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="DIR_OR_ID", help="Hugging Face folder or hub id")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
-    ways = add_method_arguments(parser)
-    ways.add_argument(
+    methods = add_method_arguments(parser)
+    methods.add_argument(
         "--posterior-threshold", type=float, default=0.09, metavar="E", help="epsilon of typical acceptance"
     )
-    ways.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
+    methods.add_argument("--posterior-alpha", type=float, default=0.3, metavar="A", help="alpha of typical acceptance")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
         "--max-seq-len",
@@ -112,7 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.draft_precision is not None and not any(
         method_type(method.name).stores_weights() for method in methods
     ):
-        raise BuildError("--draft-precision was given without a draft, heads or a speculator, which it is for")
+        raise BuildError("--draft-precision was given without a draft, heads or a speculator to apply it to")
     module = exporter()
     options = module.BuildOptions(
         target=arguments.target,
@@ -151,19 +151,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _converted_to(model: Model) -> str:
-    """What matrices that could not be kept are stored in."""
+    """The precision of matrices that were rounded again."""
     return "int8" if model.precision.weights == "stored" else model.precision.weights
 
 
 def _engines(arguments: argparse.Namespace) -> EngineOptions | None:
-    """How to compile, if engines are to be compiled now."""
-    asked = asked_for(arguments)
+    """Options for compiling engines now; None if there are none to compile."""
+    flag = first_engine_flag(arguments)
     if arguments.backend not in ENGINE_RUNTIMES:
-        if asked is not None or arguments.no_compile:
-            raise BuildError(f"{asked or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
+        if flag is not None or arguments.no_compile:
+            raise BuildError(f"{flag or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
         return None
     if arguments.no_compile:
-        if asked is not None:
-            raise BuildError(f"{asked} was given with --no-compile; give it to specexport compile")
+        if flag is not None:
+            raise BuildError(f"{flag} was given with --no-compile; give it to specexport compile")
         return None
     return engine_options(arguments)

@@ -43,9 +43,9 @@ from specexport.tables import Styled, Table
 from specexport.terminal import Terminal
 
 _AUTO, _PLAIN = "auto", "plain"
-"""What ``/method`` calls the default, and decoding without speculation."""
+"""Names in ``/method`` of the default, and of plain decoding."""
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?$", re.DOTALL)
-"""A message that begins with a path, or with a space, is no command."""
+"""Messages that begin with a path or a space are not commands."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,11 +74,11 @@ def main(arguments: argparse.Namespace) -> int:
     with closing(Frontend.open(arguments.source, seed=arguments.seed, **options)) as frontend:
         if frontend.engine.chat_template is None:
             raise RequestError(
-                f"{arguments.source}: the model has no chat template, so that it knows no messages; continue texts "
+                f"{arguments.source}: the model has no chat template, so it cannot read messages; continue texts "
                 f"with: specexport run {arguments.source}"
             )
         params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
-        frontend.streams([0], params, chosen)  # refuses what cannot be honoured before anything is typed
+        frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, arguments.system)
         folder = cache_folder()
         history = None if folder is None else folder / "chat-history.jsonl"
@@ -88,13 +88,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Gain:
-    """What answers with one method brought.
+class _Totals:
+    """Counters of the answers with one method.
 
     Attributes:
-        tokens: of all answers.
-        steps: of all answers.
-        seconds: of decoding.
+        tokens: tokens of all answers.
+        steps: steps of all answers.
+        seconds: time of decoding.
     """
 
     tokens: int = 0
@@ -111,7 +111,7 @@ class Session:
     """A conversation at a terminal, until its user leaves.
 
     Attributes:
-        commands: what a message with a slash does, by its name: a method that takes the rest of the message.
+        commands: slash commands by name: methods that take the rest of the message.
     """
 
     def __init__(self, conversation: Conversation, terminal: Terminal, show_drafts: bool = False) -> None:
@@ -120,16 +120,16 @@ class Session:
         self._terminal = terminal
         self._show_drafts = show_drafts
         self._method = _label(conversation.speculative or self._frontend.speculative)
-        self._gains: dict[str, _Gain] = {}
+        self._totals: dict[str, _Totals] = {}
         self._last: Stats | None = None
         self._saved: set[Path] = set()
-        self._stopped = False  # by Ctrl-C: the next one leaves
+        self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
 
     def run(self) -> None:
         """Reads messages and answers them.
 
         Raises:
-            SpecExportError: a message or an answer failed, and nobody is there to type another.
+            SpecExportError: a message or an answer failed, and messages are not typed.
         """
         if self._terminal.interactive:
             context = self._frontend.max_model_len
@@ -145,7 +145,7 @@ class Session:
         try:
             message = terminal.message()
             self._stopped = False
-            return self._take(message)
+            return self._handle(message)
         except EOFError:
             if terminal.interactive:
                 print()
@@ -161,7 +161,7 @@ class Session:
             terminal.notice(Styled(f"error: {error}", "red"))
         return True
 
-    def _take(self, message: str) -> bool:
+    def _handle(self, message: str) -> bool:
         """Answers a message or runs a command; False to leave."""
         if not message.strip():
             return True
@@ -169,12 +169,12 @@ class Session:
         if command is None:
             self._answer(message)
             return True
-        name, rest = command[1], (command[2] or "").strip()
+        name, argument = command[1], (command[2] or "").strip()
         if name in ("quit", "exit", "bye"):
             return False
         if name not in self.commands:
             raise RequestError(f"/{name}: no such command; /help lists them, and a space before the slash sends it")
-        self.commands[name](self, rest)
+        self.commands[name](self, argument)
         return True
 
     def _answer(self, question: str) -> None:
@@ -183,7 +183,7 @@ class Session:
         if self._conversation.unread > unread:
             self._terminal.notice(
                 f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
-                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset begins anew."
+                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset starts over."
             )
         parts: list[str] = []
         reason = None
@@ -197,18 +197,18 @@ class Session:
         self._terminal.write("\n")
         self._conversation.add(question, "".join(parts))
         self._last = stream.stats
-        self._gains.setdefault(self._method, _Gain()).add(stream.stats)
+        self._totals.setdefault(self._method, _Totals()).add(stream.stats)
         if reason == "length":
-            self._terminal.notice(self._why_it_ends(stream.stats))
+            self._terminal.notice(self._length_notice(stream.stats))
         self._terminal.notice(("Stopped. " if interrupted() else "") + _speed(stream.stats))
         self._stopped = interrupted()
 
-    def _why_it_ends(self, stats: Stats) -> str:
+    def _length_notice(self, stats: Stats) -> str:
         if stats.output_tokens == self._conversation.params.max_tokens:
             return f"The answer ends here as it may have {_counted(stats.output_tokens, 'token')} (--max-tokens)."
         return (
             f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
-            "message the model reads the last turns only; /reset begins anew."
+            "message the model reads the last turns only; /reset starts over."
         )
 
     def _help(self, _: str) -> None:
@@ -230,7 +230,7 @@ class Session:
     def _reset(self, _: str) -> None:
         """Forget the conversation, not the system prompt."""
         self._conversation.reset()
-        self._terminal.notice("The conversation begins anew.")
+        self._terminal.notice("The conversation starts over.")
 
     def _stats(self, _: str) -> None:
         """Show what the last answer cost, and how full the context is."""
@@ -252,15 +252,15 @@ class Session:
             raise RequestError(f"/method {name}: expected one of {', '.join(offered)}")
         if name:
             self._method = name
-            own = {_AUTO: self._frontend.speculative, _PLAIN: PLAIN}
-            self._conversation.speculative = own.get(name) or Speculative(method=name)
+            special = {_AUTO: self._frontend.speculative, _PLAIN: PLAIN}
+            self._conversation.speculative = special.get(name) or Speculative(method=name)
             self._terminal.notice(f"Method: {name}")
             return
         table = Table(columns=("", "method", "tokens/s", "tokens a step"), align="llr")
         for name in offered:
-            gain = self._gains.get(name, _Gain())
-            speed = f"{gain.tokens / gain.seconds:.1f}" if gain.seconds else "–"
-            length = f"{gain.tokens / gain.steps:.2f}" if gain.steps else "–"
+            totals = self._totals.get(name, _Totals())
+            speed = f"{totals.tokens / totals.seconds:.1f}" if totals.seconds else "–"
+            length = f"{totals.tokens / totals.steps:.2f}" if totals.steps else "–"
             table.add_row("*" if name == self._method else "", name, speed, length)
         self._terminal.notice(table)
 
@@ -302,9 +302,9 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _speed(stats: Stats) -> str:
-    """How fast an answer was, and how much speculation brought."""
-    said = f"{_counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
+    """An answer's speed and acceptance."""
+    text = f"{_counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
     if not stats.drafted:
-        return f"{said}, none of them drafted."
+        return f"{text}, none of them drafted."
     length = stats.output_tokens / stats.steps
-    return f"{said}, {length:.2f} a step: {stats.accepted} of {stats.drafted} draft tokens were accepted."
+    return f"{text}, {length:.2f} a step: {stats.accepted} of {stats.drafted} draft tokens were accepted."

@@ -46,7 +46,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport compile``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
     parser.add_argument(
         "--backend", choices=ENGINE_RUNTIMES, required=True, help="the library that compiles the engines and runs them"
     )
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that say how engines are compiled; ``specexport build`` has them too."""
+    """Declares the flags of compiling engines; ``specexport build`` has them too."""
     group = parser.add_argument_group(
         "engines", "for --backend tensorrt and tensorrt-rtx; --compute for onnxruntime-cuda too"
     )
@@ -76,14 +76,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, **settings)
 
 
-def asked_for(arguments: argparse.Namespace) -> str | None:
-    """The first of these flags that was given; None without any."""
-    given = vars(arguments)
-    return next((flag for flag in _FLAGS if given[flag[2:].replace("-", "_")] not in (None, False)), None)
+def first_engine_flag(arguments: argparse.Namespace) -> str | None:
+    """The first flag of :func:`add_engine_arguments` that was given; None if there is none."""
+    values = vars(arguments)
+    return next((flag for flag in _FLAGS if values[flag[2:].replace("-", "_")] not in (None, False)), None)
 
 
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    """The options the flags say."""
+    """The options from the flags."""
     from specexport.exporter.engines.options import EngineOptions, capability
 
     listed = arguments.compute_capability
@@ -104,7 +104,7 @@ def _batch_sizes(listed: str | None) -> tuple[int, ...]:
 
 
 def render(report: CompileReport) -> Table:
-    """What was compiled, an engine a row."""
+    """A table of the compiled engines."""
     table = Table(
         f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
         ("engine", "profiles", "layers", "attention", "size", "time"),

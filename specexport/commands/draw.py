@@ -44,16 +44,16 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def about(folder: Path, manifest: Manifest) -> list[report.Part]:
-    """What a bundle holds, and the tree of each of its methods, for the end of a report."""
-    trees = (report.Figure(f"Default tree of {one.name}", svg(one.token_trees()[0])) for one in manifest.methods)
+    """A bundle's summary and the trees of its methods, for the end of a report."""
+    trees = (report.Figure(f"Default tree of {m.name}", svg(m.token_trees()[0])) for m in manifest.methods)
     return [*summary(folder, manifest), *trees]
 
 
 def svg(tree: TokenTree) -> str:
-    """A tree from left to right: every node with its number in the step's order, first continuations coloured."""
+    """A tree from left to right: every node with its number in the step's order, first choices coloured."""
     rows = dict(zip((path[-1] for path in sorted(tree.leaf_paths)), range(len(tree)), strict=False))
     y = {leaf: (row + 0.5) * _ROW for leaf, row in rows.items()}
-    for node in reversed(range(len(tree))):  # a parent stands in the middle of its children
+    for node in reversed(range(len(tree))):  # a parent is centred on its children
         if below := tree.children[node]:
             y[node] = (y[below[0]] + y[below[-1]]) / 2
     x = [_STEP // 2 + _STEP * int(depth) for depth in tree.depths]
@@ -74,5 +74,5 @@ def svg(tree: TokenTree) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width} {height:g}" width="{width}" '
         'role="img">'
     )
-    said = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
-    return "\n".join([head, said, *lines, *nodes, "</svg>", ""])
+    title = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
+    return "\n".join([head, title, *lines, *nodes, "</svg>", ""])

@@ -65,9 +65,9 @@ import tritonclient.grpc as grpc
 
 
 def tensor(name, value, kind):
-    made = grpc.InferInput(name, [1], kind)
-    made.set_data_from_numpy(np.array([value], object if kind == "BYTES" else bool))
-    return made
+    tensor = grpc.InferInput(name, [1], kind)
+    tensor.set_data_from_numpy(np.array([value], object if kind == "BYTES" else bool))
+    return tensor
 
 
 answers = queue.Queue()
@@ -93,7 +93,7 @@ with grpc.InferenceServerClient("localhost:8001") as client:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport export``."""
     parser.add_argument("form", choices=("triton",), help="triton: a model repository for its Python backend")
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build; it is copied")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a bundle of specexport build; it is copied")
     parser.add_argument("--name", metavar="NAME", help="the model's name in Triton (default: the name of BUNDLE)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="REPOSITORY", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing repository")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bundle",
         type=Path,
         metavar="BUNDLE",
-        help="a folder made by specexport build; with --tree also a tree's JSON file or a preset's name",
+        help="a folder written by specexport build; with --tree also a tree's JSON file or a preset's name",
     )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
@@ -59,7 +59,7 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     """The tree of a bundle's method (None for its first), of a file or of a preset.
 
     Raises:
-        RequestError: a method is named that the bundle has not, or beside what is no bundle.
+        RequestError: the bundle lacks the method, or a method is named without a bundle.
         SpecExportError: there is no tree.
     """
     if source.is_dir():
@@ -95,13 +95,13 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
         return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
     method = manifest.method(name)
     if method is None:
-        there = ", ".join(one.name for one in manifest.methods) or "none"
+        there = ", ".join(method.name for method in manifest.methods) or "none"
         raise RequestError(f"--method is {name!r}; the bundle has {there}")
     return method.token_trees()[0]
 
 
 def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
-    """What a bundle holds: a table with a column a model, and one of what they share."""
+    """A bundle's content: a table with a column for each model, and one with common properties."""
     models = manifest.models
     table = Table(str(folder), ("", *models))
     for label, cell in _ROWS:
@@ -135,23 +135,23 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
 
 
 def _sampling(defaults: GenerationDefaults) -> str:
-    """The numbers that every request samples with, and what else the model says of its texts."""
-    said = msgspec.to_builtins(defaults)
-    rules, quiet = said.pop("rules"), msgspec.to_builtins(GenerationDefaults())
-    said = {name: value for name, value in said.items() if value != quiet[name] or name in _SAMPLING}
-    said |= {name: value for name, value in rules.items() if value != quiet["rules"][name]}
-    return ", ".join(f"{name} {short(value)}" for name, value in said.items())
+    """The default sampling parameters, and the model's further rules."""
+    values = msgspec.to_builtins(defaults)
+    rules, neutral = values.pop("rules"), msgspec.to_builtins(GenerationDefaults())
+    values = {name: value for name, value in values.items() if value != neutral[name] or name in _SAMPLING}
+    values |= {name: value for name, value in rules.items() if value != neutral["rules"][name]}
+    return ", ".join(f"{name} {short(value)}" for name, value in values.items())
 
 
 def _speculation(method: Method) -> str:
-    tree, *others = method.token_trees()
+    tree, *smaller = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
     most = "up to " if method.own_widths or not method.needs_graph else ""
     width = method.widths()[0]
     text = (
         f"{method.describe()}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
     )
-    return text + (f"; requests may choose {_list(sorted(len(other) - 1 for other in others))}" if others else "")
+    return text + (f"; requests may choose {_list(sorted(len(tree) - 1 for tree in smaller))}" if smaller else "")
 
 
 def _cache(model: Model) -> str:
@@ -174,11 +174,10 @@ def _precision(model: Model) -> str:
         text += f"; {precision.quality}"
     before = precision.quantized_before
     if before is not None:
-        rest = f", the rest {before.rest}" if before.rest is not None else ""
         text += f"; of its {before.format} matrices {before.kept} kept as they are"
         if before.converted and before.converted_rms_error is not None:
             text += f", {before.converted} rounded again (error {before.converted_rms_error:.2%})"
-        text += rest
+        text += f", the rest {before.rest}" if before.rest is not None else ""
     if precision.not_quantized:
         text += f"; left in fp32: {len(precision.not_quantized)}"
     return text

@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, folder with a config.json, or hub id")
     target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
-    way.add_argument(
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
+    draft.add_argument(
         "--method",
         metavar="NAME[:VALUE]",
         help="what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none)",
@@ -75,11 +75,11 @@ def main(arguments: argparse.Namespace) -> int:
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(arguments, name) is not None:
                 raise BuildError(
-                    f"--{name.replace('_', '-')} was given with a bundle, which says so itself; leave it out, or give "
+                    f"--{name.replace('_', '-')} was given with a bundle, which sets it itself; leave it out, or give "
                     "the model"
                 )
         manifest = read_manifest(expanded(target))
-        found = plan_bundle(manifest, target, device, acceptance=arguments.acceptance)
+        estimate = plan_bundle(manifest, target, device, acceptance=arguments.acceptance)
         methods = [method for method in manifest.methods if method.needs_graph]
         drafts = next((method.name for method in methods if method.models), None)
         without = ", ".join(method.name for method in methods if not method.models)
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         precision, context = arguments.precision or "int4", arguments.max_seq_len or 4096
         with needs_extra(f"{target}: reading this model", "export"):
-            found = plan(
+            estimate = plan(
                 target,
                 method,
                 device,
@@ -100,24 +100,24 @@ def main(arguments: argparse.Namespace) -> int:
         drafts, title = (method.name if method else None), f"{arguments.device}, {precision}, {context} tokens"
         without = ""
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found) | {"fits": found.fits, "best_k": found.best_k}, indent=2))
-        return 0 if found.fits else 1
+        print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
+        return 0 if estimate.fits else 1
     table = Table(title, ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"), "lr")
-    for model in found.models:
+    for model in estimate.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
-    verdict = "fits" if found.fits else "does not fit"
-    said = [
-        f"{verdict}: {bytes_text(found.needed)} of {bytes_text(found.available)}",
-        f"plain decoding: about {found.speeds[0]:.0f} tokens/s",
+    verdict = "fits" if estimate.fits else "does not fit"
+    notes = [
+        f"{verdict}: {bytes_text(estimate.needed)} of {bytes_text(estimate.available)}",
+        f"plain decoding: about {estimate.speeds[0]:.0f} tokens/s",
     ]
     accepted = f"if {arguments.acceptance:.0%} of draft tokens are accepted"
-    if found.best_k:
-        said.append(f"with {drafts}: about {max(found.speeds):.0f} tokens/s at K = {found.best_k}, {accepted}")
+    if estimate.best_k:
+        notes.append(f"with {drafts}: about {max(estimate.speeds):.0f} tokens/s at K = {estimate.best_k}, {accepted}")
     elif drafts is not None:
-        said.append(f"{drafts} gains nothing {accepted}")
+        notes.append(f"{drafts} gains nothing {accepted}")
     if without:
-        said.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
-    said.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
-    show(table, "", *said)
-    return 0 if found.fits else 1
+        notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
+    notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+    show(table, "", *notes)
+    return 0 if estimate.fits else 1

@@ -44,7 +44,7 @@ _OF_ACCEPTANCE = {
     "likelihood_threshold": "relaxed",
     "entropy_threshold": "relaxed",
 }
-"""Parameters that belong to one rule of acceptance."""
+"""The rule of acceptance that each parameter belongs to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_argument_group("the prompt")
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue (default: -, standard input)")
     prompt.add_argument(
-        "--chat", action="store_true", help="the prompt is a message to answer, put into words by the chat template"
+        "--chat", action="store_true", help="the prompt is a message to answer, formatted by the chat template"
     )
     prompt.add_argument(
         "--prompt-embeds",
@@ -94,9 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="acceptance rule; typical and relaxed (for --hypothesis) accept more and are not lossless "
         "(default: lossless)",
     )
-    own = "(default: the bundle's)"
-    add("--posterior-threshold", type=float, metavar="E", help=f"epsilon of typical acceptance {own}")
-    add("--posterior-alpha", type=float, metavar="A", help=f"alpha of typical acceptance {own}")
+    default = "(default: the bundle's)"
+    add("--posterior-threshold", type=float, metavar="E", help=f"epsilon of typical acceptance {default}")
+    add("--posterior-alpha", type=float, metavar="A", help=f"alpha of typical acceptance {default}")
     add(
         "--likelihood-threshold",
         type=float,
@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, acceptance in _OF_ACCEPTANCE.items():
         if hasattr(arguments, name) and getattr(arguments, "acceptance", "lossless") != acceptance:
             raise RequestError(
-                f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it is for"
+                f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it needs"
             )
     if arguments.chat and arguments.prompt_embeds is not None:
         raise RequestError("--prompt-embeds was given with --chat, whose messages are text; give one of them")
@@ -127,15 +127,15 @@ def main(arguments: argparse.Namespace) -> int:
     keys = speculation(arguments, hypothesis=hypothesis, hypothesis_entropy=arguments.hypothesis_entropy)
     embeds = _embeds(arguments.prompt_embeds) if arguments.prompt_embeds is not None else None
     text = _prompt(arguments.prompt) if embeds is None or arguments.prompt is not None else ""
-    own = {name: getattr(arguments, name) for name in ("acceptance", *_OF_ACCEPTANCE) if hasattr(arguments, name)}
-    own |= sampling(arguments) | {"seed": arguments.seed, "ignore_eos": arguments.ignore_eos}
+    overrides = {name: getattr(arguments, name) for name in ("acceptance", *_OF_ACCEPTANCE) if hasattr(arguments, name)}
+    overrides |= sampling(arguments) | {"seed": arguments.seed, "ignore_eos": arguments.ignore_eos}
     from specexport.frontend import Frontend
 
     with closing(Frontend.open(arguments.source, **options)) as frontend:
         prompt: Prompt = text if embeds is None else EmbedsPrompt([embeds, text])
         if arguments.chat:
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
-        params = frontend.params(None if arguments.chat else SamplingParams.max_tokens, **own)
+        params = frontend.params(None if arguments.chat else SamplingParams.max_tokens, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
         engine = frontend.engine
         with stream:
@@ -153,16 +153,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(given: str | None) -> str:
-    if given is not None and given != "-":
-        return given
-    if given is None and sys.stdin.isatty():
+def _prompt(text: str | None) -> str:
+    if text is not None and text != "-":
+        return text
+    if text is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
     return from_standard_input(sys.stdin.read)
 
 
 def _embeds(path: Path) -> npt.NDArray[Any]:
-    """The array of a file, which is not read before it is known to fit."""
+    """The array of a file, mapped, so that its shape is checked before it is read."""
     try:
         embeds: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -189,8 +189,8 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
 
 
 def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kernels: str = "") -> str:
-    """Counters and times of a request in a few lines, why its work did not reach the device in a better way, how many
-    draft tokens its steps were given by what they cost, and which kernels computed.
+    """Counters and times of a request in a few lines, with the reason of a slower way of execution, the numbers of
+    draft tokens that steps chose with their costs, and the kernels.
     """
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)

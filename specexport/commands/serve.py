@@ -100,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, least in (("timeout", 0), ("shutdown_timeout", 0), ("max_queue", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
             raise BuildError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {least}")
-    if not 0 <= arguments.port < 2**16:  # uvloop takes the last 16 bits of any other
+    if not 0 <= arguments.port < 2**16:  # uvloop would use the last 16 bits of others
         raise BuildError(f"--port is {arguments.port}; expected 0 to 65535")
     if arguments.ray:
         return _on_ray(arguments)
@@ -125,7 +125,7 @@ def main(arguments: argparse.Namespace) -> int:
     keys, most = _keys(arguments.api_key), arguments.max_body_bytes
     app = create_app(service, api_keys=keys, max_body_bytes=most, origins=arguments.cors, page=arguments.page)
     settings = {"host": arguments.host, "port": arguments.port, "log_level": arguments.log_level}
-    server = Server(app, engine, patience=arguments.shutdown_timeout, **settings)
+    server = Server(app, engine, drain_timeout=arguments.shutdown_timeout, **settings)
     server.run()
     return 0 if server.started else 1
 
@@ -139,8 +139,8 @@ def _on_ray(arguments: argparse.Namespace) -> int:
         from pydantic import ValidationError
 
         from specexport.server.ray import Settings, run
-    given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
-    given |= {
+    values = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
+    values |= {
         "bundle": str(Path(arguments.source or arguments.model).absolute()),
         "replicas": replicas,
         "threads": arguments.threads or max(1, (os.cpu_count() or 1) // max(1, most)),
@@ -149,7 +149,7 @@ def _on_ray(arguments: argparse.Namespace) -> int:
         "api_keys": _keys(arguments.api_key),
     }
     try:
-        settings = Settings.model_validate(given)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise BuildError(f"--{str(first['loc'][0]).replace('_', '-')} is {first['input']!r}: {first['msg']}") from error
@@ -157,8 +157,8 @@ def _on_ray(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _keys(given: Sequence[str]) -> list[str]:
-    keys = list(given) or [key for key in (os.environ.get("SPECEXPORT_API_KEY"),) if key]
+def _keys(flags: Sequence[str]) -> list[str]:
+    keys = list(flags) or [key for key in (os.environ.get("SPECEXPORT_API_KEY"),) if key]
     for key in keys:
         require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):

@@ -46,9 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
         f"{target}: {advice.parameters:,} parameters, on a {arguments.device}",
         ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
     )
-    for one in advice.suggestions:
-        state = [] if manifest is None else [_state(manifest, one.method)]
-        table.add_row(one.method, *state, one.settings, one.why)
+    for suggestion in advice.suggestions:
+        state = [] if manifest is None else [_state(manifest, suggestion.method)]
+        table.add_row(suggestion.method, *state, suggestion.settings, suggestion.why)
     show(table)
     if advice.active < advice.parameters:
         print(
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     for name, reason in advice.refused.items():
         print(f"not {name}: {reason}")
-    flags = [flag for one in advice.suggestions for flag in one.flags]
+    flags = [flag for suggestion in advice.suggestions for flag in suggestion.flags]
     if manifest is None:
         print("\n" + _build(target, flags))
         return 0

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what ``specexport tune`` can tune."""
-    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    tree = what.add_parser(
+    """Declares the sub-commands of ``specexport tune``."""
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    tree = kinds.add_parser(
         "tree",
         help="the token tree of a method",
         description="Decode text with a method, count which candidates are right, time steps of every width, and "
         "make the tree that commits most tokens a second the method's default.",
         epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
     )
-    tree.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    tree.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
     tree.add_argument("--method", metavar="NAME", help="whose tree, by name (default: the bundle's first method)")
     tree.add_argument(
         "--data",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
     tree.add_argument("--json", action="store_true", help="print the result as JSON")
     add_report(tree, "--plot")
-    batch = what.add_parser(
+    batch = kinds.add_parser(
         "batch",
         help="what steps cost, which decides how much each step speculates",
         description="Time steps of every width and proposals at every batch size, for longer than when a bundle is "
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speculate as much as pays by these figures: less as the batch fills, down to none.",
         epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
     )
-    batch.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    batch.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
     add_threads(batch)
     batch.add_argument("--backend", choices=BACKENDS, help="what runs the bundle (default: what it was built for)")
     batch.add_argument(
@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{arguments.bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if arguments.method is None else manifest.method(arguments.method)
     if method is None:
-        there = ", ".join(one.name for one in manifest.methods)
+        there = ", ".join(method.name for method in manifest.methods)
         raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}", param="method")
     name = method.name
     if not method.branching:
@@ -113,8 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if manifest.program or manifest.engines:
         raise RequestError(
-            f"{arguments.bundle}: is built for {manifest.backend}; its step program and engines are made for them, "
-            "so that none can be exchanged. Tune a bundle built for onnxruntime and build this one with the tree found"
+            f"{arguments.bundle}: is built for {manifest.backend}; its step program and engines are compiled for its "
+            "trees. Tune a bundle built for onnxruntime, and build this one again with the best tree"
         )
     with progress_bars() as bars:
         with Engine.load(
@@ -126,20 +126,20 @@ def main(arguments: argparse.Namespace) -> int:
             )
             observed = tune.observe(engine, name, prompts, params, bars)
             device = engine.backend.device
-        # Tokens that fit behind the longest context, and rows half-way through the text that is decoded.
-        room = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
+        # The widest step behind the longest context, and rows half-way through the decoded text.
+        widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, room), arguments.threads, bars)
-    found = tune.candidates(method, observed, costs)
-    if not found:
-        raise RequestError("no candidate ever came true on this text, so that no tree helps; nothing was changed")
-    best, table = found[0], _table(name, found, costs)
+        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, widest), arguments.threads, bars)
+    ranked = tune.candidates(method, observed, costs)
+    if not ranked:
+        raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")
+    best, table = ranked[0], _table(name, ranked, costs)
     if arguments.json:
-        print(json.dumps(_as_dict(name, found, costs), indent=2))
+        print(json.dumps(_as_dict(name, ranked, costs), indent=2))
     else:
         show(table, terminal_tree(best.tree))
     if arguments.plot is not None:
-        parts = (device, table, *_figures(name, found, costs), *about(arguments.bundle, manifest))
+        parts = (device, table, *_figures(name, ranked, costs), *about(arguments.bundle, manifest))
         report.write(arguments.plot, f"tune tree: {arguments.bundle}", parts)
     if arguments.dry_run:
         return 0
@@ -153,10 +153,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
-    """Prompts of at most so many tokens: each line of a ``.jsonl``, and windows of the text of other files.
+    """Prompts of at most ``tokens`` tokens: each line of a ``.jsonl``, and windows of the text of other files.
 
     Raises:
-        RequestError: a file is missing, is no text, or has a line without a text; names it.
+        RequestError: a file is missing, is not text, or has a line without a text; names it.
     """
     limit = min(tokens, engine.manifest.max_seq_len // 2)
     prompts: list[list[int]] = []
@@ -173,54 +173,54 @@ def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
     if not prompts:
         raise RequestError(f"{', '.join(map(str, files))}: no text of two tokens or more")
-    # Spread over all that was given.
+    # Spread over all files.
     step = max(1, len(prompts) // count)
     return prompts[::step][:count]
 
 
-def _as_dict(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> dict[str, object]:
+def _as_dict(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> dict[str, object]:
     return {
         "method": name,
         "step_ms": [round(cost * 1e3, 4) for cost in costs],
         "trees": [
             {
-                "choices": one.tree.choices,
-                "tokens_per_step": one.tokens,
-                "step_ms": one.seconds * 1e3,
-                "tokens_per_second": one.tokens_per_second,
-                "speed_up": one.speed_up,
+                "choices": candidate.tree.choices,
+                "tokens_per_step": candidate.tokens,
+                "step_ms": candidate.seconds * 1e3,
+                "tokens_per_second": candidate.tokens_per_second,
+                "speed_up": candidate.speed_up,
             }
-            for one in found
+            for candidate in ranked
         ],
     }
 
 
-def _table(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> Table:
+def _table(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> Table:
     table = Table(
         f"{name}: the best tree of each size",
         ("nodes", "depth", "tokens a step", "c(T) ms", "step ms", "tokens/s", "against plain"),
         "r",
     )
-    for one in sorted(found, key=lambda one: len(one.tree)):
+    for candidate in sorted(ranked, key=lambda candidate: len(candidate.tree)):
         cells = (
-            str(len(one.tree)),
-            str(one.tree.depth),
-            f"{one.tokens:.2f}",
-            f"{costs[len(one.tree) - 1] * 1e3:.2f}",
-            f"{one.seconds * 1e3:.2f}",
-            f"{one.tokens_per_second:.1f}",
-            f"{one.speed_up:.2f}x",
+            str(len(candidate.tree)),
+            str(candidate.tree.depth),
+            f"{candidate.tokens:.2f}",
+            f"{costs[len(candidate.tree) - 1] * 1e3:.2f}",
+            f"{candidate.seconds * 1e3:.2f}",
+            f"{candidate.tokens_per_second:.1f}",
+            f"{candidate.speed_up:.2f}x",
         )
-        table.add_row(*(Styled(cell, "bold" if one is found[0] else "") for cell in cells))
+        table.add_row(*(Styled(cell, "bold" if candidate is ranked[0] else "") for cell in cells))
     return table
 
 
-def _figures(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> list[report.Figure]:
-    best, by_size = found[0], sorted(found, key=lambda one: len(one.tree))
-    rates = [(len(one.tree), one.tokens_per_second) for one in by_size]
-    tokens = [(len(one.tree), one.tokens) for one in by_size]
+def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> list[report.Figure]:
+    best, by_size = ranked[0], sorted(ranked, key=lambda candidate: len(candidate.tree))
+    rates = [(len(candidate.tree), candidate.tokens_per_second) for candidate in by_size]
+    tokens = [(len(candidate.tree), candidate.tokens) for candidate in by_size]
     steps = [(width, cost * 1e3) for width, cost in enumerate(costs, start=1)]
-    whole = [(len(one.tree), one.seconds * 1e3) for one in by_size]
+    whole = [(len(candidate.tree), candidate.seconds * 1e3) for candidate in by_size]
     plain = ("plain", best.tokens_per_second / best.speed_up)
     charts = {
         "Speed, by size of the tree": report.lines("nodes", "tokens/s", {name: rates}, plain),
@@ -228,7 +228,7 @@ def _figures(name: str, found: list[TreeCandidate], costs: Sequence[float]) -> l
         "What a step costs": report.lines("nodes", "ms", {"c(T), the target": steps, "whole step": whole}),
         f"The best tree: {len(best.tree)} nodes": svg(best.tree),
     }
-    return [report.Figure(*one) for one in charts.items()]
+    return [report.Figure(*chart) for chart in charts.items()]
 
 
 def tune_batch(arguments: argparse.Namespace) -> int:
@@ -251,27 +251,27 @@ def tune_batch(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
         charts = [report.Figure("A step of the target", steps)]
-        for one in curve.methods:
-            chart = report.lines("nodes of a tree", "ms", _by_slots(one.propose))
-            charts.append(report.Figure(f"Proposing with {one.method}", chart))
+        for costs in curve.methods:
+            chart = report.lines("nodes of a tree", "ms", _by_slots(costs.propose))
+            charts.append(report.Figure(f"Proposing with {costs.method}", chart))
         parts = (device, *tables(curve), *charts, *about(arguments.bundle, manifest))
         report.write(arguments.plot, f"tune batch: {arguments.bundle}", parts)
     return 0
 
 
 def tables(curve: CostCurve) -> list[Table]:
-    """A curve at its smallest cache size: steps, then every method that takes time."""
+    """Tables of a curve at its smallest cache size: steps, then every measured method."""
     steps = _costs_table(f"ms a step of T tokens a slot, {curve.rows} cache rows", "T", curve.steps)
     title = "ms to propose trees of so many nodes"
-    return [steps, *(_costs_table(f"{one.method}: {title}", "nodes", one.propose) for one in curve.methods)]
+    return [steps, *(_costs_table(f"{costs.method}: {title}", "nodes", costs.propose) for costs in curve.methods)]
 
 
 def _by_slots(costs: Sequence[Cost]) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds by tokens, for each number of slots."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for cost in sorted(costs, key=lambda one: (one.batch, one.tokens)):
-        found.setdefault(f"{cost.batch} slot{'s' * (cost.batch > 1)}", []).append((cost.tokens, cost.seconds * 1e3))
-    return found
+    series: dict[str, list[tuple[float, float]]] = {}
+    for cost in sorted(costs, key=lambda cost: (cost.batch, cost.tokens)):
+        series.setdefault(f"{cost.batch} slot{'s' * (cost.batch > 1)}", []).append((cost.tokens, cost.seconds * 1e3))
+    return series
 
 
 def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
@@ -279,6 +279,6 @@ def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
     batches, tokens = (sorted({key[place] for key in at}) for place in (0, 1))
     table = Table(title, ("slots", *(f"{axis} = {count}" for count in tokens)), "r")
     for batch in batches:
-        known = [at.get((batch, count)) for count in tokens]
-        table.add_row(str(batch), *("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in known))
+        row = [at.get((batch, count)) for count in tokens]
+        table.add_row(str(batch), *("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in row))
     return table

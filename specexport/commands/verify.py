@@ -21,7 +21,7 @@ from specexport.tables import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport verify``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by specexport build")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
     parser.add_argument(
         "--target", metavar="DIR_OR_ID", help="where the original target is now (default: where it was built from)"
     )
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport verify``; returns 1 if a check failed."""
     sources = {}
-    for given in arguments.source:
-        key, equals, sources[key] = given.partition("=")
+    for source in arguments.source:
+        key, equals, sources[key] = source.partition("=")
         if not equals:
-            raise RequestError(f"--source is {given!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
+            raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
     page.check_path("--report", arguments.report)
     exporter()
     from specexport.verify.bundle import verify
@@ -67,11 +67,11 @@ def main(arguments: argparse.Namespace) -> int:
         show(*render(report))
     if arguments.report is not None:
         parts: list[page.Part] = [*render(report), numbers(report)]
-        agreement = {one.name: one.numbers["agreement"] for one in report.checks if "agreement" in one.numbers}
+        agreement = {c.name: c.numbers["agreement"] for c in report.checks if "agreement" in c.numbers}
         if agreement:
             label = "share of positions at which the same token is preferred"
             parts.append(page.Figure("Agreement with the models", page.bars(label, {"": agreement}, ("all", 1.0))))
-        if report.checks[0].passed:  # its files are what the manifest says, so that there is one to read
+        if report.checks[0].passed:  # the files are intact, so there is a manifest to read
             parts += about(arguments.bundle, read_manifest(arguments.bundle))
         page.write(arguments.report, f"verify: {arguments.bundle}", parts)
     return 0 if report.passed else 1

@@ -42,11 +42,11 @@ from specexport.server.schema import (
     TokenizeResponse,
 )
 from specexport.server.service import Service
-from specexport.server.tools import known_tools
+from specexport.server.tools import template_tools
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
-"""What needs no API key."""
+"""Paths that need no API key."""
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
@@ -75,22 +75,21 @@ def create_app(
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
-    """Makes the application.
+    """Creates the application.
 
     Args:
-        service: what is served.
-        api_keys: one of them has to be sent as a bearer token, but for what only says how the server is; none lets
-            anyone in.
+        service: the served engine.
+        api_keys: clients have to send one of them as a bearer token, except to the status routes; empty lets anyone in.
         max_body_bytes: most bytes of a request's body.
-        origins: web pages of these may call it, ``*`` any page; without them browsers let none.
-        page: whether there is one at ``/`` to try it with.
+        origins: origins of web pages that may call it, ``*`` for any; browsers allow no others.
+        page: whether to serve a page at ``/`` for trying it.
     """
     unlocked = (*_OPEN, *PATHS) if page else _OPEN
 
     async def explain(request: Request, error: Exception) -> Response:
         if type(error) is HTTPException and error.status_code in (404, 405):
-            asked = f"{request.method} {request.url.path}"[:100]
-            why = f"there is no {asked}; there are {', '.join(endpoints)}"
+            route = f"{request.method} {request.url.path}"[:100]
+            why = f"there is no {route}; there are {', '.join(endpoints)}"
             error = ApiError(error.status_code, why, code="unknown_url", headers=error.headers)
         return api_error(error).response()
 
@@ -105,15 +104,15 @@ def create_app(
     )
     require_key = _key_check(api_keys)
 
-    def admit(scope: Scope, others: int) -> None:
-        """Refuses before a body is read: who has no key, and who would find no place."""
+    def admit(scope: Scope, arriving: int) -> None:
+        """Refuses requests without a key, and requests for which the queue is full, before their bodies are read."""
         if scope["path"] not in unlocked:
             require_key(scope)
         if scope["method"] == "POST":
-            service.engine.require_place(others)
+            service.engine.require_place(arriving)
 
     app.add_middleware(Edge, refused=service.metrics.refused, max_body_bytes=max_body_bytes, admit=admit)
-    if origins:  # around all else, as browsers ask without a key
+    if origins:  # the outermost layer, as browsers send preflights without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -121,7 +120,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
-    allowed = [Depends(_BEARER)] if api_keys else []  # for the document: who is let in is said before routes are known
+    allowed = [Depends(_BEARER)] if api_keys else []  # documentation only: ``admit`` checks keys
     frontend = service.engine.frontend
 
     methods = [
@@ -141,7 +140,7 @@ def create_app(
         )
 
     def generated(model: type[Any]) -> dict[str, Any]:
-        """The settings of a route whose answer may be streamed."""
+        """The settings of a route with an answer that may be streamed."""
         answer = {"model": model, "content": {"text/event-stream": {"schema": _EVENT}}}
         return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
 
@@ -154,28 +153,28 @@ def create_app(
         return card(service.require_model(model))
 
     @app.post("/v1/completions", **generated(CompletionResponse))
-    async def completions(request: Request, given: CompletionRequest) -> Response:
-        return await complete(service, request, given)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await complete(service, request, body)
 
     @app.post("/v1/chat/completions", **generated(ChatResponse))
-    async def chat_completions(request: Request, given: ChatRequest) -> Response:
-        return await chat(service, request, given)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await chat(service, request, body)
 
     @app.post("/v1/responses", **generated(ResponseAnswer))
-    async def responses(request: Request, given: ResponseRequest) -> Response:
-        return await answer_response(service, request, given)
+    async def responses(request: Request, body: ResponseRequest) -> Response:
+        return await answer_response(service, request, body)
 
     @app.post("/tokenize", dependencies=allowed)
-    async def tokenize(given: TokenizeRequest) -> TokenizeResponse:
-        service.require_model(given.model)
-        if (given.prompt is None) == (given.messages is None):
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        service.require_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
-        if given.messages is not None:
-            tools = {"tools": known_tools([tool.function for tool in given.tools])} if given.tools else {}
-            tokens = await chat_tokens(service, given, given.messages, tools, given.add_generation_prompt)
+        if body.messages is not None:
+            tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
+            tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
         else:
-            encode = partial(frontend.encode, add_special_tokens=given.add_special_tokens)
-            tokens = await asyncio.to_thread(encode, given.prompt)
+            encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
+            tokens = await asyncio.to_thread(encode, body.prompt)
         return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
     @app.get("/health")
@@ -192,25 +191,25 @@ def create_app(
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def metrics() -> Response:
-        """What Prometheus asks for."""
+        """The metrics, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     if page:
         add_page(app)
-    endpoints = [f"{method} {path}" for path, ways in app.openapi()["paths"].items() for method in map(str.upper, ways)]
+    endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
-    """Lets in who has one of the keys, in a time that says nothing about them; without keys, anyone."""
-    known = [hashlib.sha256(key.encode()).digest() for key in keys]
+    """A check for one of the keys, in constant time; without keys it passes anyone."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(scope: Scope) -> None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Headers are read as latin-1, which any byte is.
+        # Headers are read as latin-1, which can represent any byte.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, one) for one in known]
-        if known and not (any(matches) and scheme.lower() == "bearer"):
+        matches = [hmac.compare_digest(digest, expected) for expected in digests]
+        if digests and not (any(matches) and scheme.lower() == "bearer"):
             raise ApiError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",

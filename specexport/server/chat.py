@@ -33,73 +33,73 @@ from specexport.server.schema import (
     Usage,
 )
 from specexport.server.service import Service, least, prompt_logprobs, respond
-from specexport.server.tools import Calling, CallReader, known_tools, whole_calls
+from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 
 
-async def chat(service: Service, request: Request, given: ChatRequest) -> Response:
+async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answers a conversation."""
-    head = service.head(given, "chatcmpl")
-    if given.top_logprobs and not given.logprobs:
+    head = service.head(body, "chatcmpl")
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: given without logprobs", param="top_logprobs")
-    if given.max_tokens is not None and given.max_completion_tokens is not None:
-        raise RequestError("max_tokens: given beside max_completion_tokens; give one of them", param="max_tokens")
-    calls = service.calling(given)
-    variables: dict[str, Any] = {} if given.reasoning_effort is None else {"reasoning_effort": given.reasoning_effort}
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise RequestError("max_tokens: given with max_completion_tokens; give one of them", param="max_tokens")
+    calls = service.calling(body)
+    variables: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     if calls is not None:
-        variables["tools"] = known_tools(given.offered)
-    prompt = await chat_tokens(service, given, given.messages, variables, given.add_generation_prompt)
-    most = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
+        variables["tools"] = template_tools(body.offered)
+    prompt = await chat_tokens(service, body, body.messages, variables, body.add_generation_prompt)
+    most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     bound = {} if calls is None else calls.bound()
-    if given.response_format is not None and given.response_format.type != "text":
+    if body.response_format is not None and body.response_format.type != "text":
         if bound:
-            raise RequestError("response_format: given beside tools; give one of them", param="response_format")
-        wanted = given.response_format
-        schema = json.dumps(wanted.json_schema.schema_) if isinstance(wanted, JsonSchema) else ANY_OBJECT
+            raise RequestError("response_format: given with tools; give one of them", param="response_format")
+        shape = body.response_format
+        schema = json.dumps(shape.json_schema.schema_) if isinstance(shape, JsonSchema) else ANY_OBJECT
         bound = {"json_schema": schema}
-    params = service.params(given, most, (given.top_logprobs or 0) if given.logprobs else None, bound)
-    streams = await service.start([prompt], params.replace(prompt_logprobs=given.prompt_logprobs), given)
-    scored = streams[0] if given.prompt_logprobs is not None else None
-    form = _Format(service, head, calls, scored, given.include_steps)
-    return await respond(service, request, given, streams, form, len(prompt))
+    params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, bound)
+    streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
+    scored = streams[0] if body.prompt_logprobs is not None else None
+    form = _Format(service, head, calls, scored, body.include_steps)
+    return await respond(service, request, body, streams, form, len(prompt))
 
 
 async def chat_tokens(
     service: Service,
-    given: TemplateOptions,
+    body: TemplateOptions,
     messages: Sequence[ChatMessage],
     variables: dict[str, Any],
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The prompt of a conversation, ``variables`` being what the template is told beside what the request says."""
+    """The prompt of a conversation; ``variables`` are for its template, in addition to the request's."""
     return await asyncio.to_thread(
         service.engine.frontend.chat_tokens,
-        list(map(known_message, messages)),
-        variables | given.variables,
+        list(map(template_message, messages)),
+        variables | body.variables,
         add_generation_prompt=add_generation_prompt,
-        name=given.chat_template,
+        name=body.chat_template,
     )
 
 
-def known_message(message: ChatMessage) -> Message:
-    """A message as chat templates know them: the arguments of a call are no text."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+def template_message(message: ChatMessage) -> Message:
+    """A message in the form of chat templates, where the arguments of a call are an object."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if isinstance(message.content, list):
-        told["content"] = [{"type": "text", "text": part.text} for part in message.content]
-    told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+        fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    fields |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.reasoning_content:
-        told["reasoning_content"] = told["thinking"] = message.reasoning_content  # Qwen's name, and gpt-oss's
+        fields["reasoning_content"] = fields["thinking"] = message.reasoning_content  # Qwen's name, and gpt-oss's
     if message.tool_calls:
-        told["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-        for call in told["tool_calls"]:
+        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for call in fields["tool_calls"]:
             with contextlib.suppress(ValueError, RecursionError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return told
+    return fields
 
 
 class _Format:
-    """Chat completions, whose first piece says that it is the assistant's.
+    """Chat completions; the first piece has the assistant's role.
 
-    ``scored`` is a stream whose prompt's log-probabilities belong to the answer.
+    ``scored`` is the stream with the prompt's log-probabilities, if the answer has them.
     """
 
     def __init__(
@@ -111,29 +111,29 @@ class _Format:
         self._readers: dict[int, CallReader | None] = {}
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
-        said = AssistantMessage(content=chunk.text)
+        message = AssistantMessage(content=chunk.text)
         reason: Any = chunk.finish_reason
         begins = index not in self._readers
         if begins:
             self._readers[index] = None if self._calls is None else CallReader(self._calls)
         if (reader := self._readers[index]) is not None:
             text, pieces = reader.push(chunk.text, reason is not None)
-            said = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
+            message = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
             if thoughts := reader.thoughts():
-                said.reasoning_content = thoughts
+                message.reasoning_content = thoughts
             if pieces:
-                said.tool_calls = pieces if streamed else whole_calls(pieces)
+                message.tool_calls = pieces if streamed else whole_calls(pieces)
             elif streamed and not (text or thoughts or begins or chunk.logprobs or reason or self._steps):
                 return None
             if not streamed and not text:
-                said.content = None
+                message.content = None
             if reader.calls and reason == "stop":
                 reason = "tool_calls"
         if begins:
-            said.role = "assistant"
+            message.role = "assistant"
         logprobs = ChatLogprobs(content=list(map(self._logprob, chunk.logprobs))) if chunk.logprobs else None
         fields: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
-        return ChatChunkChoice(delta=said, **fields) if streamed else ChatChoice(message=said, **fields)
+        return ChatChunkChoice(delta=message, **fields) if streamed else ChatChoice(message=message, **fields)
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
@@ -146,9 +146,9 @@ class _Format:
     def _logprob(self, entry: TokenLogprobs) -> ChatLogprob:
         def worded(token: int, logprob: float) -> dict[str, Any]:
             text = self._token_text(token)
-            # A token may be a part of a character, which no text stands for.
-            known = list(text.encode()) if "\ufffd" not in text else None
-            return {"token": text, "logprob": least(logprob), "bytes": known}
+            # A token may be a part of a character, which has no text.
+            content = list(text.encode()) if "\ufffd" not in text else None
+            return {"token": text, "logprob": least(logprob), "bytes": content}
 
         top = [TopLogprob(**worded(*pair)) for pair in entry.top]
         return ChatLogprob(**worded(entry.token, entry.logprob), top_logprobs=top)

@@ -18,47 +18,47 @@ from specexport.server.schema import CompletionChoice, CompletionLogprobs, Compl
 from specexport.server.service import Service, least, prompt_logprobs, respond
 
 
-async def complete(service: Service, request: Request, given: CompletionRequest) -> Response:
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Continues one prompt or several."""
-    head = service.head(given, "cmpl")
+    head = service.head(body, "cmpl")
     # A prompt is text, or a list of tokens; a list of either is several.
-    one = isinstance(given.prompt, str) or isinstance(given.prompt[0], int)
-    prompts = cast(list[str | list[int]], [given.prompt] if one else given.prompt)
+    single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    prompts = cast(list[str | list[int]], [body.prompt] if single else body.prompt)
     engine = service.engine.frontend.engine
-    # Long texts take long, so other requests go on meanwhile.
-    read = partial(service.engine.frontend.tokens, add_special_tokens=given.add_special_tokens)
-    tokens = [await asyncio.to_thread(read, prompt) for prompt in prompts]
-    params = service.params(given, given.max_tokens, given.logprobs)
+    # Long texts take long, so they are encoded in a thread.
+    encode = partial(service.engine.frontend.tokens, add_special_tokens=body.add_special_tokens)
+    tokens = [await asyncio.to_thread(encode, prompt) for prompt in prompts]
+    params = service.params(body, body.max_tokens, body.logprobs)
     echoed: list[str] = []
-    scores = given.echo and given.logprobs is not None
-    if scores and given.prompt_logprobs is not None:
+    scores = body.echo and body.logprobs is not None
+    if scores and body.prompt_logprobs is not None:
         raise RequestError(
-            "prompt_logprobs: given beside echo and logprobs, which say the same", param="prompt_logprobs"
+            "prompt_logprobs: given with echo and logprobs, which return the same", param="prompt_logprobs"
         )
-    params = params.replace(prompt_logprobs=given.logprobs if scores else given.prompt_logprobs)
-    if given.echo:
+    params = params.replace(prompt_logprobs=body.logprobs if scores else body.prompt_logprobs)
+    if body.echo:
         decode = engine.tokenizer.decode
-        skip = given.skip_special_tokens
-        texts = [one if isinstance(one, str) else decode(one, skip_special_tokens=skip) for one in prompts]
-        echoed = [text for text in texts for _ in range(given.n)]
-    scored = [one for one in tokens for _ in range(given.n)] if scores else []
-    streams = await service.start(tokens, params, given)
-    placed = [PlacedTokens(engine.tokenizer, given.skip_special_tokens) for _ in streams]
-    form = _Format(service, head, streams, echoed, scored, placed, given.prompt_logprobs is not None)
-    return await respond(service, request, given, streams, form, sum(map(len, tokens)))
+        skip = body.skip_special_tokens
+        texts = [prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=skip) for prompt in prompts]
+        echoed = [text for text in texts for _ in range(body.n)]
+    scored = [ids for ids in tokens for _ in range(body.n)] if scores else []
+    streams = await service.start(tokens, params, body)
+    placed = [PlacedTokens(engine.tokenizer, body.skip_special_tokens) for _ in streams]
+    form = _Format(service, head, streams, echoed, scored, placed, body.prompt_logprobs is not None)
+    return await respond(service, request, body, streams, form, sum(map(len, tokens)))
 
 
 class _Format:
     """Text completions.
 
     Args:
-        service: serves them.
-        head: what every part of the answer begins with.
+        service: the served engine.
+        head: the first fields of every part of the answer.
         streams: the outputs.
-        echoed: what each output begins with, if anything.
-        scored: the tokens of each prompt whose log-probabilities come with its output.
-        placed: where each output's tokens begin.
-        apart: whether they come apart, in vLLM's form.
+        echoed: the prompt that each output repeats, if any.
+        scored: the tokens of each prompt whose log-probabilities are part of its output.
+        placed: the offsets of each output's tokens.
+        apart: whether prompts' log-probabilities are a field of their own, as in vLLM.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class _Format:
     def _logprobs(
         self, entries: Sequence[TokenLogprobs | None], placed: Sequence[tuple[str, int]]
     ) -> CompletionLogprobs:
-        own: list[float | None] = []
+        chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for entry, (text, _) in zip(entries, placed, strict=True):
-            own.append(None if entry is None else least(entry.logprob))
+            chosen.append(None if entry is None else least(entry.logprob))
             top.append(None if entry is None else self._likely(entry, text))
         texts, offsets = map(list, zip(*placed, strict=True))
-        return CompletionLogprobs(tokens=texts, token_logprobs=own, top_logprobs=top, text_offset=offsets)
+        return CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
 
     def _likely(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
-        """The most probable tokens and the one that was chosen, which reads as ``text`` where it has a text there."""
-        # Different tokens may read alike; the most probable one stands for them.
+        """The most probable tokens and the chosen one, which has the text ``text`` if that is not empty."""
+        # Different tokens may have the same text; the most probable one stands for them.
         best: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             name = text if token == entry.token and text else self._token_text(token)

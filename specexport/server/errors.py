@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape. Messages are ours: no stack trace and no path of this machine goes out."""
+"""Errors in OpenAI's format, without stack traces or paths of this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PARAMS = {
     "method": "speculative.method",
     "num_speculative_tokens": "speculative.num_speculative_tokens",
 }
-"""Parameters of the engine that the API has under other names."""
+"""The API's names of engine parameters, where they differ."""
 _EXPECTED = "Input should be "
-"""What pydantic says of a wrong type."""
+"""Pydantic's message for a wrong type begins with this."""
 _SHOWN = 300
 """Most characters of a validation message: a request's own text is not sent back whole."""
 
@@ -31,12 +31,12 @@ class ApiError(HTTPException):
     """An error with its status.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         message: for the caller.
         kind: OpenAI's ``type``.
-        param: the field it is about.
-        code: a word that programs can tell it by.
-        headers: to send with it.
+        param: the field at fault.
+        code: an identifier for programs.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ApiError(HTTPException):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a caller is told of an error; one that was not foreseen is logged, and told without its text."""
+    """The caller's form of an error; an unexpected one is logged, and its text is not sent."""
     match error:
         case ApiError():
             return error
@@ -82,8 +82,8 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Of several things that are wrong the first is named; of a choice of types, the one that came furthest, and of
-    those one of the right type, or all of them.
+    """Reports one of several errors: the one that is nested most deeply, preferably not a wrong type; alternatives of
+    a wrong type are listed together.
     """
     first = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if first["type"] == "json_invalid":
@@ -97,15 +97,15 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     elif first["type"] == "string_unicode":
         message = "holds half a character, which is no text"
     elif first["type"].endswith("_type"):
-        same = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
-        message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in same))
+        peers = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
+        message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in peers))
     return ApiError(400, f"{field}: {message}"[:_SHOWN], param=field, code=str(first["type"]))
 
 
 def _field(error: Any) -> str:
-    """Where an error is.
+    """The path of a field with an error.
 
-    Among the parts of a place are the names of types that a field may have; those of fields are identifiers.
+    Locations also contain names of types that a field may have; only names of fields are identifiers.
     """
     parts = error["loc"][1:]
     return ".".join(str(part) for part in parts if isinstance(part, int) or (part.isidentifier() and part != "str"))

@@ -1,4 +1,4 @@
-"""What ``/metrics`` tells Prometheus. Names are vLLM's, with our prefix."""
+"""The metrics of ``/metrics``, for Prometheus. Names are vLLM's, with our prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_STATS = {
     "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 }
-"""By field of a request's statistics: the counter it is added to."""
+"""The counter of each field of a request's statistics."""
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
@@ -30,23 +30,23 @@ class Metrics:
     """Counters of a server.
 
     Args:
-        engine: what is served.
-        model: its name, a label of everything.
+        engine: the served engine.
+        model: its name, a label of all metrics.
 
     Attributes:
-        registry: holds them, for this server alone.
+        registry: the registry of this server's metrics.
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
-        def metric(kind: type[_Kind], name: str, what: str, *labels: str, **options: Any) -> Callable[..., _Kind]:
-            made = kind(f"specexport:{name}", what, ("model_name", *labels), registry=self.registry, **options)
-            return partial(made.labels, model)
+        def metric(kind: type[_Kind], name: str, text: str, *labels: str, **options: Any) -> Callable[..., _Kind]:
+            created = kind(f"specexport:{name}", text, ("model_name", *labels), registry=self.registry, **options)
+            return partial(created.labels, model)
 
-        def histogram(name: str, what: str) -> Histogram:
-            return metric(Histogram, name, what, buckets=_SECONDS)()
+        def histogram(name: str, text: str) -> Histogram:
+            return metric(Histogram, name, text, buckets=_SECONDS)()
 
         self._first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
         self._between = histogram(
@@ -58,7 +58,7 @@ class Metrics:
         metric(Gauge, "num_requests_waiting", "Requests that wait for one.")().set_function(lambda: engine.waiting)
         metric(Gauge, "num_slots", "Requests that can run at once.")().set(engine.slots)
         self._output = metric(Counter, "generation_tokens", "Tokens generated.")()
-        self._of_stats = {field: metric(Counter, *named)() for field, named in _OF_STATS.items()}
+        self._of_stats = {field: metric(Counter, *spec)() for field, spec in _OF_STATS.items()}
         self._accepted_at = metric(
             Counter,
             "spec_decode_num_accepted_tokens_per_pos",
@@ -72,11 +72,11 @@ class Metrics:
         self._refused("429")
 
     def refused(self, status: int) -> None:
-        """Counts a request that was answered with an error."""
+        """Counts a request with an error as its answer."""
         self._refused(str(status)).inc()
 
     async def watched(self, stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
-        """Passes a stream's chunks on, and counts them."""
+        """Yields a stream's chunks, and counts them."""
         last, reason = 0.0, "abort"
         try:
             async for chunk in stream:

@@ -1,4 +1,4 @@
-"""What every request goes through before its route is looked for."""
+"""Checks that every request passes before routing."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexport.server.errors import ApiError, api_error
 
 REQUEST_ID = "x-request-id"
-"""The header that names a request: an answer has the request's, or one that is made for it."""
-_NAMED = re.compile(r"[\x21-\x7e]{1,200}")
-_IN_HAND = 32 << 20
-"""Most bytes of bodies at once, unless a single one may be larger: a body that is read takes several times its size."""
+"""The header with a request's id: an answer repeats it, or gets a new one."""
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")
+_BUFFERED = 32 << 20
+"""Most bytes of bodies at once, unless one alone may be larger: parsing a body takes several times its size."""
 _READING = 60.0
-"""Seconds for a body to come."""
+"""Seconds in which a body has to arrive."""
 _SIMPLE = 1 << 18
 """Most values in a body: with more, parsing and validating would hold the event loop for too long."""
 _MEMBER = 24
-"""Values that a member of an object counts as, going by how long it takes."""
+"""Number of values that a member of an object counts as, by its parsing time."""
 _JSON = json.JSONDecoder(strict=False)
 _SMALL = 1 << 16
-"""Bytes of a body that need no check: they cannot hold that much."""
+"""Bytes of a body that needs no check, as it cannot hold that many values."""
 
 
 class Edge:
-    """Refuses what is not let in or too large, answers for every error, and counts those answers.
+    """Refuses requests that are not admitted or too large, and turns all errors into counted answers.
 
-    A body is read here, after all checks that need none, so that refusing a request costs next to nothing.
-    Starlette's own handler of errors lets them through after its answer, which costs the client its connection.
+    It reads bodies itself, after all other checks, so that refusing a request costs next to nothing. Starlette's own
+    error handler raises errors again after its answer, which closes the client's connection.
 
     Args:
-        app: what comes next.
-        refused: told the status of answers of 400 and above.
-        max_body_bytes: most bytes of a request's body, by what it announces or by what comes.
-        admit: raises for refused requests; called with the request's scope and the number of requests with a body.
+        app: the next application.
+        refused: called with the status of answers of 400 and above.
+        max_body_bytes: most bytes of a request's body, announced or received.
+        admit: raises for refused requests; called with the request's scope and the number of bodies being read.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         begun = False
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        named = given if _NAMED.fullmatch(given) else uuid.uuid4().hex
+        header = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = header if _VALID_ID.fullmatch(header) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal begun
@@ -66,7 +66,7 @@ class Edge:
                 begun = True
                 if message["status"] >= 400:
                     self._refused(message["status"])
-                MutableHeaders(scope=message)[REQUEST_ID] = named
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         try:
@@ -81,29 +81,29 @@ class Edge:
             await api_error(error).response()(scope, receive, counted)
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body, and goes on with it once it is known to be simple enough."""
+        """Reads the body, checks its complexity, and calls the application."""
         announced = Headers(scope=scope).get("content-length", "0")
-        self._require_room(int(announced) if announced.isdecimal() else 0)
+        self._require_size(int(announced) if announced.isdecimal() else 0)
         parts: list[bytes] = []
-        got = 0
+        received = 0
 
         async def read() -> bool:
-            """Whether all of it came; else the client is gone."""
-            nonlocal got
-            more = True
-            while more:
+            """Reads the body; returns whether it is complete. If not, the client has disconnected."""
+            nonlocal received
+            unfinished = True
+            while unfinished:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return False
                 part = message.get("body", b"")
-                self._require_room(got + len(part), got)
-                got += len(part)
+                self._require_size(received + len(part), received)
+                received += len(part)
                 self._bytes += len(part)
                 parts.append(part)
-                more = message.get("more_body", False)
+                unfinished = message.get("more_body", False)
             return True
 
-        async def once() -> Message:
+        async def replay() -> Message:
             return {"type": "http.request", "body": parts.pop(), "more_body": False} if parts else await receive()
 
         self._requests += 1
@@ -116,21 +116,21 @@ class Edge:
             if not whole:
                 return
             parts[:] = [b"".join(parts)]
-            if got > _SMALL:
+            if received > _SMALL:
                 await asyncio.to_thread(_require_simple, parts[0])
             else:
                 _text(parts[0])
-            await self._app(scope, once, send)
+            await self._app(scope, replay, send)
         finally:
             self._requests -= 1
-            self._bytes -= got
+            self._bytes -= received
 
-    def _require_room(self, size: int, counted: int = 0) -> None:
-        """Refuses a body of so many bytes, of which some are counted already."""
+    def _require_size(self, size: int, counted: int = 0) -> None:
+        """Refuses a body of ``size`` bytes, of which ``counted`` are counted already."""
         if size > self._most:
             why = f"the body has more than {self._most} bytes, the most this server takes"
             raise ApiError(413, why, code="body_too_large")
-        if size > _SMALL and self._bytes + size - counted > max(_IN_HAND, self._most):
+        if size > _SMALL and self._bytes + size - counted > max(_BUFFERED, self._most):
             why = "too many large requests are being answered; try again in 1 second"
             raise ApiError(429, why, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
@@ -146,7 +146,7 @@ def _text(body: bytes) -> str:
 def _require_simple(body: bytes) -> None:
     """Refuses JSON with too many values to read quickly; a long text is one value.
 
-    Counted is what stands between the texts, up to the most there may be, so that this takes no longer than that.
+    It counts separators outside of strings, and stops at the limit, so that its time is bounded.
     """
     try:
         text, count, at = _text(body), 0, 0

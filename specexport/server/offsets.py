@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that they make, for the log-probabilities of completions."""
+"""Offsets of tokens in their text, for the log-probabilities of completions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specexport.runtime.text import TextStream, special_tokens
 
 
 class PlacedTokens:
-    """Texts of an output's tokens, and where each begins: the text from there on begins with it.
+    """The texts of an output's tokens with their offsets: the output from an offset on begins with the token's text.
 
-    Of a character of several tokens one has the whole, and the others are empty. A special token that is
-    left out of the text has its name, and takes no place.
+    If several tokens make up a character, one of them has it as its text, and the others are empty. A special token
+    that is left out of the text has its name as its text, and no length.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: the model's.
         skip_special_tokens: whether special tokens are left out of the text.
     """
 
@@ -31,16 +31,16 @@ class PlacedTokens:
         self._stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
 
     def prompt(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """The tokens of a prompt, which the output follows; ``text`` is what the answer repeats of it."""
+        """Places the tokens of a prompt that the output follows; ``text`` is the prompt as the answer repeats it."""
         placed = self.add(tokens)
-        if "".join(piece for piece, _ in self._shown(tokens, placed)) + self._stream.finish() != text:
+        if "".join(piece for piece, _ in self._visible(tokens, placed)) + self._stream.finish() != text:
             placed = self._by_encoding(text, tokens) or placed
         self._end = len(text)
         self._begin()
         return placed
 
     def add(self, tokens: Iterable[int]) -> list[tuple[str, int]]:
-        """Further tokens: the text of each, and where it begins."""
+        """Places further tokens: the text and offset of each."""
         placed = []
         for token in tokens:
             hidden = self._skip and token in self._special
@@ -49,13 +49,13 @@ class PlacedTokens:
             self._end += len(piece)
         return placed
 
-    def _shown(self, tokens: Sequence[int], placed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    def _visible(self, tokens: Sequence[int], placed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         pairs = zip(tokens, placed, strict=True)
-        return [one for token, one in pairs if not (self._skip and token in self._special)]
+        return [place for token, place in pairs if not (self._skip and token in self._special)]
 
     def _by_encoding(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """The same of a text that is not what its tokens decode to, as some tokenizers change texts; empty where the
-        tokens are not the text's.
+        """Places the tokens of a text that they do not decode to, as some tokenizers change texts; empty if the tokens
+        are not the text's.
         """
         for add_special_tokens in (True, False):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

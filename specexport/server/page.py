@@ -1,4 +1,4 @@
-"""The page at ``/``: a conversation, or a text, as it streams, and who proposed each token of it."""
+"""The page at ``/``: a streamed conversation or text, with the origin of each token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILES = {
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("markdown", "tree", "pane", "page")},
 }
 PATHS = tuple(_FILES)
-"""What a browser asks for without an API key: the page asks for one itself."""
+"""Paths that need no API key: the page asks its user for one."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -24,7 +24,7 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds the page's routes, which are no part of the API's document."""
+    """Adds the page's routes, which the API's document leaves out."""
     for path, (name, kind) in _FILES.items():
         answer = Response((_ASSETS / name).read_bytes(), headers=_HEADERS, media_type=kind)
         app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Arguments that a model writes one by one between marks, ``<parameter=name>``, as Qwen3-Coder does; and as JSON."""
+"""Tool arguments as separate parameters, ``<parameter=name>``, in the format of Qwen3-Coder; and as JSON."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from specexport.server.schema import Function, quoted
 
 END = "</function>"
 _BEGIN = re.compile(r"<parameter=([^>\n]+)>\n")
-_BEHIND = "\n</parameter>\n"
+_AFTER = "\n</parameter>\n"
 _KEY = re.compile(r"[^>\n]+")
 _STATED = {"type", "enum", "const", "title", "description", "default", "examples"}
-_WHOLE = ("$defs", "definitions")
-"""What a schema's parts refer to."""
+_DEFINITIONS = ("$defs", "definitions")
+"""Keys of definitions that parts of a schema may refer to."""
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is written as it is: any text, or some of a list; others are JSON."""
+    """Whether a parameter's value is written literally, as any text or one of a list; others are JSON."""
     if not isinstance(schema, dict) or not schema.keys() <= _STATED:
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    texts = isinstance(values, list) and all(isinstance(one, str) and _BEHIND not in one for one in values)
+    texts = isinstance(values, list) and all(isinstance(value, str) and _AFTER not in value for value in values)
     return schema.get("type", "string" if values else None) == "string" and texts
 
 
 def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
-    """A tool's parameters in llguidance's form of Lark: an expression, and the rules that it names.
+    """A tool's parameters in llguidance's dialect of Lark: an expression, and the rules that it uses.
 
     Args:
-        name: what the names of rules begin with.
-        tool: whose parameters.
-        options: of JSON.
+        name: the prefix of the names of rules.
+        tool: the tool.
+        options: options of JSON.
 
     Raises:
-        RequestError: they cannot be written one by one.
+        RequestError: they cannot be written as separate parameters.
     """
     schema = tool.parameters
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -52,49 +52,49 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
             "names; expected properties of an object with names of one line, without '>'",
             param="tools",
         )
-    parts, made = [], []
+    parts, grammar = [], []
     for at, (key, value) in enumerate(properties.items()):
         rule = f"{name}_{at}"
         optional = "" if key in required else "?"
         parts.append(f"{rule}{optional}")
         begin = quoted(f"<parameter={key}>\n")
         if not is_text(value):
-            whole = options | {kind: schema[kind] for kind in _WHOLE if kind in schema}
+            whole = options | {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
             stated = json.dumps(whole | value if isinstance(value, dict) else value)
-            made.append(f"{rule}: {begin} %json {stated} {quoted(_BEHIND)}")
+            grammar.append(f"{rule}: {begin} %json {stated} {quoted(_AFTER)}")
         elif values := value.get("enum", [value["const"]] if "const" in value else []):
-            made.append(f"{rule}: {begin} ({' | '.join(map(quoted, values))}) {quoted(_BEHIND)}")
+            grammar.append(f"{rule}: {begin} ({' | '.join(map(quoted, values))}) {quoted(_AFTER)}")
         else:
-            made += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quoted(_BEHIND)}"]
-    return " ".join(parts), made
+            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quoted(_AFTER)}"]
+    return " ".join(parts), grammar
 
 
 class ParameterReader:
-    """Makes a JSON object of parameters as their text comes.
+    """Converts streamed parameters to a JSON object.
 
     Args:
-        tool: whose they are; None of one that is not known, whose values are taken for texts.
+        tool: the called tool; None for an unknown one, whose values are taken as texts.
     """
 
     def __init__(self, tool: Function | None) -> None:
         self._properties = {} if tool is None else tool.parameters.get("properties", {})
         self._reading: Callable[[str, bool], tuple[str, int]] = self._between
         self._plain, self._first = False, True
-        self.done = False
+        self.finished = False
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """What a text adds to the object, and the end of the text that more is needed of."""
-        said = ""
-        while text and not self.done:
-            added, taken = self._reading(text, last)
-            said, text = said + added, text[taken:]
-            if not taken:
+        """Reads text; returns its part of the object, and the end of the text that is incomplete."""
+        output = ""
+        while text and not self.finished:
+            added, length = self._reading(text, last)
+            output, text = output + added, text[length:]
+            if not length:
                 break
-        return said, text
+        return output, text
 
     def _between(self, text: str, last: bool) -> tuple[str, int]:
         if text.startswith(END):
-            self.done = True
+            self.finished = True
             return "{}" if self._first else "}", len(END)
         begin = _BEGIN.match(text)
         if begin is None:
@@ -106,13 +106,13 @@ class ParameterReader:
         return f"{before}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._plain else ""), begin.end()
 
     def _value(self, text: str, last: bool) -> tuple[str, int]:
-        at = text.find(_BEHIND)
+        at = text.find(_AFTER)
         end = at
         if at < 0:
-            held = next((n for n in range(len(_BEHIND) - 1, 0, -1) if text.endswith(_BEHIND[:n])), 0)
-            end = len(text) - (0 if last else held)
-        said = json.dumps(text[:end], ensure_ascii=False)[1:-1] if self._plain else text[:end]
+            partial = next((n for n in range(len(_AFTER) - 1, 0, -1) if text.endswith(_AFTER[:n])), 0)
+            end = len(text) - (0 if last else partial)
+        content = json.dumps(text[:end], ensure_ascii=False)[1:-1] if self._plain else text[:end]
         if at < 0:
-            return said, end
+            return content, end
         self._reading = self._between
-        return said + ('"' if self._plain else ""), at + len(_BEHIND)
+        return content + ('"' if self._plain else ""), at + len(_AFTER)

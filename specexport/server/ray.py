@@ -1,7 +1,7 @@
-"""The server on Ray Serve: replicas of a bundle on one machine or a cluster, behind a front that every request passes.
+"""The server on Ray Serve: replicas of a bundle on one machine or a cluster, behind a front for all requests.
 
-The front reads a request and gives it to a replica, which answers as ``specexport serve`` does. So it can route by what
-a request's prompt begins with, and tell the clients of a replica that died what happened. Needs the ``[ray]`` extra.
+The front reads a request and passes it to a replica, which answers as ``specexport serve`` does. So it can route by
+the beginning of a prompt, and answer the clients of a replica that died. Needs the ``[ray]`` extra.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
 _STUCK = 300.0
-"""Seconds after which a turn of the scheduler (a chunk of a prompt and a step) will not end any more."""
+"""Seconds after which a turn of the scheduler (a chunk of a prompt and a step) counts as stuck."""
 _FRONT_REQUESTS = 1000
 """Requests that a front holds at once; each is little more than a socket."""
 _BACKOFF = 0.05
-"""Most seconds between two looks for a replica with a free slot: one that is free meanwhile does nothing."""
+"""Most seconds between two attempts to find a free replica, which may be idle meanwhile."""
 _KEYED = 512
-"""Characters of a prompt's beginning that say where it goes."""
+"""Characters of a prompt's beginning that determine its replica."""
 
 
 class Settings(BaseModel):
     """Arguments of :func:`app`, as ``serve run`` and a config file's ``args`` give them.
 
     Attributes:
-        bundle: a folder that every machine sees under this name.
+        bundle: a folder, with the same path on every machine.
         replicas: engines, each with a copy of the model.
-        max_replicas: more than ``replicas`` lets Ray add some while requests wait, and take them away again.
+        max_replicas: if more than ``replicas``, Ray adds replicas while requests wait, and removes them again.
         threads: CPU cores of a replica.
-        gpus: GPUs of a replica; None for one where a GPU runs the bundle.
-        served_model_name: the model's names in the API; the bundle's path without it.
+        gpus: GPUs of a replica; None for one if the bundle runs on a GPU.
+        served_model_name: the model's names in the API; by default the bundle's path.
         max_queue: most requests that wait at a front for a replica.
         timeout: seconds a request may take at a replica; None for no limit.
-        shutdown_timeout: seconds that a replica which is replaced gives its requests.
-        api_keys: clients have to send one of them; without it ``$SPECEXPORT_API_KEY``, else none.
-        cors: pages that may call it.
-        page: whether there is one at ``/``.
-        max_body_bytes: of a request.
-        speculative_config: and what follows: those of ``LLM``.
+        shutdown_timeout: seconds in which the requests of a replaced replica may finish.
+        api_keys: clients have to send one of them; by default ``$SPECEXPORT_API_KEY``, if set.
+        cors: origins of pages that may call it.
+        page: whether to serve a page at ``/``.
+        max_body_bytes: most bytes of a request's body.
+        speculative_config: this and the following fields are those of ``LLM``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -97,7 +97,7 @@ class Settings(BaseModel):
     calibrate: bool = True
 
     def actor(self, backend: str) -> dict[str, float]:
-        """What Ray keeps for a replica, whose bundle was built for a backend."""
+        """Ray's resources for a replica, whose bundle was built for a backend."""
         device = 0.0 if (self.backend or backend) == "onnxruntime" else 1.0
         return {"num_cpus": self.threads, "num_gpus": device if self.gpus is None else self.gpus}
 
@@ -109,7 +109,7 @@ _OF_ENGINE = {
 
 
 class ForwardedRequest(BaseModel):
-    """A request on its way to a replica: ASGI's scope without what cannot be sent, its body, and where it should go."""
+    """A request for a replica: the serializable part of ASGI's scope, its body, and a routing key."""
 
     scope: dict[str, Any]
     body: bytes
@@ -134,13 +134,13 @@ class EngineReplica:
         )
 
     async def answer(self, call: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """The application's messages, those of an ASGI ``send``, as many at a time as there are."""
+        """The application's ASGI messages, all available ones at a time."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [call.body]
 
         async def receive() -> Message:
             if not body:
-                await asyncio.Event().wait()  # who is gone is cancelled instead
+                await asyncio.Event().wait()  # clients that disconnect cancel the call
             return {"type": "http.request", "body": body.pop(), "more_body": False}
 
         work = asyncio.ensure_future(self._app(call.scope, receive, messages.put))
@@ -158,7 +158,7 @@ class EngineReplica:
             work.cancel()
 
     async def metrics(self) -> tuple[str, str]:
-        """The replica's name, and what Prometheus is told of it."""
+        """The replica's name, and its metrics."""
         name = serve.get_replica_context().replica_id.unique_id
         return name, generate_latest(self._metrics.registry).decode()
 
@@ -166,11 +166,11 @@ class EngineReplica:
         """Ray asks every few seconds, and replaces a replica that raises.
 
         Raises:
-            BackendError: its engine does not get on.
+            BackendError: its engine makes no progress.
         """
-        trouble = self.engine.frontend.engine.trouble(_STUCK)
-        if trouble:
-            raise BackendError(trouble)
+        reason = self.engine.frontend.engine.stall_reason(_STUCK)
+        if reason:
+            raise BackendError(reason)
 
     async def __del__(self) -> None:
         if hasattr(self, "engine"):
@@ -178,11 +178,11 @@ class EngineReplica:
 
 
 class Front:
-    """What clients reach: gives each request to a replica, and its answer back.
+    """The public endpoint: passes requests to replicas, and their answers back.
 
     Args:
         model: the replicas.
-        max_body_bytes: of a request.
+        max_body_bytes: most bytes of a request's body.
     """
 
     def __init__(self, model: DeploymentHandle, max_body_bytes: int) -> None:
@@ -192,7 +192,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         edge = Middleware(
-            Edge, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, others: None
+            Edge, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, arriving: None
         )
         return Starlette(routes=[Route("/metrics", self._metrics), Mount("/", app=self._pass_on)], middleware=[edge])
 
@@ -210,27 +210,27 @@ class Front:
                         events = kind.startswith("text/event-stream")
                     await send(message)
         except (RayActorError, BackPressureError, DeploymentUnavailableError) as error:
-            told = _told(error)
+            client_error = _client_error(error)
             if not begun:
-                await told.response()(scope, receive, send)
+                await client_error.response()(scope, receive, send)
             elif events:
-                last = f"data: {told.body.model_dump_json()}\n\ndata: [DONE]\n\n"
+                last = f"data: {client_error.body.model_dump_json()}\n\ndata: [DONE]\n\n"
                 await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
-            else:  # half an answer: a connection that breaks says so
+            else:  # only a broken connection can tell that the answer is incomplete
                 raise
         finally:
             answers.cancel()
 
     async def _metrics(self, _: Request) -> Response:
-        """Those of every replica, told apart by a label."""
-        found: dict[str, Metric] = {}
+        """The metrics of all replicas, with a label for each."""
+        families: dict[str, Metric] = {}
         for name, text in await self._model.broadcast("metrics").results_async():
             for family in text_string_to_metric_families(text):
-                whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     whole.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value)
         registry = CollectorRegistry()
-        registry.register(_Found(list(found.values())))
+        registry.register(_Collector(list(families.values())))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -240,8 +240,8 @@ _SENT = {
 }
 
 
-class _Found:
-    """Metrics as a collector, which is what prometheus_client writes."""
+class _Collector:
+    """A collector of given metrics, as prometheus_client needs it."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics
@@ -250,8 +250,8 @@ class _Found:
         return self._metrics
 
 
-def _told(error: Exception) -> ApiError:
-    """What a client is told whose request Ray gave up."""
+def _client_error(error: Exception) -> ApiError:
+    """The error for a client whose request Ray gave up."""
     if isinstance(error, BackPressureError):
         return api_error(QueueFullError("too many requests wait for a replica; try again in 1 second", 1))
     if isinstance(error, RayActorError):
@@ -262,29 +262,29 @@ def _told(error: Exception) -> ApiError:
 
 
 def prompt_key(body: bytes) -> str | None:
-    """What a request's prompt begins with; None where it has none.
+    """The beginning of a request's prompt; None if it has no prompt.
 
-    Of a chat that is the system's message and the user's first, which stay as the chat goes on.
+    For a chat these are the messages up to the user's first, which stay as the chat goes on.
     """
     try:
-        given = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         return None
-    begin = given.get("prompt") or given.get("input") or given.get("messages")
+    begin = document.get("prompt") or document.get("input") or document.get("messages")
     if isinstance(begin, list):
-        roles = [one.get("role") if isinstance(one, dict) else None for one in begin]
+        roles = [part.get("role") if isinstance(part, dict) else None for part in begin]
         begin = begin[: roles.index("user") + 1] if "user" in roles else begin
         begin = json.dumps(begin[:_KEYED])
     return begin[:_KEYED] if begin and isinstance(begin, str) else None
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends prompts that begin alike to one replica, whose cache holds that part, while it has a free slot.
+    """Routes prompts with the same beginning to one replica, whose cache holds it, while that has a free slot.
 
-    Which one is by rendezvous hashing (Thaler and Ravishankar, 1998): every front chooses the same without asking, and
-    a replica that comes or goes moves no other's prompts. The rest goes to the replica with the fewest requests.
+    Rendezvous hashing (Thaler and Ravishankar, 1998) chooses it: all fronts agree without communication, and adding or
+    removing a replica moves no prompts of others. Other prompts go to the replica with the fewest requests.
     """
 
     async def choose_replicas(
@@ -298,14 +298,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         def weight(replica: RunningReplica) -> bytes:
             return hashlib.blake2b(key, key=replica.replica_id.unique_id.encode()[:64]).digest()
 
-        first, *others = sorted(candidate_replicas, key=weight)
-        return [[first], others]
+        first, *fallback = sorted(candidate_replicas, key=weight)
+        return [[first], fallback]
 
 
 def app(settings: Settings) -> serve.Application:
     """The application: ``serve run specexport.server.ray:app bundle=BUNDLE replicas=2``.
 
-    A config file's ``deployments`` may set what else Ray knows of ``Model`` and ``Front``.
+    A config file's ``deployments`` may set further options of Ray for ``Model`` and ``Front``.
 
     Raises:
         BundleError: there is no bundle of this name on this machine.
@@ -322,7 +322,7 @@ def app(settings: Settings) -> serve.Application:
     model = serve.deployment(
         EngineReplica,
         name="Model",
-        max_ongoing_requests=slots,  # others wait at the front for whichever replica is free first
+        max_ongoing_requests=slots,  # further requests wait at the front for the first free replica
         max_queued_requests=settings.max_queue,
         request_router_config=RequestRouterConfig(
             request_router_class="specexport.server.ray:PrefixRouter", max_backoff_s=_BACKOFF
@@ -341,11 +341,11 @@ def app(settings: Settings) -> serve.Application:
     return front.bind(model.bind(settings), settings.max_body_bytes)
 
 
-app.__annotations__["settings"] = Settings  # Ray looks for the type itself, to validate what it was given
+app.__annotations__["settings"] = Settings  # Ray needs the type itself to validate arguments
 
 
 def run(settings: Settings, host: str, port: int, log_level: str) -> None:
-    """Serves until a signal comes: on the cluster of ``$RAY_ADDRESS`` or ``ray start``, else on a Ray of its own."""
+    """Serves until a signal comes: on the cluster of ``$RAY_ADDRESS`` or ``ray start``, else on a new local one."""
     served = app(settings)
     ray.init(
         include_dashboard=False,
@@ -359,7 +359,7 @@ def run(settings: Settings, host: str, port: int, log_level: str) -> None:
         serve.start(http_options={"host": host, "port": port})
         serve.run(served, name=_NAME)
         ended.wait()
-        serve.delete(_NAME)  # lets requests finish, as replicas that are replaced do
+        serve.delete(_NAME)  # lets requests finish, like replaced replicas
     finally:
         ray.shutdown()
 

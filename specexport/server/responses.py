@@ -37,82 +37,82 @@ from specexport.server.schema import (
     ToolCall,
 )
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
-from specexport.server.tools import Calling, CallReader, known_tools
+from specexport.server.tools import Calling, CallReader, template_tools
 
 
-async def answer_response(service: Service, request: Request, given: ResponseRequest) -> Response:
+async def answer_response(service: Service, request: Request, body: ResponseRequest) -> Response:
     """Answers an input."""
-    if given.n != 1:
-        raise RequestError(f"n is {given.n}; a response is one output", param="n")
-    model = service.require_model(given.model)
-    messages = [] if given.instructions is None else [_message("system", given.instructions)]
-    if isinstance(given.input, str):
-        messages.append(_message("user", given.input))
+    if body.n != 1:
+        raise RequestError(f"n is {body.n}; a response is one output", param="n")
+    model = service.require_model(body.model)
+    messages = [] if body.instructions is None else [_message("system", body.instructions)]
+    if isinstance(body.input, str):
+        messages.append(_message("user", body.input))
     else:
-        for item in given.input:
+        for item in body.input:
             _add(messages, item)
-    effort = None if given.reasoning is None else given.reasoning.effort
+    effort = None if body.reasoning is None else body.reasoning.effort
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    calls = service.calling(given)
+    calls = service.calling(body)
     bound: dict[str, Any] = {}
     if calls is not None:
-        variables["tools"] = known_tools(given.offered)
+        variables["tools"] = template_tools(body.offered)
         bound = calls.bound()
-    prompt = await chat_tokens(service, given, messages, variables)
-    form = None if given.text is None else given.text.format
+    prompt = await chat_tokens(service, body, messages, variables)
+    form = None if body.text is None else body.text.format
     if form is not None and form.type != "text":
         if bound:
-            raise RequestError("text.format: given beside tools; give one of them", param="text.format")
+            raise RequestError("text.format: given with tools; give one of them", param="text.format")
         bound["json_schema"] = json.dumps(form.schema_) if isinstance(form, SchemaFormat) else ANY_OBJECT
-    params = service.params(given, given.max_output_tokens, None, bound)
-    (stream,) = await service.start([prompt], params, given)
-    made = _Made(model, given, params, stream, len(prompt))
+    params = service.params(body, body.max_output_tokens, None, bound)
+    (stream,) = await service.start([prompt], params, body)
+    response = _Response(model, body, params, stream, len(prompt))
     output = Output(calls)
-    if given.stream:
-        return EventStream(_events(service, made, output))
+    if body.stream:
+        return EventStream(_events(service, response, output))
     outputs = await finished(service, request, [stream])
     if outputs is None:
         return Response(status_code=GONE)
     for _ in output.push(outputs[0].text, outputs[0].finish_reason):
         pass
-    return Response(made.answer(output, outputs[0].finish_reason).model_dump_json(), media_type="application/json")
+    return Response(response.answer(output, outputs[0].finish_reason).model_dump_json(), media_type="application/json")
 
 
 def _add(messages: list[ChatMessage], item: InputItem) -> None:
-    """Adds an item of the input to a conversation; calls belong to what the assistant said before them."""
+    """Adds an item of the input to a conversation; calls join the assistant's message before them."""
     if isinstance(item, InputMessage):
         messages.append(_message(item.role, item.content))
     elif isinstance(item, InputCall):
-        said = messages.pop() if messages and messages[-1].role == "assistant" else _message("assistant", None)
+        message = messages.pop() if messages and messages[-1].role == "assistant" else _message("assistant", None)
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-        messages.append(said.model_copy(update={"tool_calls": [*said.tool_calls, call]}))
+        messages.append(message.model_copy(update={"tool_calls": [*message.tool_calls, call]}))
     else:
         messages.append(_message("tool", item.output, tool_call_id=item.call_id))
 
 
-def _message(role: str, content: Content | None, **more: Any) -> ChatMessage:
-    return ChatMessage.model_validate({"role": role, "content": content, **more})
+def _message(role: str, content: Content | None, **fields: Any) -> ChatMessage:
+    return ChatMessage.model_validate({"role": role, "content": content, **fields})
 
 
 class Output:
-    """What a response says, item by item, and the events of a stream that tell of it."""
+    """The output of a response, item by item, and the events of its stream."""
 
     def __init__(self, calls: Calling | None) -> None:
         self.items: list[OutputMessage | OutputCall] = []
         self._reader = None if calls is None else CallReader(calls)
 
     def push(self, text: str, reason: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Takes more text, and why it ended if it did; gives names and fields of events."""
-        said, pieces = (text, []) if self._reader is None else self._reader.push(text, reason is not None)
+        """Adds text, and the finish reason if it ended; yields names and fields of events."""
+        message, pieces = (text, []) if self._reader is None else self._reader.push(text, reason is not None)
         ended = reason is not None
-        if said or (ended and not pieces and not self.items):
-            yield from self._say(said)
+        if message or (ended and not pieces and not self.items):
+            yield from self._add_text(message)
         for piece in pieces:
             yield from self._call(piece)
         if ended:
             yield from self._close("incomplete" if reason == "length" else "completed")
 
-    def _say(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _add_text(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not self.items or not isinstance(self.items[-1], OutputMessage):
             message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
             yield from self._open(message)
@@ -150,8 +150,8 @@ class Output:
             yield "response.output_text.done", {**self._part(), "text": part.text, "logprobs": []}
             yield "response.content_part.done", {**self._part(), "part": part.model_dump()}
         else:
-            told = {"name": item.name, "arguments": item.arguments}
-            yield "response.function_call_arguments.done", {**self._place(), **told}
+            function = {"name": item.name, "arguments": item.arguments}
+            yield "response.function_call_arguments.done", {**self._place(), **function}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item.model_dump()}
 
     def _place(self) -> dict[str, Any]:
@@ -161,36 +161,36 @@ class Output:
         return {**self._place(), "content_index": 0}
 
 
-class _Made:
-    """A response on its way."""
+class _Response:
+    """A response in progress."""
 
     def __init__(
-        self, model: str, given: ResponseRequest, params: SamplingParams, stream: AsyncStream, prompt_tokens: int
+        self, model: str, body: ResponseRequest, params: SamplingParams, stream: AsyncStream, prompt_tokens: int
     ) -> None:
         self.stream = stream
-        self._given, self._prompt_tokens = given, prompt_tokens
-        form = None if given.text is None else given.text.format
+        self._body, self._prompt_tokens = body, prompt_tokens
+        form = None if body.text is None else body.text.format
         self._fields: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "created_at": int(time.time()),
             "model": model,
-            "instructions": given.instructions,
-            "max_output_tokens": given.max_output_tokens,
-            "metadata": given.metadata or {},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
-            "parallel_tool_calls": given.parallel_tool_calls,
-            "tool_choice": given.tool_choice or "auto",
-            "tools": given.tools,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools,
         }
 
     def answer(self, output: Output, reason: str | None) -> ResponseAnswer:
-        """The response with what it says and why it ended; None where it has not begun."""
+        """The response with its output and finish reason; None for one in progress."""
         if reason is None:
             return ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
-        counted = usage_of(self._given, [self.stream], self._prompt_tokens)
+        counted = usage_of(self._body, [self.stream], self._prompt_tokens)
         usage = ResponseUsage(
             input_tokens=counted.prompt_tokens,
             input_tokens_details=counted.prompt_tokens_details,
@@ -205,29 +205,29 @@ class _Made:
         )
 
 
-async def _events(service: Service, made: _Made, output: Output) -> AsyncGenerator[str, None]:
+async def _events(service: Service, response: _Response, output: Output) -> AsyncGenerator[str, None]:
     count = 0
 
     def event(kind: str, **fields: Any) -> str:
         nonlocal count
-        told = {"type": kind, "sequence_number": count, **fields}
+        content = {"type": kind, "sequence_number": count, **fields}
         count += 1
-        return f"event: {kind}\ndata: {one_line(json.dumps(told, ensure_ascii=False))}\n\n"
+        return f"event: {kind}\ndata: {one_line(json.dumps(content, ensure_ascii=False))}\n\n"
 
     reason = None
-    begun = made.answer(output, None).model_dump()
+    begun = response.answer(output, None).model_dump()
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     try:
-        async with contextlib.aclosing(merged(service, [made.stream])) as chunks:
+        async with contextlib.aclosing(merged(service, [response.stream])) as chunks:
             async for _, chunk in chunks:
                 reason = chunk.finish_reason
                 for kind, fields in output.push(chunk.text, reason):
                     yield event(kind, **fields)
-    except Exception as error:  # the answer has begun, so that its end has to say what went wrong
-        wrong = api_error(error).body.error
-        told = {"code": wrong.code or wrong.type, "message": wrong.message}
-        yield event("response.failed", response={**begun, "status": "failed", "error": told})
+    except Exception as error:  # the answer has begun, so an event reports the error
+        detail = api_error(error).body.error
+        failure = {"code": detail.code or detail.type, "message": detail.message}
+        yield event("response.failed", response={**begun, "status": "failed", "error": failure})
         return
-    answer = made.answer(output, reason)
+    answer = response.answer(output, reason)
     yield event(f"response.{answer.status}", response=answer.model_dump())

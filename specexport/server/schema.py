@@ -28,9 +28,9 @@ MAX_CHOICES = 128
 _LARGEST = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)  # equal ones would be one: ``Annotated`` keeps what it was given, and 0 equals False
+@dataclass(frozen=True, eq=False)  # ``Annotated`` caches by equality, and 0 equals False
 class Only:
-    """A field that may only state the default: one of ``values``, or nothing; anything else is refused."""
+    """A field that may only have its default, one of ``values``, or be empty; anything else is refused."""
 
     values: tuple[Any, ...] = ()
 
@@ -41,8 +41,8 @@ class Only:
         return {"enum": [None, {}, [], *self.values], "description": "Anything else is not supported."}
 
     def _checked(self, value: Any) -> Any:
-        alike = (known for known in self.values if isinstance(known, bool) == isinstance(value, bool))
-        if value not in ({}, []) and value not in tuple(alike):
+        same_type = (allowed for allowed in self.values if isinstance(allowed, bool) == isinstance(value, bool))
+        if value not in ({}, []) and value not in tuple(same_type):
             expected = " or ".join(map(json.dumps, self.values))
             raise ValueError(f"not supported; leave it out{expected and f' or send {expected}'}")
         return value
@@ -55,8 +55,8 @@ Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(descriptio
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
-Others = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-PromptOthers = Annotated[Others | None, Field(description="The same of the prompt's tokens; not streamed.")]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptAlternatives = Annotated[Alternatives | None, Field(description="The same of the prompt's tokens; not streamed.")]
 Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -79,15 +79,15 @@ class _Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Clients send null for nothing; for ``max_tokens`` it means no limit."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+    def _without_nulls(cls, body: Any) -> Any:
+        """Removes nulls, which clients send for absent fields; for ``max_tokens`` null means no limit."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
 
 
 class Accepted(_Request):
-    """Fields that change no text: labels, and fields that may only state the default."""
+    """Fields without effect: labels, and fields that may only have their default."""
 
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = Field(None, description="A label.")
     prompt_cache_key: Label = None
@@ -154,25 +154,25 @@ class StructuredOutputs(_Request):
     disable_additional_properties: Annotated[Any, Only((False,))] = None
 
     @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
+    def _at_most_one(self) -> StructuredOutputs:
         if len(self.bounds()) > 1:
             raise ValueError("give one of json, json_object, choice, regex and grammar")
         return self
 
     def bounds(self) -> list[dict[str, str]]:
         """As parameters of the engine."""
-        found: list[dict[str, str]] = []
+        bounds: list[dict[str, str]] = []
         if self.json_ is not None:
-            found.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})
+            bounds.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})
         if self.json_object:
-            found.append({"json_schema": ANY_OBJECT})
+            bounds.append({"json_schema": ANY_OBJECT})
         if self.choice is not None:
-            found.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
+            bounds.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
         if self.regex is not None:
-            found.append({"grammar": f"start: {_lark_regex(self.regex)}"})
+            bounds.append({"grammar": f"start: {_lark_regex(self.regex)}"})
         if self.grammar is not None:
-            found.append({"grammar": self.grammar})
-        return found
+            bounds.append({"grammar": self.grammar})
+        return bounds
 
 
 ANY_OBJECT = '{"type": "object"}'
@@ -182,25 +182,25 @@ _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", "\f": r"\f"}
 
 
 def _lark_regex(regex: str) -> str:
-    """A regular expression as Lark writes it: the whole output fits it, so that anchors at its ends say nothing."""
-    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda found: found[1] or "", regex)
+    """A regular expression in Lark's syntax; it matches the whole output, so anchors at its ends are removed."""
+    regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda match: match[1] or "", regex)
 
-    def written(found: re.Match[str]) -> str:
-        """A slash ends it in Lark, and a line ends a rule; ``re.escape`` puts a backslash before either."""
-        letter = found[1] or found[0]
-        return r"\/" if letter == "/" else _CONTROLS.get(letter, found[0])
+    def escape(match: re.Match[str]) -> str:
+        """Escapes slashes and line breaks, which end it in Lark; ``re.escape`` puts a backslash before either."""
+        letter = match[1] or match[0]
+        return r"\/" if letter == "/" else _CONTROLS.get(letter, match[0])
 
-    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", written, regex)
+    safe = re.sub(r"(?s)\\(.)|[/\n\r\t\v\f]", escape, regex)
     return f"/(?:{safe})/"
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """A string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class GenerationRequest(Accepted):
-    """What completions, chats and responses have in common."""
+    """The common fields of completions, chats and responses."""
 
     model: str | None = Field(None, max_length=4096, description="One of /v1/models; may be left out.")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Outputs for a prompt.")
@@ -241,7 +241,7 @@ class GenerationRequest(Accepted):
 
     @property
     def hypothesis(self) -> str | None:
-        """What the output is expected to be."""
+        """The expected output."""
         return None
 
     @property
@@ -262,8 +262,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = Field(
         16, description="None for what the context holds; left out, the model's own if it has one."
     )
-    logprobs: Others | None = Field(None, description="Return log-probabilities, with this many others each.")
-    prompt_logprobs: PromptOthers = None
+    logprobs: Alternatives | None = Field(None, description="Return log-probabilities, with this many others each.")
+    prompt_logprobs: PromptAlternatives = None
     echo: bool = Field(False, description="Begin the text with the prompt.")
     add_special_tokens: bool = Field(True, description="Of a text: those the tokenizer adds by itself.")
 
@@ -286,14 +286,14 @@ def plain_text(content: Content | None) -> str:
 
 
 class CalledFunction(_Request):
-    """What was called, its arguments as JSON."""
+    """The called function, with its arguments as JSON."""
 
     name: ToolName
     arguments: Text
 
 
 class ToolCall(_Request):
-    """A call of the assistant's."""
+    """A call by the assistant."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
@@ -301,7 +301,7 @@ class ToolCall(_Request):
 
 
 class Function(_Request):
-    """What may be called; its arguments always fit its schema, so that strict changes nothing."""
+    """A function that may be called; its arguments always match its schema, so strict changes nothing."""
 
     name: ToolName
     description: Text | None = None
@@ -357,28 +357,28 @@ class NamedSchema(_Request):
     """A JSON schema with a name."""
 
     name: str = Field(max_length=64)
-    # The field is called schema, which pydantic's models have a method of.
+    # The field's name is schema, which is a method of pydantic's models.
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = Field(None, max_length=4096)
     strict: bool | None = None
 
 
 class JsonSchema(_Request):
-    """JSON that fits a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class Prediction(_Request):
-    """What the answer is expected to be."""
+    """The expected answer."""
 
     type: Literal["content"]
     content: Content
 
 
 class TemplateOptions(_Request):
-    """How a conversation is put into words."""
+    """How a conversation is formatted."""
 
     chat_template: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="The name of one of the model's chat templates, such as tool_use or rag."
@@ -392,7 +392,7 @@ class TemplateOptions(_Request):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the template is told beside the messages."""
+        """Variables of the template, in addition to the messages."""
         return ({} if self.documents is None else {"documents": self.documents}) | self.chat_template_kwargs
 
 
@@ -403,8 +403,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     max_completion_tokens: Count | None = Field(None, description="None for what the context holds.")
     max_tokens: Count | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Return each token's log-probability.")
-    top_logprobs: Others | None = Field(None, description="And those of this many others.")
-    prompt_logprobs: PromptOthers = None
+    top_logprobs: Alternatives | None = Field(None, description="And those of this many others.")
+    prompt_logprobs: PromptAlternatives = None
     response_format: Annotated[AnyFormat | JsonSchema, Field(discriminator="type")] | None = Field(
         None, description="Constrains the answer to a grammar."
     )
@@ -431,12 +431,12 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 
     @property
     def offered(self) -> list[Function]:
-        """What may be called."""
+        """The functions that may be called."""
         return [tool.function for tool in self.tools]
 
     @property
     def choice(self) -> ToolMode | FunctionName | None:
-        """Whether one is called."""
+        """Whether a function is called, and which."""
         return self.tool_choice.function if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
 
 
@@ -447,14 +447,14 @@ class SchemaFormat(NamedSchema):
 
 
 class TextConfig(_Request):
-    """What a response's text is."""
+    """The format of a response's text."""
 
     format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Annotated[Any, Only(("medium",))] = None
 
 
 class Reasoning(_Request):
-    """What the model's chat template is told."""
+    """Settings of reasoning, for the model's chat template."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: Annotated[Any, Only(("auto",))] = None
@@ -473,7 +473,7 @@ class InputMessage(_Request):
 
 
 class InputCall(_Request):
-    """A call of the assistant's, in a response's input."""
+    """A call by the assistant, in a response's input."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
@@ -484,7 +484,7 @@ class InputCall(_Request):
 
 
 class InputCallOutput(_Request):
-    """What a call gave, in a response's input."""
+    """The result of a call, in a response's input."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
@@ -543,12 +543,12 @@ class ResponseRequest(GenerationRequest, TemplateOptions):
 
     @property
     def offered(self) -> list[ResponseTool]:
-        """What may be called."""
+        """The functions that may be called."""
         return self.tools
 
     @property
     def choice(self) -> ToolMode | FunctionName | None:
-        """Whether one is called."""
+        """Whether a function is called, and which."""
         return self.tool_choice
 
 
@@ -567,7 +567,7 @@ class TokenizeRequest(TemplateOptions):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: ``param`` names the field."""
+    """An error; ``param`` names the field."""
 
     message: str
     type: str
@@ -576,7 +576,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every error's body."""
+    """The body of error responses."""
 
     error: ErrorDetail
 
@@ -589,7 +589,7 @@ class MethodCard(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -609,7 +609,7 @@ class ModelList(BaseModel):
 
 
 class SpeculationUsage(BaseModel):
-    """What speculation did; names are vLLM's."""
+    """Counts of speculation; names are vLLM's."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -619,13 +619,13 @@ class SpeculationUsage(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompts' tokens, those that were in the prefix cache."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
-    """What became of a prediction's tokens."""
+    """Counts of a prediction's tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -643,7 +643,7 @@ class Usage(BaseModel):
 
 
 class Step(BaseModel):
-    """The step that made a chunk: the target's own token at the end, draft tokens accepted before it."""
+    """The step of a chunk: accepted draft tokens, then the target's own token."""
 
     tokens: list[tuple[str, int]] = Field(
         description="Text of each, and as which token of its proposal it was drafted, from 1; 0 is the target's own."
@@ -655,7 +655,7 @@ class Step(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token that might have been in the prompt, or was."""
+    """The log-probability of a prompt token or an alternative."""
 
     logprob: float
     rank: int = Field(description="Its place among all tokens, 1 for the most probable.")
@@ -669,7 +669,7 @@ PromptLogprobs = Annotated[
 
 
 class Choice(BaseModel):
-    """What all outputs have in common."""
+    """The common fields of outputs."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
@@ -708,7 +708,7 @@ class CompletionResponse(_Answer):
 
 
 class TopLogprob(BaseModel):
-    """A token that might have been, or was."""
+    """The log-probability of a token or an alternative."""
 
     token: str
     logprob: float
@@ -716,7 +716,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """A token that was."""
+    """The log-probability of a token of the answer."""
 
     top_logprobs: list[TopLogprob]
 
@@ -728,14 +728,14 @@ class ChatLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """What is called, or a piece of it."""
+    """A called function, or a piece of it."""
 
     name: str | None = None
     arguments: str
 
 
 class AssistantCall(BaseModel):
-    """A call, or a piece of one, which says with its index whose it is."""
+    """A call, or a piece of one; its index identifies the call."""
 
     index: int | None = None
     id: str | None = None
@@ -744,7 +744,7 @@ class AssistantCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said, or a piece of it; its reasoning where it has a channel for that."""
+    """The model's message, or a piece of it; with its reasoning if it has a channel for that."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -811,13 +811,13 @@ class OutputCall(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a response is not complete."""
+    """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class OutputDetails(BaseModel):
-    """Of the tokens made, those of reasoning: none, as it is part of the text."""
+    """Reasoning tokens of the output: 0, as reasoning is part of the text."""
 
     reasoning_tokens: int = 0
 
@@ -868,6 +868,6 @@ class TokenizeResponse(BaseModel):
 
 
 class Status(BaseModel):
-    """How the server is."""
+    """The server's state."""
 
     status: str

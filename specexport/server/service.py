@@ -1,4 +1,4 @@
-"""What the server serves: an engine, its name, its limits; and how a request becomes streams and an answer."""
+"""The served engine with its names and limits, and how a request becomes streams and an answer."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 }
-"""Fields that the engine has under the same names."""
+"""Fields with the names of the engine's parameters."""
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
-"""What requests call the most tokens of an output; one that names none of them takes the model's own, if it has one."""
+"""Names of the most tokens of an output; a request without any of them uses the model's own limit, if it has one."""
 GONE = 499
 """Nginx's status for a client that disconnected."""
 _LEAST_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
-"""What some clients take for the end of a line, and JSON leaves as it is in a text: escaped in events."""
+"""Characters that some clients treat as line breaks and JSON does not escape; escaped in events."""
 _NO_CHOICES = '"choices":[]'
-"""How an answer without outputs says so; a name that a caller chose would have its quotes escaped."""
+"""The empty list of outputs in an answer; in a caller's text its quotes would be escaped."""
 
 
 def least(logprob: float) -> float:
-    """A log-probability as JSON can say it: OpenAI has -9999 for minus infinity."""
+    """A log-probability for JSON: OpenAI uses -9999 for minus infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
 
 def one_line(text: str) -> str:
-    """JSON as an event may hold it."""
+    """JSON on one line, for an event."""
     return text.translate(_LINES)
 
 
-def speculation(given: GenerationRequest) -> dict[str, Any]:
-    """What a request says of how it speculates."""
-    keys = {} if given.speculative is None else given.speculative.model_dump(exclude_none=True)
-    return keys if given.hypothesis is None else {**keys, "hypothesis": given.hypothesis}
+def speculation(body: GenerationRequest) -> dict[str, Any]:
+    """A request's settings of speculation."""
+    keys = {} if body.speculative is None else body.speculative.model_dump(exclude_none=True)
+    return keys if body.hypothesis is None else {**keys, "hypothesis": body.hypothesis}
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Service:
 
     Attributes:
         engine: runs requests.
-        names: the model's; the first is what answers say.
+        names: the model's names; answers have the first.
         timeout: seconds a request may take, waiting included; None for no limit.
         created: when the server started, in seconds since 1970.
-        metrics: what it counts.
+        metrics: its metrics.
     """
 
     engine: AsyncEngine
@@ -95,7 +95,7 @@ class Service:
         threading.Thread(target=self.engine.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
-        """The name to answer with.
+        """The model's name in the answer.
 
         Raises:
             ApiError: another model was requested.
@@ -105,23 +105,23 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served; there is {served}"[:300], "not_found_error", "model")
         return name or self.names[0]
 
-    def head(self, given: GenerationRequest, kind: str) -> dict[str, Any]:
-        """What every part of a request's answer begins with.
+    def head(self, body: GenerationRequest, kind: str) -> dict[str, Any]:
+        """The first fields of every part of a request's answer.
 
         Raises:
             ApiError: another model was requested.
         """
-        model = self.require_model(given.model)
+        model = self.require_model(body.model)
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def calling(self, given: ChatRequest | ResponseRequest) -> Calling | None:
+    def calling(self, body: ChatRequest | ResponseRequest) -> Calling | None:
         """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
         template = self.engine.frontend.engine.chat_template
-        source = "" if template is None else template.source(given.chat_template, tools=bool(given.offered))
-        found = calling(given, source)
-        if found is None or not given.skip_special_tokens:
-            return found
-        return replace(found, hidden=self._special_tokens)
+        source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
+        result = calling(body, source)
+        if result is None or not body.skip_special_tokens:
+            return result
+        return replace(result, hidden=self._special_tokens)
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
@@ -132,120 +132,120 @@ class Service:
 
     def params(
         self,
-        given: GenerationRequest,
+        body: GenerationRequest,
         max_tokens: int | None,
         logprobs: int | None,
         bound: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
-        """How a request samples; what it does not say is the model's own. ``bound`` is what constrains the output.
+        """A request's sampling parameters, by default the model's own. ``bound`` constrains the output.
 
         Raises:
             RequestError: it is constrained in two ways.
         """
         frontend = self.engine.frontend
-        bounds = [] if given.structured_outputs is None else given.structured_outputs.bounds()
+        bounds = [] if body.structured_outputs is None else body.structured_outputs.bounds()
         if bounds and bound:
             raise RequestError(
-                "structured_outputs: given beside tools or a response_format; give one of them",
+                "structured_outputs: given with tools or a response_format; give one of them",
                 param="structured_outputs",
             )
-        own: dict[str, Any] = given.model_dump(include=SAMPLING, exclude_none=True)
-        if given.model_fields_set & LENGTHS:
-            own["max_tokens"] = max_tokens
-        if given.stop is not None:
-            own["stop"] = given.stop
+        overrides: dict[str, Any] = body.model_dump(include=SAMPLING, exclude_none=True)
+        if body.model_fields_set & LENGTHS:
+            overrides["max_tokens"] = max_tokens
+        if body.stop is not None:
+            overrides["stop"] = body.stop
         return frontend.params(
             max_tokens,
-            stop_token_ids=tuple(given.stop_token_ids),
-            n=given.n,
-            seed=None if given.seed == -1 else given.seed,
-            logit_bias={int(token): bias for token, bias in given.logit_bias.items()},
+            stop_token_ids=tuple(body.stop_token_ids),
+            n=body.n,
+            seed=None if body.seed == -1 else body.seed,
+            logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
             logprobs=logprobs,
-            **{**own, **(bounds[0] if bounds else bound or {})},
+            **{**overrides, **(bounds[0] if bounds else bound or {})},
         )
 
     async def start(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, given: GenerationRequest
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
     ) -> list[AsyncStream]:
-        """Streams of all prompts' outputs, those of the first prompt first."""
+        """Starts the streams of all prompts' outputs, those of the first prompt first."""
         for name in ("stream_options", "include_steps"):
-            if getattr(given, name) and not given.stream:
+            if getattr(body, name) and not body.stream:
                 raise RequestError(f"{name}: given without stream", param=name)
-        if given.prompt_logprobs is not None and given.stream:
+        if body.prompt_logprobs is not None and body.stream:
             raise RequestError(
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
         frontend = self.engine.frontend
-        chosen = frontend.speculation(speculation(given))
-        limits = [limit for limit in (self.timeout, given.timeout) if limit is not None]
+        chosen = frontend.speculation(speculation(body))
+        limits = [limit for limit in (self.timeout, body.timeout) if limit is not None]
 
-        def made() -> list[Stream]:
+        def create() -> list[Stream]:
             try:
                 return [stream for prompt in prompts for stream in frontend.streams(prompt, params, chosen)]
             except RequestError as error:
                 if error.param not in ("grammar", "json_schema"):
                     raise
-                raise RequestError(f"{given.bound_by}: {error}", param=given.bound_by) from error
+                raise RequestError(f"{body.bound_by}: {error}", param=body.bound_by) from error
 
-        # A schema or a prediction takes its time, so other requests go on meanwhile.
-        return self.engine.start(await asyncio.to_thread(made), min(limits, default=None))
+        # A schema or a prediction may take long, so it is processed in a thread.
+        return self.engine.start(await asyncio.to_thread(create), min(limits, default=None))
 
 
 class Format(Protocol):
-    """How an endpoint words what the streams say, streamed in parts or as a whole."""
+    """An endpoint's format of answers, streamed in parts or whole."""
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
-        """What an output says next, or all of it; None for nothing yet."""
+        """The next part of an output, or all of it; None if there is nothing to send yet."""
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
-        """One part of the answer, or all of it."""
+        """A part of the answer, or all of it."""
 
 
 async def respond(
     service: Service,
     request: Request,
-    given: GenerationRequest,
+    body: GenerationRequest,
     streams: list[AsyncStream],
     form: Format,
     prompt_tokens: int,
 ) -> Response:
-    """Runs started streams to an answer, streamed or whole. A client that goes away takes its streams with it."""
-    if given.stream:
-        return EventStream(_events(service, given, streams, form, prompt_tokens))
+    """Turns started streams into an answer, streamed or whole. They are cancelled if the client disconnects."""
+    if body.stream:
+        return EventStream(_events(service, body, streams, form, prompt_tokens))
     outputs = await finished(service, request, streams)
     if outputs is None:
         return Response(status_code=GONE)
-    usage = usage_of(given, streams, prompt_tokens)
+    usage = usage_of(body, streams, prompt_tokens)
 
-    def written() -> str:
-        # Output by output: with log-probabilities they are long, and each is written under Python's lock.
+    def serialize() -> str:
+        # Output by output: with log-probabilities they are long, and each is serialized under Python's lock.
         before, empty, after = form.answer([], usage, False).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
-        made = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
-        parts = (one.model_dump_json(exclude_unset=True) for one in made if one is not None)
+        choices = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
+        parts = (choice.model_dump_json(exclude_unset=True) for choice in choices if choice is not None)
         return f"{before}{empty[:-1]}{','.join(parts)}]{after}"
 
-    long = any(chunk.logprobs for chunk in outputs) or given.prompt_logprobs is not None
-    text = await asyncio.to_thread(written) if long else written()
+    long = any(chunk.logprobs for chunk in outputs) or body.prompt_logprobs is not None
+    text = await asyncio.to_thread(serialize) if long else serialize()
     return Response(text, media_type="application/json")
 
 
 async def finished(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
-    """Every stream's output as one chunk; None if the client went away."""
+    """Every stream's output as one chunk; None if the client disconnected."""
     work = asyncio.ensure_future(_collected(service, streams))
-    gone = asyncio.ensure_future(_disconnected(request))
-    gone.add_done_callback(lambda _: work.cancel())
+    disconnected = asyncio.ensure_future(_disconnected(request))
+    disconnected.add_done_callback(lambda _: work.cancel())
     try:
         return await work
     except asyncio.CancelledError:
-        if gone.done():
+        if disconnected.done():
             return None
         raise
     finally:
-        gone.cancel()
+        disconnected.cancel()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose generator is closed as soon as the client is gone."""
+    """Server-sent events whose generator is closed as soon as the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -258,48 +258,48 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service, given: GenerationRequest, streams: list[AsyncStream], form: Format, prompt_tokens: int
+    service: Service, body: GenerationRequest, streams: list[AsyncStream], form: Format, prompt_tokens: int
 ) -> AsyncGenerator[str, None]:
-    options = given.stream_options or StreamOptions.model_validate({})
+    options = body.stream_options or StreamOptions.model_validate({})
 
     def event(model: BaseModel) -> str:
         return f"data: {one_line(model.model_dump_json(exclude_unset=True))}\n\n"
 
     def piece(index: int, chunk: Chunk) -> str:
-        said = form.choice(index, chunk, True)
-        if said is not None and given.include_steps:
-            said.step = step_of(chunk, service.engine.frontend.token_text, streams[index].arrived)
-        usage = usage_of(given, streams, prompt_tokens) if options.continuous_usage_stats else None
-        return "" if said is None else event(form.answer([said], usage, True))
+        choice = form.choice(index, chunk, True)
+        if choice is not None and body.include_steps:
+            choice.step = step_of(chunk, service.engine.frontend.token_text, streams[index].arrived)
+        usage = usage_of(body, streams, prompt_tokens) if options.continuous_usage_stats else None
+        return "" if choice is None else event(form.answer([choice], usage, True))
 
     try:
         async with contextlib.aclosing(merged(service, streams)) as chunks:
             async for index, chunk in chunks:
-                if chunk.text or chunk.logprobs or given.include_steps or chunk.finish_reason is not None:
-                    # Log-probabilities of a prompt come all at once, and trees have many tokens.
-                    long = chunk.logprobs or given.include_steps
+                if chunk.text or chunk.logprobs or body.include_steps or chunk.finish_reason is not None:
+                    # A prompt's log-probabilities come all at once, and trees have many tokens.
+                    long = chunk.logprobs or body.include_steps
                     yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
-            yield event(form.answer([], usage_of(given, streams, prompt_tokens), True))
-    except Exception as error:  # the answer has begun, so that its end has to say what went wrong
+            yield event(form.answer([], usage_of(body, streams, prompt_tokens), True))
+    except Exception as error:  # the answer has begun, so an event reports the error
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
 
 
 def prompt_logprobs(stream: AsyncStream, token_text: Callable[[int], str]) -> PromptLogprobs:
-    """Those of a stream's prompt, by token."""
+    """Log-probabilities of a stream's prompt, by token."""
     return [None] + [
         {
-            token: PromptLogprob(logprob=least(one.logprob), rank=one.rank, decoded_token=one.decoded_token)
-            for token, one in by_token(entry, token_text).items()
+            token: PromptLogprob(logprob=least(score.logprob), rank=score.rank, decoded_token=score.decoded_token)
+            for token, score in by_token(entry, token_text).items()
         }
         for entry in stream.prompt_logprobs
     ]
 
 
 def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> Step:
-    """The step that made a chunk of a request that came at ``arrived``, in texts."""
-    seconds = chunk.made - arrived
+    """The step of a chunk, with texts of its tokens; the request arrived at ``arrived``."""
+    seconds = chunk.created - arrived
     if chunk.verified is None:
         plain = [(text, 0) for text in chunk.pieces]
         return Step(tokens=plain, parents=[-1], drafted=[], path=[], seconds=seconds)
@@ -316,22 +316,22 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> S
 async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
     """Every stream's output as one chunk."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
-    async with contextlib.aclosing(merged(service, streams)) as found:
-        async for index, chunk in found:
+    async with contextlib.aclosing(merged(service, streams)) as items:
+        async for index, chunk in items:
             chunks[index].append(chunk)
     return [
         Chunk(
-            "".join(chunk.text for chunk in of_one),
-            tuple(token for chunk in of_one for token in chunk.token_ids),
-            of_one[-1].finish_reason,
-            tuple(entry for chunk in of_one for entry in chunk.logprobs),
+            "".join(chunk.text for chunk in output),
+            tuple(token for chunk in output for token in chunk.token_ids),
+            output[-1].finish_reason,
+            tuple(entry for chunk in output for entry in chunk.logprobs),
         )
-        for of_one in chunks
+        for output in chunks
     ]
 
 
 async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of several streams as they come, with the stream's place; the first error ends them all."""
+    """Chunks of several streams in order of arrival, with the stream's index; the first error ends all."""
     items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncStream) -> None:
@@ -343,14 +343,14 @@ async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator
     for task in pumps:
         task.add_done_callback(items.put_nowait)
     try:
-        left = len(pumps)
-        while left:
+        running = len(pumps)
+        while running:
             item = await items.get()
             if isinstance(item, tuple):
                 yield item
             else:
                 item.result()
-                left -= 1
+                running -= 1
     finally:
         for task in pumps:
             task.cancel()
@@ -362,33 +362,33 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def usage_of(given: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
+def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 
     def total(name: str) -> int:
-        return sum(getattr(one, name) for one in stats)
+        return sum(getattr(s, name) for s in stats)
 
-    made, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    # The outputs of a prompt stand together; what an output's prompt shares with those before it was not there before.
-    cached = sum(min(one.cached_tokens for one in stats[at : at + given.n]) for at in range(0, len(stats), given.n))
+    output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
+    # The outputs of a prompt are neighbours; rows that one shares with another of them were not cached before.
+    cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
     usage = Usage(
         prompt_tokens=prompt_tokens,
-        completion_tokens=made,
-        total_tokens=prompt_tokens + made,
+        completion_tokens=output,
+        total_tokens=prompt_tokens + output,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
-    if given.include_speculation:
+    if body.include_speculation:
         usage.speculation = SpeculationUsage(
             num_drafts=total("steps_with_draft"),
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
             num_accepted_tokens_per_pos=[
-                sum(counts) for counts in zip_longest(*(one.accepted_at for one in stats), fillvalue=0)
+                sum(counts) for counts in zip_longest(*(s.accepted_at for s in stats), fillvalue=0)
             ],
             acceptance_length=(accepted + steps) / steps if steps else 0.0,
         )
-    if given.hypothesis is not None:
+    if body.hypothesis is not None:
         usage.completion_tokens_details = CompletionTokensDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
         )

@@ -1,4 +1,4 @@
-"""Tool calls: the grammar an answer with tools is bound to, and how calls are read from its text."""
+"""Tool calls: the grammar of answers with tools, and the parser of calls in their text."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from specexport.server.schema import (
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls: each a head, which names the function, and its arguments, as JSON or one by one.
+    """How a model writes calls: a head with the function's name, then its arguments, as JSON or separately.
 
     Attributes:
-        arguments: the key of the arguments, where a call is JSON.
-        begin: the mark before the calls, and what comes behind it; empty where a call is the whole answer.
-        end: what comes behind them.
-        opening: what comes between the mark and the first call, a regular expression.
-        between: what comes between two calls; None for the end, a line's end and the mark again.
-        head: a call up to its arguments, a regular expression of ``NAME`` and ``ARGUMENTS``.
-        tail: a call behind its arguments.
-        one_by_one: whether arguments are written between marks of their own, up to the tail.
-        id_length: letters and digits of a call's id, where the model's template knows no others.
+        arguments: the key of the arguments, if a call is JSON.
+        begin: the mark before the calls, and the text after it; empty if a call is the whole answer.
+        end: the text after the calls.
+        opening: a regular expression between the mark and the first call.
+        between: the text between two calls; None for the end, a line break and the mark again.
+        head: a call up to its arguments, a regular expression with ``NAME`` and ``ARGUMENTS``.
+        tail: a call's text after its arguments.
+        separate_arguments: whether each argument has its own marks; otherwise arguments are JSON.
+        id_length: letters and digits of a call's id, if the model's template requires a length.
     """
 
     arguments: str = "arguments"
@@ -45,23 +45,23 @@ class CallFormat:
     between: str | None = None
     head: str = r'\{"name": "NAME", "ARGUMENTS": '
     tail: str = "}"
-    one_by_one: bool = False
+    separate_arguments: bool = False
     id_length: int | None = None
 
     @property
     def mark(self) -> str:
-        """What ends a text and begins calls, whatever follows it."""
+        """The mark that ends the text and begins calls."""
         return self.begin.rstrip()
 
     def head_of(self, name: str) -> str:
         """A regular expression of a call up to its arguments, for Lark and for Python."""
         marks = {"ARGUMENTS": self.arguments, "NAME": name}
-        return re.sub("|".join(marks), lambda found: marks[found[0]], self.head)
+        return re.sub("|".join(marks), lambda match: marks[match[0]], self.head)
 
 
 _NAME = "(?P<name>[A-Za-z0-9_.-]{1,64})"
 HERMES = CallFormat(begin="<tool_call>\n", end="\n</tool_call>")
-QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=parameters.END, one_by_one=True)
+QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=parameters.END, separate_arguments=True)
 LLAMA = CallFormat("parameters")
 MISTRAL = CallFormat(begin="[TOOL_CALLS]", opening=r" ?\[", between=", ", end="]", id_length=9)
 MISTRAL_ARGS = CallFormat(begin="[TOOL_CALLS]", between="[TOOL_CALLS]", head=r"NAME\[ARGS\]", tail="", id_length=9)
@@ -72,11 +72,11 @@ HARMONY = CallFormat(
     r"<\|message\|>",
     tail="",
 )
-"""gpt-oss: an answer is messages in channels, of which a call is the last."""
+"""gpt-oss: an answer consists of messages in channels; a call is the last one."""
 _PLAIN = CallFormat("arguments")
-"""For models that know no tools; an answer can be bound to it all the same."""
+"""For models without tools; an answer can be constrained to it nevertheless."""
 _PYTHON_TAG = "<|python_tag|>"
-"""What Llama 3 may put before a call."""
+"""Llama 3 may write this before a call."""
 _OBJECT = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -85,14 +85,14 @@ _OBJECT = {
 
 
 def call_format(template: str) -> CallFormat | None:
-    """The format that a chat template names; None where it names none that is known."""
+    """The format that a chat template uses; None if it is unknown."""
     if "tools" not in template:
         return None
     if "<|channel|>" in template and "<|message|>" in template:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template and "<arg_key>" not in template:  # which GLM-4.5 writes parameters in
+    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM-4.5 writes parameters in <arg_key>
         return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
 
@@ -103,9 +103,9 @@ class Calling:
 
     Attributes:
         format: how calls are written.
-        tools: what may be called.
-        forced: whether the answer is calls alone.
-        parallel: whether there may be several.
+        tools: the tools that may be called.
+        forced: whether the answer consists of calls only.
+        parallel: whether there may be several calls.
         hidden: special tokens that the answer's text leaves out.
     """
 
@@ -116,32 +116,32 @@ class Calling:
     hidden: re.Pattern[str] | None = None
 
     def bound(self) -> dict[str, Any]:
-        """What binds the answer, as parameters of the engine. Special tokens may be marks, which the reader needs."""
+        """The engine's parameters that constrain the answer. Special tokens may be marks, which the reader needs."""
         return {"grammar": self.grammar(), "skip_special_tokens": False}
 
     def grammar(self) -> str:
-        """The answer's grammar, in llguidance's form of Lark."""
+        """The answer's grammar, in llguidance's dialect of Lark."""
         form = self.format
         calls = ["call: " + " | ".join(f"call_{at}" for at in range(len(self.tools)))]
         for at, tool in enumerate(self.tools):
             head = _pattern(form.head_of(re.escape(tool.name)))
-            arguments, more = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
-            if form.one_by_one:
-                arguments, more = parameters.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
-            calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *more]
+            arguments, rules = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
+            if form.separate_arguments:
+                arguments, rules = parameters.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
+            calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *rules]
         if form is HARMONY:
             lines = ["start: call"] if self.forced else _MESSAGES
         else:
             between = f"{form.end}\n{form.begin}" if form.between is None else form.between
             several = f"({_literal(between)} call)*" if form.begin and self.parallel else ""
-            rest = (
+            tail = (
                 f"{_literal(form.begin[len(form.mark) :])} {_pattern(form.opening)} call {several} {_literal(form.end)}"
             )
             if self.forced:
-                lines = [f"start: {_literal(form.mark)} {rest}"]
+                lines = [f"start: {_literal(form.mark)} {tail}"]
             elif form.begin:
-                # The lazy part ends the text at the first mark, from which on there are calls alone.
-                lines = [f"start: TEXT | marked {rest}", f"marked[lazy]: TEXT {quoted(form.mark)}", r"TEXT: /(.|\n)*/"]
+                # The lazy part ends the text at the first mark; only calls follow.
+                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quoted(form.mark)}", r"TEXT: /(.|\n)*/"]
             else:
                 lines = [
                     f"start: TEXT | {quoted(_PYTHON_TAG)}? call",
@@ -157,7 +157,7 @@ _MESSAGES = [
     'final: "<|channel|>final<|message|>" TEXT',
     r"TEXT: /(.|\n)*/",
 ]
-"""Of an answer in channels that need not be a call."""
+"""The rules of an answer in channels that need not be a call."""
 
 
 def _literal(text: str) -> str:
@@ -168,21 +168,21 @@ def _pattern(pattern: str) -> str:
     return f"/{pattern}/" if pattern else ""
 
 
-def known_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
-    """Tools as chat templates know them."""
+def template_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
+    """Tools in the form of chat templates."""
     plain = (tool.model_dump(exclude_unset=True, exclude={"type", "strict"}) for tool in tools)
     return [{"type": "function", "function": tool} for tool in plain]
 
 
-def calling(given: ChatRequest | ResponseRequest, template: str) -> Calling | None:
-    """How a request's answer may call tools; None where it may not.
+def calling(request: ChatRequest | ResponseRequest, template: str) -> Calling | None:
+    """How a request's answer may call tools; None if it may not.
 
     Raises:
-        RequestError: a tool is chosen that there is not, a tool's parameters are no object's, or the model is to choose
-            by itself and how it calls tools is not known.
+        RequestError: an unknown tool is chosen, a tool's parameters are not those of an object, or the model may choose
+            a tool but its format of calls is unknown.
     """
-    tools: Sequence[Function] = given.offered
-    choice = given.choice or "auto"
+    tools: Sequence[Function] = request.offered
+    choice = request.choice or "auto"
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if len({tool.name for tool in tools}) < len(tools):
@@ -201,73 +201,73 @@ def calling(given: ChatRequest | ResponseRequest, template: str) -> Calling | No
             "or to one of the tools, or to none",
             param="tools",
         )
-    several = given.parallel_tool_calls and not isinstance(choice, FunctionName)
+    several = request.parallel_tool_calls and not isinstance(choice, FunctionName)
     return Calling(form or _PLAIN, tools, choice != "auto", several)
 
 
 class CallReader:
-    """Splits an answer's text as it comes into text and pieces of calls.
+    """Splits an answer's streamed text into text and pieces of calls.
 
     Attributes:
-        calls: how many were begun.
+        calls: number of calls that have begun.
     """
 
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
         self._tools = {tool.name: tool for tool in calling.tools}
         self._parameters = parameters.ParameterReader(None)
-        # Both ways to name a function in a head have a group of that name, so that one of them is enough.
+        # A head with two alternative places for the name needs two groups.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
         self._head_pattern = re.compile(again.join(pattern.rsplit(name, 1)) if pattern.count(name) > 1 else pattern)
         self._text, self._thoughts = "", ""
         harmony = calling.format is HARMONY
-        self._reading: Callable[[bool], str | AssistantCall | None] = self._header if harmony else self._said
+        self._reading: Callable[[bool], str | AssistantCall | None] = self._header if harmony else self._read_text
         self._may_call = True
         self._thinking = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[AssistantCall]]:
-        """What new text adds to the answer and to the calls; ``last`` marks the end."""
+        """Reads text, the last of the answer if ``last``; returns its parts of the answer and of calls."""
         self._text += text
-        said, pieces = "", list[AssistantCall]()
+        answer, pieces = "", list[AssistantCall]()
         before = None
         while self._text and before != (self._text, self._reading):
             before = (self._text, self._reading)
-            made = self._reading(last)
-            if isinstance(made, str):
-                said += made
-            elif made is not None:
-                pieces.append(made)
-        return self._shown(said), pieces
+            part = self._reading(last)
+            if isinstance(part, str):
+                answer += part
+            elif part is not None:
+                pieces.append(part)
+        return self._visible(answer), pieces
 
     def thoughts(self) -> str:
-        """What was said since the last time in a channel that is for the model alone."""
-        thoughts, self._thoughts = self._shown(self._thoughts), ""
+        """The new text of the model's analysis channel since the last call."""
+        thoughts, self._thoughts = self._visible(self._thoughts), ""
         return thoughts
 
-    def _shown(self, text: str) -> str:
+    def _visible(self, text: str) -> str:
         return text if self._hidden is None else self._hidden.sub("", text)
 
     def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken
+        text, self._text = self._text[:count], self._text[count:]
+        return text
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """Text up to a mark, without what may be the mark's beginning; and whether the mark is there."""
+        """Text up to a mark, without a possible beginning of the mark; and whether the mark was found."""
         at = self._text.find(mark)
         if at >= 0:
             return self._take(at), True
-        held = 0 if last else next((n for n in range(len(mark) - 1, 0, -1) if self._text.endswith(mark[:n])), 0)
-        return self._take(len(self._text) - held), False
+        partial = 0 if last else next((n for n in range(len(mark) - 1, 0, -1) if self._text.endswith(mark[:n])), 0)
+        return self._take(len(self._text) - partial), False
 
-    def _said(self, last: bool) -> str:
+    def _read_text(self, last: bool) -> str:
         if self._format.begin:
-            said, found = self._until(self._format.mark, last)
-            if found:
+            text, complete = self._until(self._format.mark, last)
+            if complete:
                 self._reading = self._head
-            return said
+            return text
         if self._may_call and not last and _PYTHON_TAG.startswith(self._text):
             return ""
         if self._may_call and self._text.removeprefix(_PYTHON_TAG)[:1] in ("{", ""):
@@ -277,14 +277,14 @@ class CallReader:
         return self._take(len(self._text))
 
     def _head(self, last: bool) -> AssistantCall | None:
-        """The next call's; what is before it, behind marks and other calls, is part of the format."""
-        return self._begun(found) if (found := self._head_pattern.search(self._text)) is not None else None
+        """Reads the head of the next call, and drops marks and separators before it."""
+        return self._begun(head) if (head := self._head_pattern.search(self._text)) is not None else None
 
     def _begun(self, head: re.Match[str]) -> AssistantCall:
         self._take(head.end())
         name = next(filter(None, head.groupdict().values()))
         self._parameters = parameters.ParameterReader(self._tools.get(name))
-        self._reading = self._one_by_one if self._format.one_by_one else self._arguments
+        self._reading = self._separate_arguments if self._format.separate_arguments else self._arguments
         self.calls += 1
         function = FunctionCall(name=name, arguments="")
         id = (
@@ -309,35 +309,35 @@ class CallReader:
                     break
         return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=self._take(end)))
 
-    def _one_by_one(self, last: bool) -> AssistantCall | None:
-        said, self._text = self._parameters.push(self._text, last)
-        if self._parameters.done:
+    def _separate_arguments(self, last: bool) -> AssistantCall | None:
+        arguments, self._text = self._parameters.push(self._text, last)
+        if self._parameters.finished:
             self._reading = self._head
-        return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=said)) if said else None
+        return AssistantCall(index=self.calls - 1, function=FunctionCall(arguments=arguments)) if arguments else None
 
     def _header(self, last: bool) -> AssistantCall | None:
-        """What is before a message of a channel."""
+        """Reads the header of a message, up to its text."""
         at = self._text.find("<|message|>")
         if at < 0:
             return None
-        found = self._head_pattern.search(self._text)
-        if found is not None and found.end() <= at + len("<|message|>"):
-            return self._begun(found)
+        head = self._head_pattern.search(self._text)
+        if head is not None and head.end() <= at + len("<|message|>"):
+            return self._begun(head)
         self._thinking = "<|channel|>analysis" in self._take(at + len("<|message|>"))
         self._reading = self._message
         return None
 
     def _message(self, last: bool) -> str:
-        said, ended = self._until("<|end|>", last)
+        text, ended = self._until("<|end|>", last)
         if ended:
             self._reading = self._header
         if self._thinking:
-            self._thoughts += said
-        return "" if self._thinking else said
+            self._thoughts += text
+        return "" if self._thinking else text
 
 
 def whole_calls(pieces: Sequence[AssistantCall]) -> list[AssistantCall]:
-    """The calls that pieces make up, which have no index when they are whole."""
+    """Joins pieces to calls; whole calls have no index."""
     calls: list[AssistantCall] = []
     for piece in pieces:
         if piece.id is not None:

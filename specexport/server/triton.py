@@ -1,7 +1,7 @@
-"""A model of Triton's Python backend that serves a bundle, with the names of tensors that Triton's vLLM backend has.
+"""A model for Triton's Python backend that serves a bundle, with the tensor names of Triton's vLLM backend.
 
-Triton imports it through the ``model.py`` that ``specexport export triton`` writes. Requests are batched by our
-scheduler, so Triton hands each over as it comes (decoupled, ``max_batch_size`` 0). Needs the ``[serve]`` extra.
+Triton imports it through the ``model.py`` that ``specexport export triton`` writes. Our scheduler batches requests, so
+Triton passes on each one as it arrives (decoupled, ``max_batch_size`` 0). Needs the ``[serve]`` extra.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # Triton's own, there where it runs
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # part of Triton
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
@@ -26,18 +26,18 @@ from specexport.server.schema import CompletionRequest
 from specexport.server.service import SAMPLING, Service, merged
 
 SETTINGS = "model.json"
-"""Beside ``model.py``: the bundle's folder, from there; ``timeout`` in seconds; and options of ``AsyncEngine.open``."""
+"""File beside ``model.py``: the bundle's relative path, ``timeout`` in seconds, and options of ``AsyncEngine.open``."""
 _PARAMETERS = SAMPLING | {
     *("max_tokens", "n", "seed", "stop", "stop_token_ids", "logit_bias", "structured_outputs", "speculative"),
     *("timeout", "add_special_tokens"),
 }
-_PATIENCE = 30.0
+_DRAIN_TIMEOUT = 30.0
 """Seconds that requests may take to finish when the model is unloaded."""
 _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 429: "UNAVAILABLE", 503: "UNAVAILABLE", 504: "CANCELLED"}
 
 
 class TritonPythonModel:
-    """Answers inference requests; Triton makes it and calls its methods.
+    """Answers inference requests; Triton creates it and calls its methods.
 
     Tensors are one-dimensional. Inputs, each of one element: ``text_input`` BYTES, ``stream`` BOOL,
     ``sampling_parameters`` BYTES (a JSON object; without it the request's own parameters), ``exclude_input_in_output``,
@@ -67,7 +67,7 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Starts requests; their responses go through their senders."""
+        """Starts requests, which send their responses themselves."""
         for request in requests:
             asyncio.run_coroutine_threadsafe(self._answer(request, request.get_response_sender()), self._loop)
 
@@ -75,9 +75,9 @@ class TritonPythonModel:
         """Lets requests finish, and frees the engine."""
 
         async def end() -> None:
-            await self._engine.drain(_PATIENCE)
+            await self._engine.drain(_DRAIN_TIMEOUT)
             await self._engine.aclose()
-            while len(asyncio.all_tasks()) > 1:  # answers on their way out
+            while len(asyncio.all_tasks()) > 1:  # answers that are being sent
                 await asyncio.sleep(0.01)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result()
@@ -89,11 +89,11 @@ class TritonPythonModel:
         try:
             await self._generate(request, sender)
         except Exception as error:
-            if isinstance(error, ValidationError):  # as FastAPI has them, whose places begin with the body
-                error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
-            told = api_error(error)
-            code = getattr(pb_utils.TritonError, _CODES.get(told.status_code, "INTERNAL"))
-            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(told.body.error.message, code)))
+            if isinstance(error, ValidationError):  # in FastAPI's form, whose locations begin with the body
+                error = RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
+            answer = api_error(error)
+            code = getattr(pb_utils.TritonError, _CODES.get(answer.status_code, "INTERNAL"))
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(answer.body.error.message, code)))
         finally:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -112,48 +112,48 @@ class TritonPythonModel:
             begin = prompt
         else:
             begin = ""
-        given = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
+        body = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
         tokens = await asyncio.to_thread(self._engine.frontend.tokens, prompt)
-        streams = await self._service.start([tokens], self._service.params(given, given.max_tokens, None), given)
-        wanted = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
-        made = _Parts(given.n, len(tokens), begin)
+        streams = await self._service.start([tokens], self._service.params(body, body.max_tokens, None), body)
+        optional = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
+        parts = _Parts(body.n, len(tokens), begin)
         async with contextlib.aclosing(merged(self._service, streams)) as chunks:
             async for index, chunk in chunks:
                 if sender.is_cancelled():
                     return
-                made.texts[index] += chunk.text
-                made.reasons[index] = chunk.finish_reason or ""
-                made.counts[index] += len(chunk.token_ids)
+                parts.texts[index] += chunk.text
+                parts.reasons[index] = chunk.finish_reason or ""
+                parts.counts[index] += len(chunk.token_ids)
                 if streamed and (chunk.text or chunk.finish_reason):
-                    sender.send(made.response(wanted))
-                    made = _Parts(given.n, len(tokens))
+                    sender.send(parts.response(optional))
+                    parts = _Parts(body.n, len(tokens))
         if not streamed:
-            sender.send(made.response(wanted))
+            sender.send(parts.response(optional))
 
 
 _OPTIONAL = ("finish_reason", "num_input_tokens", "num_output_tokens")
-"""Outputs that a request has to ask for: ``return_`` and the name."""
+"""Outputs that a request asks for by ``return_`` and the name."""
 
 
 class _Parts:
-    """What a response says."""
+    """The content of a response."""
 
     def __init__(self, n: int, prompt_tokens: int, begin: str = "") -> None:
         self.texts, self.reasons, self.counts = [begin] * n, [""] * n, [0] * n
         self._prompt_tokens = prompt_tokens
 
-    def response(self, wanted: Sequence[str]) -> Any:
+    def response(self, optional: Sequence[str]) -> Any:
         values = {
             "text_output": np.array([text.encode() for text in self.texts], object),
             "finish_reason": np.array([reason.encode() for reason in self.reasons], object),
             "num_input_tokens": np.array([self._prompt_tokens], np.uint32),
             "num_output_tokens": np.array(self.counts, np.uint32),
         }
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, values[name]) for name in ("text_output", *wanted)])
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, values[name]) for name in ("text_output", *optional)])
 
 
 def _input(request: Any, name: str, default: Any = None) -> Any:
-    """An input's one element."""
+    """An input's only element."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return default
@@ -164,25 +164,25 @@ def _input(request: Any, name: str, default: Any = None) -> Any:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    """How a request samples. Numbers may come as texts, as the vLLM backend has them.
+    """A request's sampling parameters. Numbers may be texts, as in the vLLM backend.
 
     Raises:
         RequestError: it is not a JSON object, or has a field that completions do not have here.
     """
     raw = _input(request, "sampling_parameters", None)
     try:
-        given = json.loads(request.parameters() if raw is None else raw) or {}
+        parameters = json.loads(request.parameters() if raw is None else raw) or {}
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"sampling_parameters: {error}; expected a JSON object", param="sampling_parameters"
         ) from error
-    if not isinstance(given, dict):
+    if not isinstance(parameters, dict):
         raise RequestError("sampling_parameters is not a JSON object", param="sampling_parameters")
-    unknown = next((name for name in given if name not in _PARAMETERS), None)
+    unknown = next((name for name in parameters if name not in _PARAMETERS), None)
     if unknown is not None:
-        known = ", ".join(sorted(_PARAMETERS))
-        raise RequestError(f"sampling_parameters: {unknown} is not known; there are {known}", param=unknown)
-    return {name: value if name == "stop" else _plain(value) for name, value in given.items()}
+        names = ", ".join(sorted(_PARAMETERS))
+        raise RequestError(f"sampling_parameters: {unknown} is not known; there are {names}", param=unknown)
+    return {name: value if name == "stop" else _plain(value) for name, value in parameters.items()}
 
 
 def _plain(value: Any) -> Any:

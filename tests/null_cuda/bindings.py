@@ -14,7 +14,7 @@ from cuda.bindings import runtime as real
 
 from specexport.contract import tensors
 from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.program import DeviceProgram
+from specexport.runtime.cuda.device_program import DeviceProgram
 from specexport.runtime.policy import SpeculationPolicy
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t

@@ -1,4 +1,4 @@
-"""Whether a graph takes and returns what the manifest says: a bundle's files may each be whole and not fit together."""
+"""Checks a graph's inputs and outputs against the manifest: a bundle's files may be intact and still not match."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specexport.contract.signature import caches, returned
 from specexport.runtime.graph import Array, Buffers
 
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
-_SAID_BY = {
+_FIELDS = {
     tensors.LOGITS: "vocab_size",
     tensors.DRAFT_IDS: "candidates",
     tensors.DRAFT_PROBS: "candidates",
@@ -29,20 +29,20 @@ _Shapes = Mapping[str, tuple[str, tuple[int | str | None, ...]]]
 
 
 def require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs, buffers: Buffers) -> None:
-    """Compares what an ``onnxruntime.InferenceSession`` declares with the buffers and caches that it will be given.
+    """Compares what an ``onnxruntime.InferenceSession`` declares with the buffers and caches that it will get.
 
     Args:
-        path: the graph, to be named.
-        session: opened over it.
+        path: the graph, for errors.
+        session: its session.
         model: its entry in the manifest.
-        lowering: of its operators.
-        buffers: makes the arrays of a shape point.
+        lowering: its operators.
+        buffers: creates the arrays of a shape point.
 
     Raises:
-        BundleError: a tensor is missing, not expected, or of another type or size; names it and the manifest's field.
+        BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.
     """
     points = model.graph.points
-    # Of all stages, and the smallest of those.
+    # The smallest of the points with all stages.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)
     _compare(path, "input", session.get_inputs(), _of(inputs) | _fixed(caches(model)))
@@ -58,25 +58,25 @@ def _fixed(signature: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int | str
 
 
 def _compare(path: Path, kind: str, declared: Sequence[Any], expected: _Shapes) -> None:
-    found: _Shapes = {one.name: (_TYPES.get(one.type, one.type), tuple(one.shape)) for one in declared}
-    for name in (*expected, *found):
-        if name in expected and name in found and _alike(found[name], expected[name]):
+    actual: _Shapes = {value.name: (_TYPES.get(value.type, value.type), tuple(value.shape)) for value in declared}
+    for name in (*expected, *actual):
+        if name in expected and name in actual and _matches(actual[name], expected[name]):
             continue
         stem, _, index = name.partition(".")
-        said = f"cache[{index}]" if f"{stem}." in tensors.CACHES else _SAID_BY.get(stem, "methods")
+        field = f"cache[{index}]" if f"{stem}." in tensors.CACHES else _FIELDS.get(stem, "methods")
         if f"{stem}." in tensors.STATES:
-            said = f"states[{index}]"
+            field = f"states[{index}]"
         raise BundleError(
-            f"{path}: {kind} {name!r} is {_words(found.get(name))}, but {_words(expected.get(name))} by {said} of the "
-            "manifest; build the bundle again"
+            f"{path}: {kind} {name!r} is {_words(actual.get(name))}, but {_words(expected.get(name))} by {field} of "
+            "the manifest; build the bundle again"
         )
 
 
-def _alike(one: tuple[str, tuple[int | str | None, ...]], other: tuple[str, tuple[int | str | None, ...]]) -> bool:
-    """Whether types and all sizes that are numbers on both sides are the same."""
-    sizes = zip(one[1], other[1], strict=False)
-    numbers = all(a == b for a, b in sizes if isinstance(a, int) and isinstance(b, int))
-    return one[0] == other[0] and len(one[1]) == len(other[1]) and numbers
+def _matches(a: tuple[str, tuple[int | str | None, ...]], b: tuple[str, tuple[int | str | None, ...]]) -> bool:
+    """Whether two types are equal, and all sizes that are numbers on both sides."""
+    sizes = zip(a[1], b[1], strict=False)
+    numbers = all(m == n for m, n in sizes if isinstance(m, int) and isinstance(n, int))
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and numbers
 
 
 def _words(shape: tuple[str, tuple[int | str | None, ...]] | None) -> str:

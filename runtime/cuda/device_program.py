@@ -1,4 +1,4 @@
-"""The step program on a device: the host writes what is asked, launches, and reads what was accepted."""
+"""The step program on a device: the host writes inputs, launches a step, and reads the accepted tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from specexport.runtime.cuda.step_variants import StepVariant, StepVariants, rea
 from specexport.runtime.cuda.steps import Steps
 from specexport.runtime.cuda.stream import CudaStream
 from specexport.runtime.graph import Array
-from specexport.runtime.program import PLAIN_TREE, Outcome, StepResult, Verified
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
+from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult, Verified
 
 _NEVER = np.float32(1e30)
-"""Noise with which no draft token stays: its product with q exceeds every p."""
-_BELOW_ONE = np.nextafter(np.float32(1.0), np.float32(0.0))
+"""Noise that rejects any draft token: its product with q exceeds every p."""
+_MAX_UNIFORM = np.nextafter(np.float32(1.0), np.float32(0.0))
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class _Part:
     """A slot's part in a step.
 
     Attributes:
-        proposal: how the host filled it; None where it did not, or there is nothing but the root.
-        draft: what fills it on the device; None where nothing does.
+        proposal: the host's; None if the device fills the tree, or if it is the root alone.
+        draft: the draft that fills the tree on the device; None if none does.
     """
 
     view: SlotView
@@ -44,15 +44,15 @@ class _Part:
 
 
 class DeviceProgram:
-    """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.program.StepProgram`.
+    """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.step_program.StepProgram`.
 
-    A step is waited for once: a draft proposes, the target verifies, acceptance is decided and the rows of the
-    accepted path are put together before the host reads what was accepted. Where the host proposes (by looking in text,
-    from heads, or with a draft whose rows it has to copy first) it writes the draft tokens and q of each, and the rest
-    is the same; a model that it asks is a call of its own, with a wait of its own.
+    The host waits once a step: a draft proposes, the target verifies, acceptance is decided and the rows of the
+    accepted path are made contiguous before the host reads the result. If the host proposes (by look-up, from heads, or
+    with a draft whose rows it has to copy first) it writes the draft tokens and q of each instead; a model that it runs
+    for this is a separate call with its own wait.
 
-    Steps that the host has to look into are driven from there, over the same graphs and caches: those of requests
-    with a schema, log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
+    The host drives the steps that need its decisions, with the same graphs and caches: those of requests with a schema,
+    log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DeviceProgram:
         self._stream = stream
         self._variants = variants
         self._steps = steps
-        # All but steps is the host's.
+        # Everything but steps is the host's.
         self.sizes, self.filled, self.prefill, self.release = host.sizes, host.filled, host.prefill, host.release
         self.move, self.share, self.shrink_cache = host.move, host.share, host.shrink_cache
         self.reusable = host.reusable
@@ -82,37 +82,37 @@ class DeviceProgram:
         return StepResult(outcomes, written - start, time.perf_counter() - written, 0.0, self._steps.execution)
 
     def _plan(self, accept: int, views: Sequence[SlotView]) -> tuple[StepVariant, list[_Part]]:
-        """The step to take, with what the host proposes for it where no draft does on the device.
+        """The variant of the next step, with the host's proposals if no draft proposes on the device.
 
-        A draft does where all who speculate do so by its method, and none of their texts is unread.
+        A draft does if all speculating requests use its method and it has read all their texts.
         """
-        asking = [view for view in views if view.method is not None and len(view.tree) > 1]
-        methods = {view.method for view in asking if view.method is not None}
+        speculating = [view for view in views if view.method is not None and len(view.tree) > 1]
+        methods = {view.method for view in speculating if view.method is not None}
         if len(methods) == 1:
             (method,) = methods
             draft = self._host.proposer(method).device_draft
-            if draft is not None and all(map(draft.is_ready, asking)):
-                variant = self._variants.drafted(accept, method, [view.tree for view in asking])
+            if draft is not None and all(map(draft.is_ready, speculating)):
+                variant = self._variants.drafted(accept, method, [view.tree for view in speculating])
                 if variant is not None:
-                    drafting = {view.slot for view in asking}
+                    drafting = {view.slot for view in speculating}
                     return variant, [
                         _Part(view, view.tree, draft=draft) if view.slot in drafting else _Part(view, PLAIN_TREE)
                         for view in views
                     ]
         proposals = self._host.propose(views)
-        made = [(view, proposals.get(view.slot)) for view in views]
-        parts = [_Part(view, proposal.tree if proposal else PLAIN_TREE, proposal) for view, proposal in made]
+        proposed = [(view, proposals.get(view.slot)) for view in views]
+        parts = [_Part(view, proposal.tree if proposal else PLAIN_TREE, proposal) for view, proposal in proposed]
         return self._variants.verified(accept, [part.tree for part in parts]), parts
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
-        """Writes everything a step is to be given; what slots without a part write goes behind their rows."""
+        """Writes all inputs of a step; slots without a part in it write behind their committed rows."""
         T, slots = variant.tokens, range(self.sizes[-1])
         self._target.reserve(max(len(part.view.tokens) for part in parts) - 1 + T)
-        given = self._target.inputs(T, T, slots=slots)
+        inputs = self._target.inputs(T, T, slots=slots)
         self._target.protect_rows(T, T, slots=slots)
         for part in parts:
             tokens = part.proposal.tokens if part.proposal is not None else None
-            self._host.write(given, part.view.slot, part.view, part.tree, tokens)
+            self._host.write(inputs, part.view.slot, part.view, part.tree, tokens)
         drafted = [part for part in parts if part.draft is not None]
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
             drafting = variant.drafting
@@ -123,7 +123,7 @@ class DeviceProgram:
             self._write_acceptance(variant, part)
 
     def _write_acceptance(self, variant: StepVariant, part: _Part) -> None:
-        """Writes what the accept and fill graphs are to be given of a slot."""
+        """Writes a slot's inputs of the accept and fill graphs."""
         inputs, slot, params, tree = self._steps[variant].inputs.host, part.view.slot, part.view.params, part.tree
         inputs[tensors.PARENTS][slot] = _parents(tree, variant.nodes)
         inputs[tensors.TREE_MASK][slot] = padded_mask(tree, variant.nodes)
@@ -143,10 +143,10 @@ class DeviceProgram:
             inputs[tensors.TREE_RANKS][slot, : len(tree) - 1] = tree.ranks[1:]
 
     def _read(self, variant: StepVariant, part: _Part) -> Outcome:
-        """Reads what a step accepted of a slot, and tells the proposers."""
+        """Reads a slot's accepted tokens, and informs the proposer."""
         view, tree, step = part.view, part.tree, self._steps[variant]
         accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][view.slot])
-        if not 0 <= accepted <= tree.depth:  # believed, the loop would go on for ever
+        if not 0 <= accepted <= tree.depth:  # otherwise the loop might never end
             raise BackendError(
                 f"the device says that it accepted {accepted} of {tree.depth} draft tokens; its results cannot be "
                 "trusted. Try another driver or library, or run the bundle with --backend onnxruntime"
@@ -163,41 +163,41 @@ class DeviceProgram:
             part.draft.keep(view, fed[: tree.depth - 1])
         if view.method is not None:
             outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
-            seen = {name: outputs[name][view.slot] for name in read_back(outputs)}
+            observed = {name: outputs[name][view.slot] for name in read_back(outputs)}
             proposer = self._host.proposer(view.method)
-            proposer.observe(view.slot, seen, path[-1] if path else 0)
-            proposer.observe_text(view, seen, past, [0, *path])
+            proposer.observe(view.slot, observed, path[-1] if path else 0)
+            proposer.observe_text(view, observed, past, [0, *path])
         verified = None
         if len(tree) > 1:
-            told = part.proposal.tokens.tolist() if part.proposal is not None else ()
-            verified = Verified(tree, told, path)
+            drafted = part.proposal.tokens.tolist() if part.proposal is not None else ()
+            verified = Verified(tree, drafted, path)
         return Outcome(new, len(tree) - 1, tree.depth, accepted, verified=verified)
 
 
 @lru_cache(maxsize=256)
 def _parents(tree: TokenTree, nodes: int) -> Ints:
-    """Parents int64 ``[N]``; a node after the tree's last is its own, so that none of the tree's leads to it."""
+    """Parents int64 ``[N]``; padding nodes are their own parents, so that no path reaches them."""
     parents = np.arange(nodes)
     parents[: len(tree)] = tree.parents
     return parents
 
 
 def _write_noise(uniform: Array, noise: npt.NDArray[np.float64]) -> None:
-    """Noise of the tree's draft tokens, then of those that are none, then of the final draw."""
+    """Writes the noise of the tree's draft tokens, of padding nodes, and of the final draw."""
     uniform[:] = _NEVER
-    uniform[: len(noise) - 1] = np.minimum(noise[:-1].astype(np.float32), _BELOW_ONE)
-    uniform[-1] = min(np.float32(noise[-1]), _BELOW_ONE)
+    uniform[: len(noise) - 1] = np.minimum(noise[:-1].astype(np.float32), _MAX_UNIFORM)
+    uniform[-1] = min(np.float32(noise[-1]), _MAX_UNIFORM)
 
 
-def _write_drafted(given: Mapping[str, Array], proposal: Proposal | None) -> None:
-    """Draft tokens that the host knows, and q of each: 1 where they were chosen without drawing."""
-    tokens = given[tensors.DRAFT_TOKENS]
+def _write_drafted(inputs: Mapping[str, Array], proposal: Proposal | None) -> None:
+    """Writes the host's draft tokens, and q of each: 1 for tokens that were chosen without drawing."""
+    tokens = inputs[tensors.DRAFT_TOKENS]
     tokens[:] = 0
     if proposal is not None:
         tokens[: len(proposal.tokens)] = proposal.tokens
-    if tensors.DRAFT_IDS not in given:
+    if tensors.DRAFT_IDS not in inputs:
         return
-    ids, probs = given[tensors.DRAFT_IDS], given[tensors.DRAFT_PROBS]
+    ids, probs = inputs[tensors.DRAFT_IDS], inputs[tensors.DRAFT_PROBS]
     rows, support = np.arange(len(tokens)), ids.shape[1]
     at = np.where(tokens < support, tokens, 0)  # all ids of a row are different
     ids[:] = np.arange(support)

@@ -1,4 +1,4 @@
-"""Graphs in the form that onnxruntime gives them as it opens them, kept on this machine."""
+"""Caches quantized graphs as onnxruntime optimizes them, on this machine."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from typing import Any
 from specexport.runtime.machine import cache_folder, machine_key, remove_unused
 
 _GRAPH, _WEIGHTS = "graph.onnx", "weights.bin"
-_ROOM = 4
-"""Times its size that a graph's disk must have free for it to be kept."""
+_FREE_SPACE = 4
+"""Free disk space that caching a graph requires, as a multiple of its size."""
 
 
-class KeptGraph:
-    """A quantized graph as onnxruntime runs it, with its products fused and its weights in the order they are read.
+class GraphCache:
+    """The cache entry of a quantized graph as onnxruntime runs it: with fused products and packed weights.
 
-    Making that of the standard operators is most of what opening a bundle takes, in time and in memory. What is opened
-    later is the very same graph, and says the same bit for bit. One that cannot be kept or read is made anew.
+    Optimizing the standard operators takes most of the time and memory of opening a bundle. The cached graph is the
+    same one, so its results are equal bit for bit. A graph that cannot be cached or read is optimized again.
 
     Args:
-        about: all that it depends on beside this machine.
-        keep: whether to keep it, where it is not yet.
+        about: everything that it depends on, apart from this machine.
+        keep: whether to write the entry if it is missing.
     """
 
     def __init__(self, about: Sequence[str], keep: bool) -> None:
         cache = cache_folder()
-        self._root = (cache or Path(os.devnull)) / "graphs"  # below which nothing is
+        self._root = (cache or Path(os.devnull)) / "graphs"  # a path that cannot exist
         self._folder = self._root / machine_key(about)
         self._keep = keep and cache is not None
 
     def session(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
-        """The session over a graph.
+        """The session of a graph.
 
         Args:
-            path: the graph as it is in the bundle.
-            open_graph: makes a session of a graph.
-            options: those that ``open_graph`` takes, an ``onnxruntime.SessionOptions``; changed.
+            path: the graph in the bundle.
+            open_graph: opens a session.
+            options: those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
         """
-        with contextlib.suppress(Exception):  # whatever is wrong with it, the bundle's own is still there
+        with contextlib.suppress(Exception):  # whatever is wrong with the entry, the bundle's graph works
             os.utime(self._folder / _GRAPH)
             levels = type(options.graph_optimization_level)
             before, options.graph_optimization_level = options.graph_optimization_level, levels.ORT_DISABLE_ALL
@@ -53,23 +53,23 @@ class KeptGraph:
         if not self._keep:
             return open_graph(path)
         with contextlib.suppress(Exception):
-            return self._kept(path, open_graph, options)
+            return self._open_and_save(path, open_graph, options)
         options.optimized_model_filepath = ""
         return open_graph(path)
 
-    def _kept(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
+    def _open_and_save(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
         self._root.mkdir(parents=True, exist_ok=True)
-        remove_unused(self._root, _GRAPH)  # and what a killed process left
+        remove_unused(self._root, _GRAPH)  # and the leftovers of killed processes
         size = sum(file.stat().st_size for file in path.parent.iterdir())
-        if shutil.disk_usage(self._root).free < _ROOM * size:
+        if shutil.disk_usage(self._root).free < _FREE_SPACE * size:
             return open_graph(path)
         with tempfile.TemporaryDirectory(dir=self._root) as part:
-            options.optimized_model_filepath = str(Path(part) / "made" / _GRAPH)
+            options.optimized_model_filepath = str(Path(part) / "optimized" / _GRAPH)
             options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
             options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-            (Path(part) / "made").mkdir()
+            (Path(part) / "optimized").mkdir()
             session = open_graph(path)
             with contextlib.suppress(OSError):  # another process was first
                 shutil.rmtree(self._folder, ignore_errors=True)
-                (Path(part) / "made").rename(self._folder)
+                (Path(part) / "optimized").rename(self._folder)
         return session

@@ -1,4 +1,4 @@
-"""Requests that bring a hypothesis: its tokens, and one that is sure enough to be the output."""
+"""Requests with a hypothesis: its tokens, and how one that is certain enough bypasses the model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.program import Outcome
 from specexport.runtime.request import Chunk, Request
+from specexport.runtime.step_program import Outcome
 from specexport.runtime.values import require_text
 
 
 class _Encoder(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that is used here."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -24,26 +24,26 @@ class _Encoder(Protocol):
 
 
 def continuation(engine: _Encoder, prompt: str | Sequence[int], text: str | Sequence[int]) -> list[int]:
-    """The tokens of a text, or those given, that follow a prompt.
+    """The tokens of a text that follows a prompt; token ids are checked and returned.
 
     Raises:
-        RequestError: a token id is outside the vocabulary, or it is no text.
+        RequestError: a token id is outside the vocabulary, or the text is not valid.
     """
     if not isinstance(text, str):
         return engine.encode(text) if len(text) else []
     require_text(text, "hypothesis", "hypothesis")
     if isinstance(prompt, str) and prompt:
-        # How a text's first token reads may depend on what is before it.
+        # A text's first token may depend on what precedes it.
         before, whole = engine.encode(prompt), engine.encode(prompt + text)
         if whole[: len(before)] == before:
             return whole[len(before) :]
     return list(engine.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
-    """Whether a hypothesis is sure enough to be the output without the model (arXiv 2603.11243, stage 1).
+def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
+    """Whether a hypothesis is certain enough to be the output without the model (arXiv 2603.11243, stage 1).
 
-    Never where log-probabilities are wanted, which only the model can tell, nor where its logits change.
+    Never if the request needs the model: for log-probabilities, or because it changes the logits.
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None
@@ -52,10 +52,10 @@ def taken_as_it_is(params: SamplingParams, entropy: float | None) -> bool:
 
 
 class BypassRunner:
-    """Runs requests whose hypothesis is their output: no model is asked, and no slot is taken."""
+    """Runs requests whose hypothesis is their output, without a model or a slot."""
 
     def submit(self, request: Request) -> None:
-        """Makes the whole output one chunk."""
+        """Delivers the whole output as one chunk."""
         began = time.perf_counter()
         chunk = request.take(Outcome(list(request.view.hypothesis)), last=True)
         request.stats.total = request.stats.first_token = time.perf_counter() - began
@@ -66,5 +66,5 @@ class BypassRunner:
         return request.chunks.popleft() if request.chunks and not request.abandoned else None
 
     def abandon(self, request: Request) -> None:
-        """Nobody reads the request any more."""
+        """Marks a request that is no longer read."""
         request.abandoned = True

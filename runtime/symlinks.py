@@ -1,6 +1,7 @@
-"""Graphs whose weights are links, as in the hub's cache: onnxruntime opens them, but for those with loops.
+"""Opens graphs whose weights are symbolic links, as in the Hugging Face cache.
 
-There it runs onnx's checker, which refuses links. Where they lead was checked when the bundle was opened.
+For graphs with loops onnxruntime runs onnx's checker, which refuses links. Their targets were checked when the bundle
+was opened.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
-    """A graph for onnx's checker, which reads no weights: where there are links, a copy beside sparse files.
+    """A graph for onnx's checker, which reads no weights: with links, a copy beside sparse files.
 
     Args:
         path: the graph.
-        weights: its files of weights, which lie in its folder.
+        weights: its weight files, in the same folder.
     """
     if not any(file.is_symlink() for file in (path, *weights)):
         yield path
@@ -33,12 +34,12 @@ def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
 
 
 def open_linked(path: Path, options: Any, open_graph: Callable[[Path], Any]) -> Any:
-    """A session over a graph, whether its weights are links or not.
+    """Opens a session, whether the graph's weights are links or not.
 
     Args:
         path: the graph.
-        options: those that ``open_graph`` takes, an ``onnxruntime.SessionOptions``; changed.
-        open_graph: makes a session of a graph.
+        options: those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
+        open_graph: opens a session.
     """
     try:
         return open_graph(path)
