@@ -32,7 +32,7 @@ from specexport.tables import show
 from specexport.verify import bundle as module
 from specexport.verify.bundle import verify
 from specexport.verify.graphs import check_graphs
-from specexport.verify.logits import LIMITS, Agreement, rounds
+from specexport.verify.logits import LIMITS, TokenAgreement, rounds
 from specexport.verify.report import Check, VerifyReport, render
 from tests.checkpoints import make_checkpoint
 from tests.manifests import cached_as_the_hub_does
@@ -313,7 +313,7 @@ def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> Non
 def test_agreement_counts_small_preferences_as_ties() -> None:
     reference = np.zeros((3, 100), np.float32)
     reference[:, 0], reference[:, 1], reference[:, 2] = 4.0, 3.99, 3.0
-    agreement = Agreement(LIMITS["fp16"])
+    agreement = TokenAgreement(LIMITS["fp16"])
     agreement.count(reference, np.array([0, 1, 2]))
     assert (agreement.positions, agreement.same, agreement.ties) == (3, 1, 1)
     assert agreement.share == pytest.approx(2 / 3)

@@ -13,7 +13,7 @@ import pytest
 from specexport.contract.model import CacheLayer
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams, kept
+from specexport.runtime import Engine, SamplingParams, graph_cache
 from specexport.runtime.machine import remove_unused
 from specexport.runtime.ort_cache import Rows
 from specexport.runtime.speculative import PLAIN
@@ -90,7 +90,7 @@ def test_what_is_damaged_or_cannot_be_written_is_made_anew(
     monkeypatch.setenv("SPECEXPORT_CACHE", os.devnull)
     assert said(quantized) == without
     monkeypatch.setenv("SPECEXPORT_CACHE", str(cache / "full"))
-    monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(graph_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     assert said(quantized) == without
     assert not [*(cache / "full").glob("graphs/*")]
 
