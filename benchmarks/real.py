@@ -32,6 +32,7 @@ from specexport.contract.reading import read_manifest
 
 PROMPTS = Path(__file__).with_name("real_prompts.json")
 PAGE, BEGIN, END = Path("docs/benchmarks.md"), "<!-- real models -->", "<!-- end of real models -->"
+PICTURE = Path("docs/speed.svg")
 CONTEXT = 512
 WARM_TOKENS = 24
 
@@ -88,6 +89,7 @@ def main(args: argparse.Namespace) -> int:
     page = PAGE.read_text(encoding="utf-8")
     head, rest = page.split(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    PICTURE.write_text(picture(results), encoding="utf-8")
     print(table(results))
     return 0
 
@@ -271,3 +273,35 @@ def table(results: dict[str, Any]) -> str:
                 cells += [f"{row['over_our_plain']:.2f}", f"{row['over_best_llamacpp']:.2f}"]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def picture(results: dict[str, Any]) -> str:
+    """Tokens a second as bars, in SVG: our default, our plain decoding, and the best of llama.cpp."""
+    bars: list[tuple[str, list[tuple[str, str, float]]]] = []
+    for model, entry in results.items():
+        for precision in LLAMA_TYPES:
+            ways = entry.get(precision, {}).get("ways", [])
+            speeds = {(row["engine"], row["way"]): row["decode_tokens_per_s"] for row in ways}
+            if speeds:
+                theirs = max(speed for (engine, _), speed in speeds.items() if engine == "llamacpp")
+                group = [
+                    ("specexport", "#2f7d4f", speeds["specexport", "default"]),
+                    ("without speculation", "#8fbfa1", speeds["specexport", "plain"]),
+                    ("llama.cpp, its best", "#9a9a9a", theirs),
+                ]
+                bars.append((f"{model}, {precision}", group))
+    longest = max((speed for _, group in bars for *_, speed in group), default=1.0)
+    lines, top = [], 10
+    for title, group in bars:
+        lines.append(f'<text x="0" y="{top + 11}" font-weight="bold">{title}</text>')
+        for label, colour, speed in group:
+            top += 18
+            width = 380 * speed / longest
+            lines.append(f'<text x="150" y="{top + 11}" text-anchor="end">{label}</text>')
+            lines.append(f'<rect x="158" y="{top}" width="{width:.0f}" height="14" fill="{colour}"/>')
+            lines.append(f'<text x="{164 + width:.0f}" y="{top + 11}">{speed:.0f} tokens/s</text>')
+        top += 30
+    # Of a grey that is read on white and on black.
+    style = 'font-family="sans-serif" font-size="12" fill="#777"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {top}" width="640" height="{top}" {style}>'
+    return "\n".join([head, *lines, "</svg>"]) + "\n"
