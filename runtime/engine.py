@@ -475,11 +475,11 @@ def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = (
     for kind in text_methods():
         name = method_name(kind)
         if name in replacements or name not in methods:
-            method = replacements.get(name, kind())
-            if name in methods and not method.sizes:  # other options do not change the trees
-                fitted = with_trees(method, methods[name].token_trees())
+            lookup = replacements.get(name, kind())
+            if name in methods and not lookup.sizes:  # other options do not change the trees
+                fitted = with_trees(lookup, methods[name].token_trees())
             else:
-                fitted = for_bundle(method, manifest.target)
+                fitted = for_bundle(lookup, manifest.target)
             if fitted.trees:
                 methods[name] = fitted
     return tuple(methods.values())

@@ -272,11 +272,13 @@ def test_sizes_that_are_built() -> None:
 
     def planned(wanted: str, parameters: float = 1) -> Lookahead:
         (method,) = read_methods(f"lookahead:{wanted}")
-        assert isinstance(method, Lookahead)
         return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32"))
 
     made = planned("5,4,4")
-    assert (made.shape, [len(tree) - 1 for tree in made.token_trees()]) == ((5, 4, 4), [12, 6, 3])
+    assert ((made.window, made.ngram, made.guesses), [len(tree) - 1 for tree in made.token_trees()]) == (
+        (5, 4, 4),
+        [12, 6, 3],
+    )
     assert planned("window=5,ngram=4,guesses=4") == made
     assert [planned("gpu", size).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
     assert planned("gpu").widths()[0] == 120

@@ -138,7 +138,7 @@ def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Pa
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json"}
+    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json", "split_special_tokens": False}
     rewritten(folder, lambda document: document["methods"][0].update(given))
     with pytest.raises(BundleError, match="is used but not listed under files"):
         read_manifest(folder)
