@@ -25,9 +25,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints.medusa import load_medusa, read_outline, save_medusa
-from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit, save_speculator
-from specexport.graphs.medusa import MedusaHeads
+from specexport.methods.medusa.checkpoint import load_medusa, read_outline, save_medusa
+from specexport.methods.medusa.graph import MedusaHeads
+from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit, save_speculator
 
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

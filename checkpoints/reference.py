@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from specexport.checkpoints.config import load_causal_lm, read_model_config
-from specexport.checkpoints.medusa import load_medusa
 from specexport.contract.errors import BundleError
 from specexport.contract.model import Model
 from specexport.graphs.layers import keep_first_layers
@@ -60,16 +59,6 @@ def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tenso
     finally:
         hook.remove()
     return logits, taken[0][0].float()
-
-
-def reference_heads(model: Any, heads: Path, text: Array) -> Array:
-    """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
-    head = model.get_output_embeddings()
-    own, hidden = reference_states(model, text)
-    loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
-    with torch.no_grad():
-        logits: Array = torch.cat([own[-1:], loaded.logits(hidden[-1], head)]).numpy()
-    return logits
 
 
 def reference_embeds(model: Any, text: Array) -> Array:

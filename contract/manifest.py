@@ -6,7 +6,7 @@ It is documented for readers in ``docs/bundle-format.md``; :mod:`specexport.cont
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -25,17 +25,10 @@ DEFAULT_TEMPLATE = "default"
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
-# msgspec asks the registry which struct an entry is (``contract.methods.decode_hook``).
-if TYPE_CHECKING:
-    from specexport.contract.methods.base import Method as Entry
-else:
-    from specexport.contract.methods.base import Registered as Entry
-
 __all__ = [
     "DEFAULT_TEMPLATE",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
-    "Entry",
     "FileEntry",
     "GenerationDefaults",
     "Manifest",
@@ -165,7 +158,7 @@ class Manifest(Strict, frozen=True):
     prefill_chunk: Size
     batch_sizes: Annotated[tuple[Size, ...], Meta(min_length=1)]
     target: Model
-    methods: tuple[Entry, ...]
+    methods: tuple[Method, ...]  # read by contract.methods.decode_hook
     tokenizer: TokenizerInfo
     generation: GenerationDefaults
     files: tuple[FileEntry, ...]

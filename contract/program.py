@@ -34,19 +34,20 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
 
 def fills(graph: Fill, method: Method) -> bool:
     """Whether a fill graph makes the trees of a method."""
-    of_method = (method.drafts_on_device, method.support, method.drafted_stages)
-    return of_method == (True, graph.candidates, graph.stages)
+    stages_of = (method.support, method.drafted_stages)
+    return bool(filled_trees(method)) and stages_of == (graph.candidates, graph.stages)
 
 
 def filled_trees(method: Method) -> list[TokenTree]:
     """The trees of a method that a fill graph makes."""
     staged = method.drafted_stages > 0
-    return [tree for tree in method.token_trees() if method.drafts_on_device and (staged or not tree.is_chain)]
+    drafted = [tree for tree in method.token_trees() if method.device_run(tree) is not None]
+    return [tree for tree in drafted if staged or not tree.is_chain]
 
 
 def fill_point(method: Method, tree: TokenTree, batch: int) -> ShapePoint:
-    """The shape of the fill graph that makes a tree of a method."""
-    tokens, drafts = method.device_run(tree)
+    """The shape of the fill graph that makes a tree of a method that drafts on the device."""
+    tokens, drafts = method.device_run(tree) or (0, 0)
     return ShapePoint(batch, len(tree), 0, tokens if method.drafted_stages else 0, drafts)
 
 

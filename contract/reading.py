@@ -16,7 +16,7 @@ from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError
 from specexport.contract.folders import claimed, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
-from specexport.contract.methods import Method, decode_hook
+from specexport.contract.methods import Method, MethodOptions, decode_hook
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -172,7 +172,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
             "the bundle again"
         )
     for name, method in zip(names, manifest.methods, strict=True):
-        if method.num_speculative_tokens is not None:
+        if isinstance(method, MethodOptions) and method.sizes:
             raise BundleError(f"{path}: {name}: num_speculative_tokens is given beside trees; build the bundle again")
         for role, model in method.models.items():
             if model.embedding_size is not None:

@@ -22,7 +22,6 @@ from specexport.contract.manifest import (
     DEFAULT_TEMPLATE,
     FORMAT_VERSION,
     MANIFEST_NAME,
-    Entry,
     FileEntry,
     Manifest,
     TokenizerInfo,
@@ -33,7 +32,7 @@ from specexport.exporter.build_plan import PREFILL_CHUNK
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
-from specexport.exporter.methods import Build, exporter_of
+from specexport.exporter.method import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.sound import require_finite
@@ -158,7 +157,7 @@ def _export(build: Build, stages: Stages) -> list[Method]:
         exporter = exporter_of(method)
         if exporter.stage is not None:
             export = functools.partial(exporter.export, method, build)
-            made.append(stages.run(exporter.stage, Entry, export))
+            made.append(stages.run(exporter.stage, Method, export))
         else:
             made.append(method)
     return made

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from specexport.contract.manifest import Entry, Manifest
+from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Strict
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
@@ -33,7 +33,7 @@ class BuildPlan(Strict, frozen=True):
         max_seq_len: longest sequence, in tokens.
     """
 
-    methods: tuple[Entry, ...]
+    methods: tuple[Method, ...]
     widths: tuple[int, ...]
     chains: tuple[int, ...]
     batches: tuple[int, ...]

@@ -15,7 +15,7 @@ from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter.methods import Build
+from specexport.exporter.method import Build
 from specexport.exporter.writing import Part, write_models
 
 

@@ -12,9 +12,10 @@ import onnx_ir as ir
 from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
 from specexport.checkpoints.split import same_when_split, split_checkpoint
+from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.manifest import GenerationDefaults
-from specexport.contract.methods import Method, not_a_chain, with_trees
+from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
 from specexport.contract.model import LoweredAs, Model, RankFiles, Strict
 from specexport.contract.states import with_rows
 from specexport.contract.tree import TokenTree
@@ -23,11 +24,10 @@ from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.calibration import calibrate, calibration_text
 from specexport.exporter.cut import cut
 from specexport.exporter.drafts import traced
-from specexport.exporter.methods import TargetOutline, exporter_of
+from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from specexport.exporter.weights import QUANTIZED
 from specexport.exporter.writing import Part, Progress, write_models
-from specexport.graphs.medusa import MAX_TOP_K, MedusaHeads
 from specexport.graphs.step import StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -63,8 +63,10 @@ def target_stage(
     progress("loading the target", 0, 1)
     target = load_checkpoint(options.target)
     progress("loading the target", 1, 1)
-    outline = TargetOutline(target.vocab_size, target.parameters, target.layers, target.path)
-    heads = [exporter_of(method).heads(method, target) for method in options.methods]
+    hidden = int(target.model.get_output_embeddings().weight.shape[1])
+    outline = TargetOutline(
+        target.vocab_size, target.parameters, target.layers, hidden, target.path, options.proposing.kind
+    )
     text = calibration_text(options.calibration_data) if options.calibrated else ""  # what is wrong with it shows now
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if target.states:
@@ -81,9 +83,9 @@ def target_stage(
         exact = quality.reference(target, tokenizer.tokenizer.encode(quality.default_text()).ids)
         progress("reading the target's sample text", 1, 1)
     calibration = tokenizer.tokenizer.encode(text).ids
-    written, methods = _write(folder, target, options, plan, heads, calibration, progress)
+    written, methods = _write(folder, target, options, plan, calibration, progress)
     eos, generation = target.eos_token_ids, target.generation
-    del target, heads
+    del target
     gc.collect()
     if exact is not None:
         written = _with_quality(folder, written, options.lowering, exact, progress)
@@ -91,7 +93,7 @@ def target_stage(
     return WrittenTarget(model=written, plan=plan, eos_token_ids=eos, generation=generation)
 
 
-def _chains_alone(method: Method, asked: Method, target: Checkpoint) -> Method:
+def _chains_alone(method: Method, asked: MethodOptions, target: Checkpoint) -> Method:
     """A method for a target whose states go through a text token by token: chains, in the place of its own trees.
 
     Raises:
@@ -124,7 +126,6 @@ def _write(
     target: Checkpoint,
     options: BuildOptions,
     plan: BuildPlan,
-    heads: list[MedusaHeads | None],
     calibration: list[int],
     progress: Progress,
 ) -> tuple[Model, tuple[Method, ...]]:
@@ -139,14 +140,14 @@ def _write(
         same_when_split(target, options.tensor_parallel)
     progress("checking the target's lowering", 1, 1)
     progress("tracing the target", 0, 1)
-    added = next((one for one in heads if one is not None), None)
-    ranks = min(MAX_TOP_K, target.vocab_size)
-    observed = [name for method in plan.methods for name in method.target_outputs]
+    added = [exporter_of(method).add_to_target(method, target, options, plan) for method in plan.methods]
+    additions = [one.outputs for one in added if one is not None and one.outputs is not None]
+    outputs = [tensors.LOGITS, *(name for method in plan.methods for name in method.target_outputs)]
     layers = with_rows(list(target.states.values()), plan.widths[-1])
     states = dict(zip(target.states, layers, strict=True))
 
     def step(of: Checkpoint) -> Part:
-        module = StepModule(of.model, added, ranks, observed, options.lowering, states)
+        module = StepModule(of.model, additions, outputs, options.lowering, states)
         graph = traced(of, lambda: trace.trace_step(module, of.cache, embedding_size))
         return Part("step", graph, plan.target_points(), of.cache, target.parameters)
 
@@ -156,8 +157,7 @@ def _write(
         )
 
     rounded = target
-    parts = [exporter_of(method).part(method, target, options, plan) for method in plan.methods]
-    beside = [part for part in parts if part is not None]
+    beside = [one.graph for one in added if one is not None and one.graph is not None]
     if options.tensor_parallel > 1:
         if beside:
             raise BuildError(
@@ -171,10 +171,10 @@ def _write(
         if options.calibrated:
             rounded = calibrate(target, calibration, options.stored.block_size or DEFAULT_BLOCK_SIZE, progress)
         model, *rest = write("target", [first, *beside])
-    made = iter(rest)
+    models = iter(rest)
     methods = tuple(
-        exporter_of(method).in_target(method, options, one, next(made) if part is not None else None)
-        for method, one, part in zip(plan.methods, heads, parts, strict=True)
+        method if one is None or one.graph is None else with_draft(method, next(models))
+        for method, one in zip(plan.methods, added, strict=True)
     )
     return msgspec.structs.replace(model, embedding_size=embedding_size, states=layers), methods
 

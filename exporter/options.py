@@ -11,7 +11,7 @@ from specexport.checkpoints.config import quantized_in, read_model_config
 from specexport.checkpoints.locate import locate
 from specexport.contract.engines import BACKENDS, COMPILERS, BackendName
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method, read_methods
+from specexport.contract.methods import MethodOptions, read_methods
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import batch_points
 from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
@@ -61,7 +61,7 @@ class BuildOptions:
 
     target: str
     output: Path
-    methods: tuple[Method, ...] = ()
+    methods: tuple[MethodOptions, ...] = ()
     tensor_parallel: int = 1
     inputs_embeds: bool = False
     max_seq_len: int | None = None

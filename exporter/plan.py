@@ -14,11 +14,11 @@ from specexport.checkpoints.outline import ModelOutline, Parameter, outline
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import Method
+from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.engines.options import capability, check_stored
-from specexport.exporter.methods import MetaDraft, exporter_of
+from specexport.exporter.method import MetaDraft, exporter_of
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
@@ -139,7 +139,7 @@ class DevicePlan:
 
 def plan(
     target: str,
-    method: Method | None,
+    method: MethodOptions | None,
     device: DeviceLimits,
     *,
     precision: str,
@@ -179,9 +179,9 @@ def plan(
     return _planned(models, device, context, acceptance, most, one_pass=block is not None)
 
 
-def _draft(method: Method, target: str, outlined: ModelOutline) -> MetaDraft:
+def _draft(method: MethodOptions, target: str, outlined: ModelOutline) -> MetaDraft:
     """A method's own model."""
-    if method.whole_model:
+    if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
         return MetaDraft(source, outline(source))
     draft = exporter_of(method).meta_draft(method, target, outlined)
@@ -214,7 +214,7 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
     if method is not None:
         most = min(MOST_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
         models += [_bundled(f"{source}: {method.name}", one, sizes) for one in list(method.models.values())[:1]]
-    one_pass = method is not None and method.one_pass
+    one_pass = method is not None and not method.call_widths
     return _planned(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 
 

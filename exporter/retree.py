@@ -15,7 +15,7 @@ from specexport.contract.reading import changing, check_files, exchange_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.methods import exporter_of
+from specexport.exporter.method import exporter_of
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:

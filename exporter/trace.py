@@ -27,13 +27,10 @@ from specexport.exporter.passes.rms_norm import fuse_rms_norm
 from specexport.exporter.simplify import simplify
 from specexport.exporter.sparing import sparing
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
-from specexport.graphs.dflash import DFlashDraft, DFlashModule
-from specexport.graphs.mlp_speculator import SpeculatorModule, SpeculatorStages
 from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
-from specexport.graphs.states import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
@@ -41,9 +38,9 @@ PROGRAM_OPSET = 18
 of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
 
 # Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
-_B, _T, _S, _DONE = 2, 5, 24, 4
+B, T, S, DONE = 2, 5, 24, 4
 
-_Inputs = dict[str | tuple[str, ...], tuple[Any, Any]]
+Inputs = dict[str | tuple[str, ...], tuple[Any, Any]]
 """A module's inputs by name: an example of each and its symbolic dimensions (``torch.export.Dim``). Where an input is a
 list of tensors, its key is their names."""
 
@@ -54,21 +51,21 @@ def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size:
     With an ``embedding_size`` H it reads embeddings in the place of tokens too.
     """
     b, t, r = (torch.export.Dim(name) for name in "BTR")
-    position_ids = torch.arange(_T)[None].repeat(_B, 1)
-    inputs: _Inputs = {
-        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
+    position_ids = torch.arange(T)[None].repeat(B, 1)
+    inputs: Inputs = {
+        tensors.INPUT_IDS: (torch.ones(B, T, dtype=torch.int64), {0: b, 1: t}),
         tensors.POSITION_IDS: (position_ids, {0: b, 1: t}),
-        tensors.TREE_MASK: (torch.ones(_B, _T, _T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
+        tensors.TREE_MASK: (torch.ones(B, T, T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * _B), {0: b, 1: r}),
+        tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * B), {0: b, 1: r}),
     }
     layers = list(module.states.values())
-    inputs |= _caches(cache_names(len(shapes)), shapes, _S, b, "S", _states(layers, b))
+    inputs |= cache_inputs(cache_names(len(shapes)), shapes, S, b, "S", _states(layers, b))
     if embedding_size is not None:
-        inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(_B, _T, embedding_size), {0: b, 1: t})
-        inputs[tensors.EMBEDS_MASK] = (torch.zeros(_B, _T, dtype=torch.bool), {0: b, 1: t})
+        inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(B, T, embedding_size), {0: b, 1: t})
+        inputs[tensors.EMBEDS_MASK] = (torch.zeros(B, T, dtype=torch.bool), {0: b, 1: t})
     made = [*module.made, *returned_names(len(shapes), module.lowering), *returned_state_names(layers)]
-    return _trace(module.model, module, inputs, made, module.lowering)
+    return trace_module(module.model, module, inputs, made, module.lowering)
 
 
 def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
@@ -80,92 +77,17 @@ def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: L
     b, t = torch.export.Dim("B"), torch.export.Dim("T")
     layers = list(draft.states.values())
     rows, more = row_names(len(shapes)), _state_rows(layers, b)
-    inputs: _Inputs = {
-        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
+    inputs: Inputs = {
+        tensors.INPUT_IDS: (torch.ones(B, T, dtype=torch.int64), {0: b, 1: t}),
         tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
+        tensors.UNIFORM: (torch.full((B,), 0.5), {0: b}),
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        **_sampling(b),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S", _states(layers, b)),
-        **_caches(rows, shapes, _DONE, b, "R", more),
+        **sampling_inputs(b),
+        **cache_inputs(cache_names(len(shapes)), shapes, S, b, "S", _states(layers, b)),
+        **cache_inputs(rows, shapes, DONE, b, "R", more),
     }
     outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in (*rows, *more))]
-    return _trace(draft.model, draft, inputs, outputs, lowering)
-
-
-def trace_own_state(
-    draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
-) -> tuple[ir.Model, ir.Model]:
-    """What the first pass of a draft is handed, and one pass, to be put into a loop.
-
-    See :class:`~specexport.graphs.states.OwnStatePass`.
-    """
-    b, t, r = (torch.export.Dim(name) for name in "BTR")
-    H = draft.hidden
-    names, attention = row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
-    states: _Inputs = {
-        tensors.LAYER_STATES: (torch.ones(_B, _T, draft.reads), {0: b, 1: t}),
-        tensors.OWN_STATE: (torch.ones(_B, H), {0: b}),
-        tensors.READS_OWN: (torch.zeros(_B, dtype=torch.bool), {0: b}),
-    }
-    first = _trace(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
-    inputs: _Inputs = {
-        tensors.INPUT_IDS: (torch.ones(_B, _T, dtype=torch.int64), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.UNIFORM: (torch.full((_B,), 0.5), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        "hidden": (torch.ones(_B, _T, H), {0: b, 1: t}),
-        "real": (torch.ones(_B, _DONE), {0: b, 1: r}),
-        **_sampling(b),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
-        **_caches(names, shapes, _DONE, b, "R"),
-    }
-    outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
-    return first, _trace(attention, OwnStatePass(draft), inputs, outputs, lowering)
-
-
-def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:
-    """The propose graph of a DFlash draft (:class:`~specexport.graphs.dflash.DFlashModule`)."""
-    b, t, k = (torch.export.Dim(name) for name in "BTK")
-    drafted = 7
-    inputs: _Inputs = {
-        tensors.INPUT_IDS: (torch.ones(_B, 1, dtype=torch.int64), {0: b}),
-        tensors.LAYER_STATES: (torch.ones(_B, _T, draft.fc.in_features), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.BLOCK_ROWS: (torch.tensor([4, 8]), {0: b}),
-        tensors.UNIFORM: (torch.full((_B, drafted), 0.5), {0: b, 1: k}),
-        **_sampling(b),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
-    }
-    outputs = [*tensors.DRAFTED, *returned_names(len(shapes), lowering)]
-    attention = draft.layers[0].get_submodule("self_attn")
-    traced = _trace(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
-    for value in traced.graph.outputs:
-        dims = list(value.shape or ())
-        if value.name in tensors.DRAFTED:
-            value.shape = ir.Shape(["K", "B", *dims[2:]])
-        elif lowering == "portable":
-            value.shape = ir.Shape([*dims[:2], "F", dims[3]])  # T + K - 1
-    return traced
-
-
-def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
-    """The propose graph of an MLP speculator (:class:`~specexport.graphs.mlp_speculator.SpeculatorModule`)."""
-    stages = len(speculator)
-    b, t = torch.export.Dim("B"), torch.export.Dim("T")
-    levels = (_B, stages, _T)
-    inputs: _Inputs = {
-        tensors.HIDDEN_STATE: (torch.ones(_B, speculator.hidden), {0: b}),
-        tensors.INPUT_IDS: (torch.ones(_B, 1, dtype=torch.int64), {0: b}),
-        tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
-        tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
-        tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
-        **_sampling(b),
-    }
-    outputs = [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED]
-    module = SpeculatorModule(speculator)
-    return _trace(module, module, inputs, outputs, lowering)
+    return trace_module(draft.model, draft, inputs, outputs, lowering)
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
@@ -176,27 +98,27 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
     nodes, vocab = 5, 40
     b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
     n = drafts + 1
-    inputs: _Inputs = {
-        tensors.LOGITS: (torch.randn(_B, nodes, vocab), {0: b, 1: n, 2: v}),
-        tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * _B), {0: b, 1: n}),
-        tensors.TREE_MASK: (torch.ones(_B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
-        tensors.DRAFT_TOKENS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+    inputs: Inputs = {
+        tensors.LOGITS: (torch.randn(B, nodes, vocab), {0: b, 1: n, 2: v}),
+        tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * B), {0: b, 1: n}),
+        tensors.TREE_MASK: (torch.ones(B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
+        tensors.DRAFT_TOKENS: (torch.ones(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
     module: torch.nn.Module = GreedyModule()
     if rule == "lossless":
         module = AcceptModule(max_children)
-        ids = torch.arange(candidates).repeat(_B, nodes - 1, 1)
+        ids = torch.arange(candidates).repeat(B, nodes - 1, 1)
         inputs[tensors.DRAFT_IDS] = (ids, {0: b, 1: drafts})
         inputs[tensors.DRAFT_PROBS] = (torch.full(ids.shape, 1 / candidates), {0: b, 1: drafts})
-        inputs[tensors.UNIFORM] = (torch.full((_B, nodes), 0.5), {0: b, 1: n})
-        inputs |= _sampling(b)
+        inputs[tensors.UNIFORM] = (torch.full((B, nodes), 0.5), {0: b, 1: n})
+        inputs |= sampling_inputs(b)
     elif rule == "typical":
         module = TypicalModule()
-        inputs[tensors.UNIFORM] = (torch.full((_B, 1), 0.5), {0: b})
-        inputs |= _sampling(b)
-        inputs |= {name: (torch.full((_B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
+        inputs[tensors.UNIFORM] = (torch.full((B, 1), 0.5), {0: b})
+        inputs |= sampling_inputs(b)
+        inputs |= {name: (torch.full((B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
     outputs = [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH]
-    return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
@@ -208,34 +130,34 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
         ids = torch.arange(candidates).repeat(*shape, 1)
         return [torch.zeros(shape, dtype=torch.int64), ids, torch.full(ids.shape, 1 / candidates)]
 
-    inputs: _Inputs
+    inputs: Inputs
     if stages:
         rows = [{0: b}] + [{0: b, 1: torch.export.Dim("R")}] * (stages - 1)
-        of_stages = zip(*(made(_B, depth if stage else 1) for stage in range(stages)), strict=True)
+        of_stages = zip(*(made(B, depth if stage else 1) for stage in range(stages)), strict=True)
         names = [tuple(tensors.of_stage(kind, stage) for stage in range(stages)) for kind in tensors.DRAFTED]
         inputs = {name: (list(of_kind), rows) for name, of_kind in zip(names, of_stages, strict=True)}
     else:
         k = torch.export.Dim("K")
-        inputs = {name: (tensor, {0: k, 1: b}) for name, tensor in zip(tensors.DRAFTED, made(depth, _B), strict=True)}
+        inputs = {name: (tensor, {0: k, 1: b}) for name, tensor in zip(tensors.DRAFTED, made(depth, B), strict=True)}
     inputs |= {
-        tensors.TREE_ROWS: (torch.ones(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
-        tensors.TREE_RANKS: (torch.zeros(_B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+        tensors.TREE_ROWS: (torch.ones(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+        tensors.TREE_RANKS: (torch.zeros(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
     }
     outputs = [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS]
     module = StagesFillModule() if stages else FillModule()
-    return _trace(module, module, inputs, outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, module, inputs, outputs, "native", PROGRAM_OPSET)
 
 
 def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
     b, n = torch.export.Dim("B"), torch.export.Dim("N")
-    inputs: _Inputs = {
+    inputs: Inputs = {
         tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.PATH: (torch.zeros(_B, _T, dtype=torch.int64), {0: b, 1: n}),
-        **_caches(cache_names(len(shapes)), shapes, _S, b, "S"),
+        tensors.PATH: (torch.zeros(B, T, dtype=torch.int64), {0: b, 1: n}),
+        **cache_inputs(cache_names(len(shapes)), shapes, S, b, "S"),
     }
     module = CommitModule()
-    return _trace(module, module, inputs, returned_names(len(shapes), "native"))
+    return trace_module(module, module, inputs, returned_names(len(shapes), "native"))
 
 
 def row_names(layers: int) -> list[str]:
@@ -243,16 +165,16 @@ def row_names(layers: int) -> list[str]:
     return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
-def _caches(
+def cache_inputs(
     names: list[str],
     shapes: Sequence[CacheLayer],
     rows: int,
     batch: Any,
     symbol: str,
     more: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({}),
-) -> _Inputs:
+) -> Inputs:
     """Keys and values of every layer, and ``more`` behind them; ``symbol`` names their rows."""
-    caches = [torch.zeros(_B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
+    caches = [torch.zeros(B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
     examples = [*caches, *(example for example, _ in more.values())]
     dims = [*[{0: batch, 2: torch.export.Dim(symbol)}] * len(caches), *(dims for _, dims in more.values())]
     return {(*names, *more): (examples, dims)}
@@ -262,9 +184,9 @@ def _state_rows(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[tor
     """What a pass takes of an earlier one for layers without attention, by name: rows made so far, and states."""
     made: dict[str, tuple[torch.Tensor, Any]] = {}
     for name, spec in states(layers).items():
-        sizes, dims = list(spec.shape(ShapePoint(_B, _T, _S))), {0: batch}
+        sizes, dims = list(spec.shape(ShapePoint(B, T, S))), {0: batch}
         if len(sizes) == 3:
-            sizes[1], dims[1] = _DONE, torch.export.Dim("R")
+            sizes[1], dims[1] = DONE, torch.export.Dim("R")
         made[name.replace("past_", "row.", 1)] = torch.zeros(sizes), dims
     return made
 
@@ -276,29 +198,39 @@ def _states(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.T
         cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
         made[tensors.KNOWN_TOKENS] = torch.tensor([1, 2]), {0: batch}
         made[tensors.CELL_ROWS] = cells, {0: torch.export.Dim("C"), 1: batch}
-    sizes = ShapePoint(_B, _T, _S)
+    sizes = ShapePoint(B, T, S)
     return made | {name: (torch.zeros(spec.shape(sizes)), {0: batch}) for name, spec in states(layers).items()}
 
 
-def _sampling(batch: Any) -> _Inputs:
+def sampling_inputs(batch: Any) -> Inputs:
     """The sampling parameters, a number a slot each."""
     return {
-        tensors.TEMPERATURE: (torch.ones(_B), {0: batch}),
-        tensors.TOP_K: (torch.zeros(_B, dtype=torch.int64), {0: batch}),
-        tensors.TOP_P: (torch.full((_B,), 0.9), {0: batch}),
-        tensors.MIN_P: (torch.zeros(_B), {0: batch}),
+        tensors.TEMPERATURE: (torch.ones(B), {0: batch}),
+        tensors.TOP_K: (torch.zeros(B, dtype=torch.int64), {0: batch}),
+        tensors.TOP_P: (torch.full((B,), 0.9), {0: batch}),
+        tensors.MIN_P: (torch.zeros(B), {0: batch}),
     }
 
 
 @uncollected()
-def _trace(
+def trace_module(
     model: torch.nn.Module,
     module: torch.nn.Module,
-    inputs: _Inputs,
+    inputs: Inputs,
     outputs: list[str],
     lowering: LoweredAs = "native",
     opset: int | None = None,
 ) -> ir.Model:
+    """Traces a module.
+
+    Args:
+        model: the part of it that has rotary embeddings.
+        module: what is traced.
+        inputs: see :data:`Inputs`.
+        outputs: names.
+        lowering: which operators attention is made of.
+        opset: None for the lowering's.
+    """
     examples, dims = zip(*inputs.values(), strict=True)
     leaves = torch.utils._pytree.tree_leaves(examples)
     names = [name for key in inputs for name in ([key] if isinstance(key, str) else key)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,7 @@ from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
 from specexport.graphs.layers import noted_states
-from specexport.graphs.medusa import MedusaHeads
 from specexport.graphs.recurrent import StepStates, recurrent
-from specexport.graphs.top_k import most_probable
 
 
 def pairs(flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,16 +70,35 @@ def run_model(
     return logits.float(), taken[0]
 
 
+class Addition(torch.nn.Module, ABC):
+    """What a method adds to a step graph: outputs that follow from the model's last hidden state.
+
+    Attributes:
+        prefix: what names of its parameters begin with in the graph, as they do where it is published.
+    """
+
+    prefix: str
+
+    @abstractmethod
+    def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Its outputs by name.
+
+        Args:
+            hidden: the hidden states after the final norm, ``[B,R,H]``.
+            logits: what the model's head makes of them, float32 ``[B,R,V]``.
+        """
+
+
 class StepModule(torch.nn.Module):
     """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``).
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
         states: its layers without attention by their index.
-        heads: Medusa heads on its last hidden state.
-        candidates: M, how many at each depth.
-        observed: names of the outputs it has beside logits: their candidates, that state, and states of layers.
+        additions: what methods add to it.
+        outputs: names: logits, the last hidden state, states of layers, and those of additions.
         lowering: which operators attention is made of.
+        input_vocab: rows of its embedding, where it may be given tokens beyond; None where it may not.
 
     Attributes:
         made: names of its outputs, caches aside.
@@ -89,22 +107,19 @@ class StepModule(torch.nn.Module):
     def __init__(
         self,
         model: torch.nn.Module,
-        heads: MedusaHeads | None = None,
-        candidates: int = 0,
-        observed: Iterable[str] = (),
+        additions: Iterable[Addition] = (),
+        outputs: Iterable[str] = (tensors.LOGITS,),
         lowering: LoweredAs = "native",
         states: Mapping[int, StateLayer] | None = None,
+        input_vocab: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.states = states or {}
-        self.heads = heads
-        self.heads_projection = _own_projection(model, heads)
-        self.candidates = candidates
+        self.additions = torch.nn.ModuleDict({addition.prefix: addition for addition in additions})
         self.lowering: LoweredAs = lowering
-        self.vocab_size: int | None = None
-        self.input_vocab: int | None = None
-        self.made = list(dict.fromkeys([tensors.LOGITS, *observed]))
+        self.input_vocab = input_vocab
+        self.made = list(dict.fromkeys(outputs))
         parts = {name: name.partition(".") for name in self.made}
         self.noted = {name: int(after) for name, (stem, _, after) in parts.items() if stem == tensors.LAYER_STATES}
 
@@ -119,7 +134,7 @@ class StepModule(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Returns :meth:`outputs`, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
+        """Returns ``made``, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
         After them comes what layers without attention return. ``past`` are the caches, and behind them what
         :class:`~specexport.graphs.recurrent.StepStates` is given. With embeddings given, they are read where the mask
@@ -136,63 +151,8 @@ class StepModule(torch.nn.Module):
         with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
-        known = self.outputs(logits, hidden) | {name: noted[count].float() for name, count in self.noted.items()}
+        known = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
+        known |= {name: noted[count].float() for name, count in self.noted.items()}
+        for addition in self.additions.values():
+            known |= addition(hidden, logits)
         return (*(known[name] for name in self.made), *flat(active.returned), *states.returned)
-
-    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is made of the last hidden state, by name: logits, ``hidden_states``, and ``candidates`` of heads."""
-        made = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
-        if self.heads is not None:
-            made[tensors.CANDIDATES] = self.ahead(self.heads, hidden)
-        return made
-
-    def ahead(self, heads: MedusaHeads, hidden: torch.Tensor) -> torch.Tensor:
-        """The most probable tokens of each Medusa head, int64 ``[B,N,R,M]``, best first."""
-        logits = heads.logits(hidden, self.heads_projection or self.model)
-        return self.best(logits.transpose(0, 1).float())
-
-    def best(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most probable tokens that may be proposed, int64 ``[..., M]``, best first."""
-        return most_probable(logits[..., : self.vocab_size], self.candidates)[1]
-
-
-class CandidatesModule(StepModule):
-    """A draft with Medusa heads: a step that makes candidates for every depth of a tree instead of logits.
-
-    Its own head proposes for depth 1, Medusa head i for depth 2+i. ``vocab_size`` and ``input_vocab`` are those of
-    :class:`~specexport.graphs.propose.DraftPass`, the rest is as in :class:`StepModule`.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        heads: MedusaHeads,
-        candidates: int,
-        vocab_size: int,
-        input_vocab: int,
-        lowering: LoweredAs = "native",
-    ) -> None:
-        super().__init__(model, heads, candidates, lowering=lowering)
-        self.vocab_size = vocab_size
-        self.input_vocab = input_vocab
-        self.made = [tensors.CANDIDATES]
-
-    def outputs(self, logits: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``candidates`` of its own head and of the Medusa heads."""
-        assert self.heads is not None
-        return {tensors.CANDIDATES: torch.cat([self.best(logits[:, None]), self.ahead(self.heads, hidden)], 1)}
-
-
-def _own_projection(model: torch.nn.Module, heads: MedusaHeads | None) -> torch.nn.Module | None:
-    """A copy of the model's head for heads that are tied to it.
-
-    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
-    are several rows of it for each of the model's.
-    """
-    if heads is None or not heads.tied:
-        return None
-    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-    copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    vars(copy.weight).update(vars(weight))  # where its numbers are, if it is a stand-in (checkpoints/streamed.py)
-    return copy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+MAX_TOP_K = 10
+"""Ranks a head's candidates have; published trees go no further."""
 _LARGE = 1 << 14
 """Of smaller vocabularies the plain TopK is faster."""
 _BLOCKS = range(128, 15, -1)

@@ -14,6 +14,8 @@ from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import (
     Method,
+    MethodOptions,
+    TextMethod,
     for_bundle,
     method_name,
     read_methods,
@@ -36,7 +38,7 @@ from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.opening import Opening, open_proposer
+from specexport.runtime.proposers import Opening, open_proposer
 from specexport.runtime.request import Request
 from specexport.runtime.rules import Rules, SequenceBiases
 from specexport.runtime.scheduler import Scheduler
@@ -118,7 +120,7 @@ class Engine:
         *,
         threads: int | None = None,
         check_hashes: bool = True,
-        methods: Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str] = (),
+        methods: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str] = (),
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
         calibrate: bool = True,
@@ -374,7 +376,7 @@ class Engine:
         method: str | None,
         tree: TokenTree,
         hypothesis: Sequence[int] = (),
-        options: Method | None = None,
+        options: MethodOptions | None = None,
     ) -> Request:
         tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
@@ -445,7 +447,7 @@ class Engine:
                 pass
 
 
-def available_methods(manifest: Manifest, requested: Sequence[Method] = ()) -> tuple[Method, ...]:
+def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
     """The methods that work with a bundle: those it was built for, and those that need no graph.
 
     Args:
@@ -455,8 +457,9 @@ def available_methods(manifest: Manifest, requested: Sequence[Method] = ()) -> t
     Raises:
         BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
     """
+    replacements: dict[str, TextMethod] = {}
     for method in requested:
-        if method.needs_graph:
+        if not isinstance(method, TextMethod):
             raise BuildError(
                 f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
                 "build another bundle"
@@ -467,16 +470,16 @@ def available_methods(manifest: Manifest, requested: Sequence[Method] = ()) -> t
                 f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
                 "num_speculative_tokens"
             )
+        replacements[method.name] = method
     methods = {method.name: method for method in manifest.methods}
-    replacements = {method.name: method for method in requested}
     for kind in text_methods():
         name = method_name(kind)
         if name in replacements or name not in methods:
-            method = replacements.get(name, kind())
-            if name in methods and not method.sizes:  # other options do not change the trees
-                fitted = with_trees(method, methods[name].token_trees())
+            lookup = replacements.get(name, kind())
+            if name in methods and not lookup.sizes:  # other options do not change the trees
+                fitted = with_trees(lookup, methods[name].token_trees())
             else:
-                fitted = for_bundle(method, manifest.target)
+                fitted = for_bundle(lookup, manifest.target)
             if fitted.trees:
                 methods[name] = fitted
     return tuple(methods.values())

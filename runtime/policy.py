@@ -14,7 +14,7 @@ from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, Histor
 from specexport.runtime.choice import Fit, Option, best
 from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import Request
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
 
@@ -273,7 +273,7 @@ class MeasuredPolicy(SpeculationPolicy):
         return [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._loaded_methods[name].method.width(tree), len(tree)
+        width, nodes = self._loaded_methods[name].method.beside + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.methods import Method
+from specexport.contract.methods import Method, MethodOptions
 from specexport.contract.tree import TokenTree
 from specexport.runtime.embeds import Embeddings
 from specexport.runtime.graph import Array, Graph
@@ -54,7 +54,7 @@ class SlotView:
     hypothesis: Sequence[int] = ()
     method: str | None = None
     lookup: str | None = field(default=None, kw_only=True)
-    options: Method | None = None
+    options: MethodOptions | None = None
     processors: Sequence[LogitsProcessor] = ()
     embeddings: Embeddings | None = None
     prompt: int = field(init=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from specexport.contract.shapes import window
-from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.reader import common_prefix
 from specexport.runtime.step_program import StepProgram
 
 

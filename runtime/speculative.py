@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.errors import RequestError, SpecExportError
-from specexport.contract.methods import Method, method_type, read_method
+from specexport.contract.methods import Method, MethodOptions, method_type, read_method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.step_program import PLAIN_TREE
@@ -33,7 +33,7 @@ class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_speculative_tokens: Annotated[int, Meta(ge=0)] | None = None
     hypothesis: str | tuple[int, ...] | None = None
     hypothesis_entropy: float | None = None
-    options: Method | None = None
+    options: MethodOptions | None = None
 
     @classmethod
     def of(cls, given: Speculative | Mapping[str, Any] | str | None) -> Speculative:
@@ -75,7 +75,7 @@ PLAIN = Speculative(num_speculative_tokens=0)
 """Plain decoding, for comparison."""
 
 
-def _options(name: object, keys: Mapping[str, Any]) -> Method:
+def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
     """A method's own keys, as far as a request may say them."""
     if not isinstance(name, str):
         key = next(iter(keys))

@@ -18,8 +18,8 @@ import torch
 from demo_corpus import card, read_corpus
 from train_demo_eagle3 import write_texts
 
-from specexport.training.dflash import train_dflash
-from specexport.training.options import DFlashOptions
+from specexport.methods.dflash.train import train_dflash
+from specexport.methods.dflash.train_options import DFlashOptions
 
 
 def main() -> None:

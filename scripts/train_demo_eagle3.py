@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.methods.eagle3.train import train_eagle3
+from specexport.methods.eagle3.train_options import Eagle3Options
 from specexport.runtime import Engine, SamplingParams
-from specexport.training.eagle3 import train_eagle3
-from specexport.training.options import Eagle3Options
 
 
 def write_texts(path: Path, files: list[SourceFile]) -> Path:

@@ -25,9 +25,11 @@ from demo_corpus import card, cut_prompts, encode_stream, export, random_windows
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specexport.checkpoints.medusa import save_medusa
 from specexport.contract.folders import written_beside
-from specexport.graphs.medusa import MedusaHeads
+from specexport.methods.draft_model.train import new_llama
+from specexport.methods.medusa.checkpoint import save_medusa
+from specexport.methods.medusa.graph import MedusaHeads
+from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads
 from specexport.training.data import sampled_windows, seeded
 from specexport.training.distill import (
     acceptance_length,
@@ -38,10 +40,8 @@ from specexport.training.distill import (
     mixed_temperatures,
     sample_texts,
 )
-from specexport.training.draft import new_llama
 from specexport.training.hidden import hidden_loss
 from specexport.training.loop import Loss, Schedule, Trained, adamw, muon_and_adamw, train
-from specexport.training.medusa import head_accuracy, heads_loss, new_heads
 from specexport.training.options import DIVERGENCES
 from specexport.training.run import Place
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.training.eagle3 import train_eagle3
-from specexport.training.options import Eagle3Options
+from specexport.methods.eagle3.train import train_eagle3
+from specexport.methods.eagle3.train_options import Eagle3Options
 
 _AT_ONCE = 64
 """Conversations that are written together, and kept in a file of their own."""

@@ -19,7 +19,7 @@ import msgspec
 from specexport.checkpoints.locate import GGUF, find
 from specexport.contract.errors import BundleError
 from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
-from specexport.contract.methods import Method
+from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.fingerprint import fingerprint
 from specexport.runtime.bundle import check_bundle
@@ -52,17 +52,21 @@ def cached_bundle(
         BuildError: a checkpoint cannot be found, or the build fails.
     """
     root = cache_folder() or passing_folder()
-    methods: tuple[Method, ...] = options.get("methods", ())
+    methods: tuple[MethodOptions, ...] = options.get("methods", ())
     checkpoints = {"target": find(str(options["target"]))}
     for method in methods:
-        for key, kind in method.sources.items():
+        for key, kind in method_type(method.name).sources.items():
             source = str(getattr(method, key))
             checkpoints[f"{method.name}.{key}"] = find(source) if kind == "checkpoint" else expanded(source)
     identity = {
         "options": {key: value for key, value in options.items() if key not in ("target", "methods")},
         # The content of checkpoints counts, not their paths.
         "methods": [
-            {key: value for key, value in msgspec.to_builtins(method).items() if key not in method.sources}
+            {
+                key: value
+                for key, value in msgspec.to_builtins(method).items()
+                if key not in method_type(method.name).sources
+            }
             for method in methods
         ],
         "checkpoints": {name: _content(folder, root / "hashes") for name, folder in checkpoints.items()},

@@ -17,7 +17,7 @@ from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
-from specexport.contract.methods import Method, known, listed, method_type, read_methods
+from specexport.contract.methods import MethodOptions, known, listed, method_type, read_methods
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.chat import Message
@@ -28,7 +28,7 @@ from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
 from specexport.runtime.values import require_text
 
-SpeculativeConfig = Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str]
+SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
 """One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
 
 
@@ -83,7 +83,7 @@ class Frontend:
             raise BuildError(f"seed is {seed}; expected a whole number >= 0")
         if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
-        loaded: tuple[Method, ...] = ()
+        loaded: tuple[MethodOptions, ...] = ()
         chosen = DEFAULT
         if bundle is not None:
             if build:
@@ -253,9 +253,9 @@ class Frontend:
         return int(np.random.SeedSequence([self.seed, next(self._count)]).generate_state(1)[0])
 
 
-def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[Method, ...], Speculative]:
+def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Speculative]:
     """Splits a configuration for a bundle into options of methods without graphs and the default of requests."""
-    methods: list[Method] = []
+    methods: list[MethodOptions] = []
     chosen: list[Speculative] = []
     for entry in listed(config):
         mapping = {"method": entry} if isinstance(entry, str) and ":" not in entry else entry
@@ -274,14 +274,14 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[Method, ...], Speculati
         else:
             (method,) = read_methods(mapping)
             methods.append(method)
-            if not method.takes_hypothesis:  # requests with a hypothesis choose it themselves
+            if not method_type(method.name).takes_hypothesis:  # requests with a hypothesis choose it themselves
                 chosen.append(Speculative(method=method.name))
     return tuple(methods), chosen[0] if chosen else DEFAULT
 
 
 def _built(
     model: str,
-    methods: tuple[Method, ...],
+    methods: tuple[MethodOptions, ...],
     max_model_len: int | None,
     backend: str | None,
     check_hashes: bool,

@@ -6,8 +6,18 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Flag, Method, known, method_type, parse_method, read_method
+from specexport.contract.methods import (
+    Flag,
+    MethodOptions,
+    known,
+    method_type,
+    options_type,
+    parse_method,
+    read_method,
+)
 
 _Given = list[tuple[str, Any]]
 """What of ``--method`` and the flags was given, with its value, in order: the first method is the default."""
@@ -23,7 +33,7 @@ class _Remember(argparse.Action):
 
 def _flags() -> list[tuple[str, Flag]]:
     """Every flag with the name of its method."""
-    return [(name, flag) for name in known() for flag in method_type(name).flags]
+    return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -63,7 +73,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     return group
 
 
-def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
+def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
     """The methods a command line asks for.
 
     Raises:
@@ -77,7 +87,7 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
     beside = [name for name, flag in _flags() for option, _ in given if option == flag.name and option not in claimed]
     if doubled := next((name for name in spelled if spelled.count(name) > 1 or name in beside), None):
         raise BuildError(f"--method {doubled}: it was given twice; give all its keys at once, {doubled}:key=value,...")
-    found: dict[str, Method] = {}
+    found: dict[str, MethodOptions] = {}
     for option, value in given:
         if option == "--method":
             method = parse_method(value)
@@ -96,37 +106,37 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[Method, ...]:
     return _shared(list(found.values()), arguments.num_speculative_tokens, arguments.tree)
 
 
-def _shared(methods: Sequence[Method], sizes: tuple[int, ...] | None, trees: Sequence[str]) -> tuple[Method, ...]:
+def _shared(
+    methods: Sequence[MethodOptions], sizes: tuple[int, ...] | None, trees: Sequence[str]
+) -> tuple[MethodOptions, ...]:
     """Gives the methods the options that are shared by all."""
     if (sizes or trees) and not methods:
         flag = "--num-speculative-tokens" if sizes else "--tree"
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
-    if sizes and all(method.own_widths for method in methods):
+    if sizes and all(method_type(method.name).own_widths for method in methods):
         raise BuildError(
             f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
             "other options"
         )
-    made: list[Method] = []
-    widest = max((method.branching for method in methods), default=0)
+    made: list[MethodOptions] = []
+    widest = max((method_type(method.name).branching for method in methods), default=0)
     if trees and not widest:
         raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
     for method in methods:
         mapping: dict[str, Any] = {}
-        if sizes and not method.sizes and not method.own_widths:
+        if sizes and not method.sizes and not method_type(method.name).own_widths:
             mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
-        if trees and method.branching == widest and not method.trees:
+        if trees and method_type(method.name).branching == widest and not method.trees:
             mapping["trees"] = list(trees)
         made.append(changed(method, mapping))
     return tuple(made)
 
 
-def changed(method: Method, keys: dict[str, Any]) -> Method:
+def changed(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
     """A method with other values of some keys."""
     if not keys:
         return method
-    kind = type(method)
-    own = {key: getattr(method, key) for key in kind.__struct_fields__ if key not in kind.built}
-    return read_method({"method": method.name, **own, **keys})
+    return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys})
 
 
 def _draft_tokens(text: str) -> tuple[int, ...]:

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from specexport.checkpoints.medusa import save_medusa
-from specexport.checkpoints.mlp_speculator import save_speculator
-from specexport.graphs.medusa import MedusaHeads
-from specexport.graphs.mlp_speculator import SpeculatorStages
+from specexport.methods.medusa.checkpoint import save_medusa
+from specexport.methods.medusa.graph import MedusaHeads
+from specexport.methods.mlp_speculator.checkpoint import save_speculator
+from specexport.methods.mlp_speculator.graph import SpeculatorStages
+from specexport.methods.mlp_speculator.train import speculator_loss
 from specexport.training.data import Windows
 from specexport.training.hidden import run_model
-from specexport.training.mlp_speculator import speculator_loss
 
 VOCAB = 320
 MAX_POSITIONS = 512
@@ -470,7 +470,7 @@ def make_eagle3(
         embedding: whether it has one of its own.
         model_type: of its layer.
         size: of its attention heads.
-        switches: norms that it has or does not have; see ``specexport.graphs.eagle3``.
+        switches: norms that it has or does not have; see ``specexport.methods.eagle3.graph``.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     generator = torch.Generator().manual_seed(8)

@@ -19,9 +19,9 @@ from specexport.checkpoints.config import load_causal_lm, meta_model, read_model
 from specexport.checkpoints.locate import ADAPTER, locate
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.draft_model import DraftModel
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.methods.draft_model.spec import DraftModelOptions
 from specexport.runtime import Engine, SamplingParams
 from tests.checkpoints import GROUPED, make_checkpoint, tokenizer
 from tests.hub import hub
@@ -228,7 +228,7 @@ def test_targets_and_drafts_are_built_with_their_adapters(tmp_path: Path, capsys
         BuildOptions(
             target=str(folder),
             output=tmp_path / "bundle",
-            methods=(DraftModel(model=str(folder), num_speculative_tokens=2),),
+            methods=(DraftModelOptions(model=str(folder), num_speculative_tokens=2),),
             draft_precision="fp32",
             max_seq_len=256,
         )

@@ -14,10 +14,10 @@ import pytest
 
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
+from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.draft_model import DraftModelProposer
 from specexport.runtime.request import Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.step import HostProgram

@@ -19,8 +19,8 @@ from specexport.cli import main
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
-from specexport.contract.methods.ngram import Ngram
 from specexport.contract.reading import read_manifest
+from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
@@ -544,7 +544,7 @@ def test_methods_that_nobody_measured_join_a_measured_batch(measured: Callable[.
 def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
     measured: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.runtime.proposers.draft_model import DraftModelProposer
+    from specexport.methods.draft_model.propose import DraftModelProposer
 
     one = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
     read: list[int] = []

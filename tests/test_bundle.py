@@ -553,7 +553,7 @@ def relisted(folder: Path, document: Document) -> None:
         ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is no token of 12"),
         ("generation.rules", {"bad_words_ids": [[3, 99]]}, "generation.rules.bad_words_ids: 99 is no token of 12"),
         ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions 63"),
-        ("methods.0.num_speculative_tokens", 4, "num_speculative_tokens is given beside trees"),
+        ("methods.0.num_speculative_tokens", 4, "unknown field `num_speculative_tokens` - at `$.methods[0]`"),
         ("methods.0.draft.embedding_size", 16, "embedding_size of the draft: expected null"),
         ("target.graph.points.0.drafts", 1, "graph.points of the target: b1"),
         ("target.graph.points.0.rows", 0, "graph.points of the target: b1"),
@@ -569,6 +569,18 @@ def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: 
 
     rewritten(copy, put)
     refused(copy, MANIFEST_NAME, reason)
+
+
+def test_options_that_older_versions_wrote_are_read_where_they_are_null(copy: Path) -> None:
+    rewritten(copy, lambda document: document["methods"][0].update(num_speculative_tokens=None))
+    (method,) = read_manifest(copy).methods
+    assert method.name == "draft_model"
+
+
+def test_a_method_that_only_reads_text_has_trees_or_sizes(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")
+    rewritten(folder, lambda document: document["methods"][0].update(num_speculative_tokens=4))
+    refused(folder, MANIFEST_NAME, "num_speculative_tokens is given beside trees")
 
 
 def test_a_point_listed_twice_and_a_cache_too_small_are_refused(copy: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method, known, method_type, read_methods
+from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.method_flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
@@ -173,7 +173,7 @@ def test_an_unknown_flag_shows_its_commands_usage(
 # --- methods: one spelling, and flags that stand for it --------------------------------------------------------------
 
 
-def asked(*words: str) -> tuple[Method, ...]:
+def asked(*words: str) -> tuple[MethodOptions, ...]:
     """The methods that ``build`` is asked for."""
     parser = argparse.ArgumentParser()
     add_method_arguments(parser)
@@ -249,9 +249,9 @@ def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[
 
 
 def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
-    names = [flag.name for name in known() for flag in method_type(name).flags]
+    names = [flag.name for name in known() for flag in options_type(method_type(name)).flags]
     assert len(names) == len(set(names))
-    assert all(method_type(name).flags for name in known())
+    assert all(options_type(method_type(name)).flags for name in known())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     for name in known():
         assert name in shown
-        assert all(flag.name in shown for flag in method_type(name).flags)
+        assert all(flag.name in shown for flag in options_type(method_type(name)).flags)
 
 
 def test_a_bundle_runs_methods_it_was_built_without(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from specexport.contract import tensors
-from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.tree import TokenTree
+from specexport.methods.draft_model.propose import DraftModelProposer
+from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.graph import Graph
 from specexport.runtime.opening import open_graph
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.draft_model import DraftModelProposer
 
 NODES, STEPS, VOCAB = 8, 300, 120
 POISON = 1e6

@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from specexport import LLM
-from specexport.checkpoints.dflash import read_dflash, usual_states
-from specexport.checkpoints.drafts import as_checkpoint
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
-from specexport.contract.methods.dflash import DFlash
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
+from specexport.methods.dflash.checkpoint import read_dflash, usual_states
+from specexport.methods.dflash.export import trace_dflash
+from specexport.methods.dflash.spec import DFlash
+from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -162,9 +162,18 @@ def test_the_graph_drafts_what_the_formulas_say(
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
     cache = as_checkpoint(outline, "dflash", "here", draft, 512).cache
-    ir.save(trace.trace_dflash(draft, cache, lowering), tmp_path / "propose.onnx")
+    ir.save(trace_dflash(draft, cache, lowering), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
-    method = DFlash(model="here", states=outline.seen(LAYERS), hidden=H, candidates=64, block_size=BLOCK)
+    method = DFlash(
+        trees=(),
+        model="here",
+        states=outline.seen(LAYERS),
+        hidden=H,
+        rows=1,
+        candidates=64,
+        block_size=BLOCK,
+        dynamic_tree=False,
+    )
     make, wide = buffers(method.signatures["dflash"]), draft.fc.in_features
     names = [one.name for one in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)

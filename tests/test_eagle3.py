@@ -18,26 +18,26 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM
-from specexport.checkpoints.drafts import as_checkpoint
-from specexport.checkpoints.eagle3 import read_eagle3
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
-from specexport.contract.methods.eagle3 import Eagle3
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
+from specexport.methods.eagle3.checkpoint import read_eagle3
+from specexport.methods.eagle3.spec import Eagle3
+from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.export import trace_own_state
+from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.ort import OnnxRuntimeGraph
-from specexport.runtime.proposers.states import StatesProposer
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
@@ -47,6 +47,15 @@ from tests.ways import ways
 pytestmark = pytest.mark.exporter
 
 H, LAYERS, KEPT = GROUPED["hidden_size"], GROUPED["num_hidden_layers"], 200
+LIKE: dict[str, Any] = {
+    "trees": (),
+    "model": "here",
+    "states": (0, 1, 2),
+    "hidden": H,
+    "draft_hidden": H,
+    "rows": 1,
+    "candidates": 64,
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -159,10 +168,10 @@ def test_the_graph_drafts_what_the_formulas_say(
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
     cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
-    start, one_pass = trace.trace_own_state(draft, cache, lowering)
+    start, one_pass = trace_own_state(draft, cache, lowering)
     ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
-    method = Eagle3(model="here", states=(0, 1, 2), hidden=H, draft_hidden=H, candidates=64)
+    method = Eagle3(**LIKE, dynamic_tree=False)
     make = buffers(method.signatures["eagle3"])
     names = [one.name for one in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)

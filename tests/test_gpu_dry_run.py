@@ -44,7 +44,7 @@ def null_gpu() -> dict[str, str]:
 
 
 def test_every_method_is_there() -> None:
-    ours = {name for name in known() if method_type(name).__module__.startswith("specexport.contract.methods.")}
+    ours = {name for name in known() if method_type(name).__module__.startswith("specexport.methods.")}
     built = {method_name(method) for kind in bundles.KINDS for method in bundles.methods(kind, Path("checkpoints"))}
     assert ours <= built
     assert {name.split("-")[0] for name, _ in bundles.CHOSEN} == set(bundles.KINDS)

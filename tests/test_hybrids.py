@@ -19,7 +19,6 @@ from specexport.checkpoints import parity
 from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
-from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.model import Recurrence, StateLayer
 from specexport.contract.reading import read_manifest
 from specexport.contract.states import CELL, KeptStates, cell_rows, with_rows
@@ -32,11 +31,12 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
+from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.opening import open_backend
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.opening import Opening, open_proposer
+from specexport.runtime.proposers import Opening, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import RequestError
-from specexport.contract.methods.hypothesis import Hypothesis
 from specexport.contract.tree import TokenTree
+from specexport.methods.hypothesis import GUESS, TRUST, Follower, Hypothesis, HypothesisProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.hypothesis import GUESS, TRUST, Follower, HypothesisProposer
 from specexport.runtime.sampling import accept_relaxed
 from specexport.runtime.speculative import PLAIN
 

@@ -23,11 +23,11 @@ from benchmarks.inflate import (
     main,
     real_layers,
 )
-from specexport.checkpoints.drafts import as_checkpoint
 from specexport.checkpoints.reference import reference_states
 from specexport.contract.methods import method_type, part
-from specexport.exporter.methods.mlp_speculator import ReferenceSpeculator
 from specexport.graphs.layers import noted_states
+from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.mlp_speculator.export import ReferenceSpeculator
 from tests.checkpoints import make_dflash, make_eagle3, make_speculator
 
 pytestmark = pytest.mark.exporter
@@ -107,7 +107,7 @@ def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, method: str) -> None:
     """Of the same text: it sees the layers of the enlarged target that do what those of the small one did."""
-    exporter: Any = part(method_type(method), "exporter").EXPORTER
+    exporter: Any = part(method_type(method), "export").EXPORTER
     make = make_eagle3 if method == "eagle3" else make_dflash
     make(tmp_path / "small", source, states=(1, 2), size=8)  # type: ignore[operator]
     large, text, drafted = tmp_path / "large", PROMPTS[0], [5, 9, 2]

@@ -28,7 +28,7 @@ TOKENS, ROWS = [5, 9, 2, 31, 7], 16
 def test_a_step_says_what_goes_from_layer_to_layer(tmp_path: Path, family: str, lowering: LoweredAs) -> None:
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / family, family)))
     names = [tensors.layer_states(count) for count in (0, 1, 2)]
-    module = StepModule(loaded.model, observed=names, lowering=lowering)
+    module = StepModule(loaded.model, outputs=[tensors.LOGITS, *names], lowering=lowering)
     ir.save(trace.trace_step(module, loaded.cache), tmp_path / "step.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
     assert [one.name for one in session.get_outputs()][:4] == [tensors.LOGITS, *names]

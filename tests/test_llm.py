@@ -19,7 +19,7 @@ import pytest
 import specexport
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
-from specexport.contract.methods import Method, known, method_type, read_methods
+from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine
 
@@ -224,9 +224,9 @@ def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[st
 # --- speculative_config -----------------------------------------------------------------------------------------------
 
 
-def method(name: str, **options: Any) -> Method:
+def method(name: str, **options: Any) -> MethodOptions:
     """A method as the registry makes it, without reading what users write."""
-    return method_type(name)(**options)
+    return options_type(method_type(name))(**options)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def method(name: str, **options: Any) -> Method:
         ({"method": "universal_draft", "model": "d"}, method("universal_draft", model="d")),
     ],
 )
-def test_a_config_says_what_to_build(given: Any, expected: Method) -> None:
+def test_a_config_says_what_to_build(given: Any, expected: MethodOptions) -> None:
     assert read_methods(given) == (expected,)
 
 
@@ -301,9 +301,9 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
     file.write_text("[[0], [1], [0, 0]]")
     for given in (file, str(file), [file], [tree], [tree.choices]):
         (read,) = read_methods({"method": "medusa", "model": "h", "trees": given})
-        assert read.token_trees() == (tree,)
+        assert read.trees == (tree.choices,)
     (preset,) = read_methods({"method": "medusa", "model": "h", "trees": "mc_sim_7b_63"})
-    assert preset.token_trees() == (TokenTree.load("mc_sim_7b_63"),)
+    assert preset.trees == (TokenTree.load("mc_sim_7b_63").choices,)
 
 
 @pytest.mark.parametrize(

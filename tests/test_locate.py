@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from specexport.checkpoints import checkpoint
 from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.checkpoints.drafts import parts_of
-from specexport.checkpoints.eagle3 import read_eagle3
 from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
+from specexport.methods.eagle3.checkpoint import read_eagle3
+from specexport.methods.hidden_states.checkpoint import parts_of
 from tests.checkpoints import make_checkpoint, make_eagle3
 from tests.hub import hub
 

@@ -15,12 +15,12 @@ import pytest
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.methods import read_methods
-from specexport.contract.methods.lookahead import Lookahead, guess_tree
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.methods.lookahead.propose import LookaheadProposer, NgramPool, Trajectory
+from specexport.methods.lookahead.spec import Lookahead, guess_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.lookahead import LookaheadProposer, NgramPool, Trajectory
 from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 from tests.manifests import rewritten
@@ -29,7 +29,7 @@ Engines = Callable[[str], Engine]
 NAME = "qwen3-lookahead"
 W, N, G = 5, 4, 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-METHOD = Lookahead(trees=(guess_tree(G, N).choices,), window=W, ngram=N, guesses=G)
+METHOD = Lookahead(trees=(guess_tree(G, N).choices,), window=W, ngram=N, guesses=G, prompt_seeding=True)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -268,15 +268,17 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.exporter
 def test_sizes_that_are_built() -> None:
-    from specexport.exporter.methods import TargetOutline, exporter_of
+    from specexport.exporter.method import TargetOutline, exporter_of
 
     def planned(wanted: str, parameters: float = 1) -> Lookahead:
         (method,) = read_methods(f"lookahead:{wanted}")
-        assert isinstance(method, Lookahead)
-        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2))
+        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32"))
 
     made = planned("5,4,4")
-    assert (made.shape, [len(tree) - 1 for tree in made.token_trees()]) == ((5, 4, 4), [12, 6, 3])
+    assert ((made.window, made.ngram, made.guesses), [len(tree) - 1 for tree in made.token_trees()]) == (
+        (5, 4, 4),
+        [12, 6, 3],
+    )
     assert planned("window=5,ngram=4,guesses=4") == made
     assert [planned("gpu", size).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
     assert planned("gpu").widths()[0] == 120

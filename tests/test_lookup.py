@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.methods.ngram import Ngram
-from specexport.contract.methods.suffix import Suffix
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.methods.ngram import Ngram, NgramIndex, NgramProposer
+from specexport.methods.suffix import OutputStore, Suffix, SuffixAutomaton, SuffixProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Chains, SlotView
-from specexport.runtime.proposers.ngram import NgramIndex, NgramProposer
-from specexport.runtime.proposers.suffix import OutputStore, SuffixAutomaton, SuffixProposer
 from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 from tests.manifests import rewritten

@@ -20,27 +20,27 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
-from specexport.contract.methods.mlp_speculator import MlpSpeculator
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
-from specexport.exporter.methods import TargetOutline, exporter_of
+from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.retree import set_default_tree
+from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
+from specexport.methods.mlp_speculator.export import trace_speculator
+from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
+from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.buffers import buffers
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime.speculative import PLAIN
 from specexport.tuning.record import recorded
 from specexport.verify.bundle import verify
@@ -100,7 +100,7 @@ class OneGraph:
     sizes = (1, 2)
 
     def __init__(self, path: Path) -> None:
-        method = MlpSpeculator(model="here", candidates=64, stages=STAGES, hidden=H)
+        method = MlpSpeculator(trees=(), model="here", candidates=64, stages=STAGES, hidden=H)
         self._session = onnxruntime.InferenceSession(path)
         self._make = buffers(method.signatures["speculator"])
 
@@ -127,7 +127,7 @@ def test_the_graph_fills_a_tree_as_the_formulas_say(
     folder = speculators(tied, scaled)
     outline = read_speculator(str(folder))
     require_fit(outline, hidden=H, vocab=VOCAB)
-    ir.save(trace.trace_speculator(load_speculator(outline), lowering), tmp_path / "propose.onnx")
+    ir.save(trace_speculator(load_speculator(outline), lowering), tmp_path / "propose.onnx")
     proposer = MlpSpeculatorProposer(OneGraph(tmp_path / "propose.onnx"))  # type: ignore[arg-type]
     states = np.random.default_rng(1).normal(0, 1.5, (2, H)).astype(np.float32)
     sampled = SamplingParams(temperature=0.8, top_k=40, top_p=0.97, min_p=0.001)
@@ -285,7 +285,7 @@ def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool]
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2))
+    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32"))
     return [sorted(tree.choices) for tree in made.token_trees()]
 
 

@@ -18,16 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport import LLM
-from specexport.checkpoints.drafts import as_checkpoint
-from specexport.checkpoints.mtp import read_mtp
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
-from specexport.contract.methods.mtp import MTP
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
-from specexport.exporter import trace
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.engines.compiler import compile_graph, load_library
@@ -35,6 +31,10 @@ from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
+from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.export import trace_own_state
+from specexport.methods.mtp.checkpoint import read_mtp
+from specexport.methods.mtp.spec import MTP, MTPOptions
 from specexport.runtime import Engine
 from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -134,12 +134,12 @@ def test_the_graph_drafts_what_the_formulas_say(
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(outline.path, LAYERS, 512)
     cache = as_checkpoint(outline, "mtp", "here", draft, 512).cache
-    start, one_pass = trace.trace_own_state(draft, cache, lowering)
+    start, one_pass = trace_own_state(draft, cache, lowering)
     graph = propose_graph(one_pass, cache, lowering, start)
     lower_experts(graph, branches=lowering == "native")
     ir.save(graph, tmp_path / "propose.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
-    method = MTP(states=(1,), hidden=H, draft_hidden=H, candidates=64)
+    method = MTP(trees=(), states=(1,), hidden=H, draft_hidden=H, rows=1, candidates=64, dynamic_tree=False)
     make = buffers(method.signatures["mtp"])
     names = [one.name for one in session.get_outputs()]
     (row,) = cache
@@ -243,7 +243,7 @@ def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, mad
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"])
 def test_the_names_of_vllm(name: str) -> None:
     (method,) = read_methods({"method": name, "num_speculative_tokens": 2})
-    assert method == MTP(num_speculative_tokens=2)
+    assert method == MTPOptions(num_speculative_tokens=2)
 
 
 def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path: Path, made: Callable[[str], Path]) -> None:

@@ -140,7 +140,18 @@ def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     tracked = set(git("ls-files", cwd=source).split("\n"))
     mapped = {name: f"specexport/{name}" for name in tracked if not name.startswith("specexport/")}
-    roots = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
+    roots = (
+        "checkpoints",
+        "contract",
+        "exporter",
+        "graphs",
+        "methods",
+        "runtime",
+        "specexport",
+        "training",
+        "tuning",
+        "verify",
+    )
     code = {mapped.get(name, name) for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots}
     assets = {f"specexport/server/assets/{name}" for name in ("index.html", "page.css", "page.js")}
     with zipfile.ZipFile(wheel) as archive:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from specexport.checkpoints.config import meta_model
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method, read_method
+from specexport.contract.methods import MethodOptions, read_method
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
@@ -31,7 +31,7 @@ CONTEXT = 300
 DEVICE = DeviceLimits(memory=10**9, bandwidth=10**9, capability="8.7", reserved=10**8)
 
 
-def drafted(draft: Path) -> Method:
+def drafted(draft: Path) -> MethodOptions:
     return read_method({"method": "draft_model", "model": str(draft)})
 
 

@@ -13,8 +13,8 @@ from specexport.contract import tensors
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
+from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.runtime.proposal import drawn
-from specexport.runtime.proposers.mlp_speculator import MlpSpeculatorProposer
 
 pytestmark = pytest.mark.exporter
 

@@ -12,8 +12,8 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.self_draft import SelfDraft
 from specexport.contract.reading import read_manifest
+from specexport.methods.self_draft.spec import SelfDraft
 from specexport.runtime import Engine, SamplingParams
 from tests.manifests import Document, rewritten
 from tests.ways import ways

@@ -16,7 +16,7 @@ from specexport.checkpoints.checkpoint import load_tokenizer
 from specexport.checkpoints.settings import setting_notes
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.universal_draft import UniversalDraft
+from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints.dflash import read_dflash, save_dflash
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.layers import noted_states
+from specexport.methods.dflash.checkpoint import read_dflash, save_dflash
+from specexport.methods.dflash.train import draft_accuracy, draft_loss, new_draft, random_anchors, train_dflash
+from specexport.methods.dflash.train_options import DFlashOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.training.data import Windows
-from specexport.training.dflash import draft_accuracy, draft_loss, new_draft, random_anchors, train_dflash
 from specexport.training.loop import Schedule, muon_and_adamw, train
-from specexport.training.options import DFlashOptions
 from specexport.training.run import load_model
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.test_dflash import Paper

@@ -15,6 +15,8 @@ from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
 from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
+from specexport.methods.draft_model.train import train_draft
+from specexport.methods.draft_model.train_options import DraftOptions
 from specexport.training.data import seeded
 from specexport.training.distill import (
     acceptance_length,
@@ -24,9 +26,7 @@ from specexport.training.distill import (
     divergence,
     mixed_temperatures,
 )
-from specexport.training.draft import train_draft
 from specexport.training.loop import Schedule, adamw, load_tensors, train
-from specexport.training.options import DraftOptions
 from tests.checkpoints import VOCAB, make_checkpoint, make_model
 from tests.training import silent
 

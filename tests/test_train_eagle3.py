@@ -13,17 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints.eagle3 import read_eagle3, save_eagle3
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.attention import lowering
 from specexport.graphs.layers import noted_states
-from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.speculative import PLAIN
-from specexport.training.data import Windows
-from specexport.training.eagle3 import (
+from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3
+from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
     draft_accuracy,
     draft_loss,
@@ -31,8 +28,11 @@ from specexport.training.eagle3 import (
     new_draft,
     train_eagle3,
 )
+from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
+from specexport.training.data import Windows
 from specexport.training.loop import Schedule, muon_and_adamw, train
-from specexport.training.options import Eagle3Options
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
 from tests.test_eagle3 import Paper

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.checkpoints.checkpoint import load_checkpoint
-from specexport.checkpoints.medusa import COMPATIBLE, load_medusa, read_outline
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
+from specexport.methods.medusa.checkpoint import COMPATIBLE, load_medusa, read_outline
+from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads, train_medusa
+from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.data import Windows
 from specexport.training.hidden import run_model
-from specexport.training.medusa import head_accuracy, heads_loss, new_heads, train_medusa
-from specexport.training.options import MedusaOptions
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
 from tests.training import CPU, SAVE_EVERY, silent, train_over, train_whole_and_parted, write_words
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from specexport.checkpoints.mlp_speculator import read_speculator
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.speculative import PLAIN
-from specexport.training.data import Windows
-from specexport.training.mlp_speculator import (
+from specexport.methods.mlp_speculator.checkpoint import read_speculator
+from specexport.methods.mlp_speculator.train import (
     new_speculator,
     speculator_loss,
     stage_accuracy,
     train_mlp_speculator,
 )
-from specexport.training.options import SpeculatorOptions
+from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
+from specexport.training.data import Windows
 from tests.checkpoints import make_checkpoint, make_model
 from tests.training import CPU, SAVE_EVERY, silent, train_over, train_whole_and_parted, write_words
 

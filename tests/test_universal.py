@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.universal_draft import UniversalDraft
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.methods.universal_draft.propose import UniversalDraftProposer
+from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
-from specexport.runtime.proposers.universal_draft import UniversalDraftProposer
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import rewritten
 from tests.ways import ways
@@ -138,7 +138,7 @@ def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Pa
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json"}
+    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json", "split_special_tokens": False}
     rewritten(folder, lambda document: document["methods"][0].update(given))
     with pytest.raises(BundleError, match="is used but not listed under files"):
         read_manifest(folder)

@@ -21,10 +21,10 @@ from specexport.cli import main
 from specexport.commands.inspect import summary as inspected
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.manifest import FileEntry
-from specexport.contract.methods.draft_model import DraftModel
 from specexport.contract.reading import read_manifest, sha256, write_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import Speculative

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specexport.contract.methods import Method, read_methods
+from specexport.contract.methods import MethodOptions, read_methods
 from specexport.contract.tree import TokenTree
 
 
@@ -25,7 +25,7 @@ def ways(
     lookahead: tuple[int, int, int] | str | None = None,
     sizes: Sequence[int] = (),
     trees: Sequence[TokenTree | str] = (),
-) -> tuple[Method, ...]:
+) -> tuple[MethodOptions, ...]:
     """Methods by their checkpoints.
 
     Args:

@@ -13,17 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from specexport.checkpoints.drafts import DraftOutline
-from specexport.checkpoints.medusa import HeadAccuracy
+from specexport.checkpoints.accuracy import HeadAccuracy
 from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
-from specexport.graphs.medusa import MAX_TOP_K
+from specexport.graphs.top_k import MAX_TOP_K
 from specexport.training.data import Windows
-from specexport.training.loop import Loss, adamw, optimizers, progress_bar
-from specexport.training.run import Place, Run, TrainingModel
+from specexport.training.loop import Loss, adamw, progress_bar
+from specexport.training.run import Place, Run
 
-_WATCHED_WINDOWS = 16
-"""Held-out windows over which a draft is measured at every checkpoint."""
 _LOGITS_AT_ONCE = 1 << 27
 """Numbers of a head's logits that are kept for the backward pass; where there are more, they are computed again."""
 
@@ -157,48 +154,6 @@ def train_over_hidden(
     optimizer = adamw([(list(trained.parameters()), options.lr)])
     loss_at = hidden_loss(model, lambda number: run.batch(number, seed), loss_of, place, cached)
     run.train(name, dict(trained.named_parameters()), [optimizer], steps, loss_at)
-
-
-def train_draft(
-    run: Run[Any],
-    draft: torch.nn.Module,
-    outer: Iterable[torch.nn.Module],
-    loss_of: Callable[[Windows, int], Loss],
-    accuracy_of: Callable[[Windows], HeadAccuracy] | None = None,
-) -> None:
-    """Trains what of a draft asks for a gradient.
-
-    ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number.
-    ``accuracy_of`` measures the draft as it is, at every checkpoint, over a few of the windows held out.
-    """
-    options = run.options
-    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
-
-    def loss_at(number: int) -> Loss:
-        with run.place.autocast():
-            return loss_of(run.batch(number, options.seed), number)
-
-    evaluate = None
-    if accuracy_of is not None:
-        few = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
-        measure = accuracy_of
-
-        def evaluate() -> str:
-            return f"held-out acceptance {measure(few).chain_length:.2f}"
-
-    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at, evaluate)
-
-
-def read_back(outline: DraftOutline, target: TrainingModel, layers: int) -> None:
-    """Reads what was written for a target of so many layers, so that it can be used.
-
-    Raises:
-        BuildError: it cannot.
-    """
-    vocab, hidden = target.model.get_output_embeddings().weight.shape
-    outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
-    outline.load(target.path, layers, target.max_positions)
 
 
 @torch.no_grad()

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.mlp_speculator import MAX_STAGES
+from specexport.tables import Table
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 LEARNING_RATES = {"adamw": 3e-4, "muon": 4e-3}
 """A draft's default learning rate by optimizer."""
-_RATE = "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)"
-_OPTIMIZER = "muon serves a draft that starts from nothing"
+RATE_HELP = "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)"
+OPTIMIZER_HELP = "muon serves a draft that starts from nothing"
 _SHORTEST = 8
 """Tokens of a continuation, at least."""
 _REQUIRED: Any = object()
 _TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path, "Sequence[int]": int}
 
 
-def _flag(
+def flag(
     text: str,
     default: Any = _REQUIRED,
     metavar: str | None = None,
@@ -48,10 +48,8 @@ def _flag(
     return field(metadata=about) if default is _REQUIRED else field(default=default, metadata=about)
 
 
-_STAGE_2 = "together with the model (--stage 2)"
-_data, _training, _heads, _stages, _both, _draft, _together = (
-    partial(_flag, group=group)
-    for group in ("data", "training", "heads", "stages", "heads or stages", "draft", _STAGE_2)
+_data, training_flag, draft_flag, ahead_flag = (
+    partial(flag, group=group) for group in ("data", "training", "draft", "heads or stages")
 )
 
 
@@ -59,40 +57,42 @@ _data, _training, _heads, _stages, _both, _draft, _together = (
 class RunOptions:
     """Options of every training."""
 
-    target: str = _flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
-    data: Sequence[Path] = _flag(
+    target: str = flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
+    data: Sequence[Path] = flag(
         "text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only the "
         "assistant's turns are learned",
         metavar="FILE",
         keyed=False,
     )
-    output: Path = _flag("folder to write", metavar="DIR", short="-o", keyed=False)
-    overwrite: bool = _flag("replace an existing output", False, keyed=False)
+    output: Path = flag("folder to write", metavar="DIR", short="-o", keyed=False)
+    overwrite: bool = flag("replace an existing output", False, keyed=False)
     seq_len: int | None = _data("tokens a window (default: 512)", None, "N", low=2 * _SHORTEST)
     held_out: str = _data("share of the data, or a file, used only to evaluate", "0.05", "SHARE_OR_FILE")
     prompt_len: int | None = _data("tokens of a prompt to continue (default: a quarter of --seq-len)", None, "N", low=1)
     sample_batch: int = _data("texts sampled at once", 64, "N", low=1)
-    epochs: float = _training("times through the data", 2.0, "N", above=0)
-    steps: int | None = _training(
+    epochs: float = training_flag("times through the data", 2.0, "N", above=0)
+    steps: int | None = training_flag(
         "steps of the optimizer, instead of --epochs (default: as --epochs says)", None, "N", low=1
     )
-    batch_size: int = _training("windows a batch", 8, "N", low=1)
-    accumulate: int = _training("batches a step", 1, "N", low=1)
-    lr: float | None = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
-    warmup: float = _training("share of the steps in which the learning rate rises", 0.1, "SHARE", low=0, high=1)
-    device: str = _training("where to compute", "auto", choices=("auto", "cpu", "cuda"))
-    precision: str = _training(
+    batch_size: int = training_flag("windows a batch", 8, "N", low=1)
+    accumulate: int = training_flag("batches a step", 1, "N", low=1)
+    lr: float | None = training_flag("highest learning rate", 1e-3, "RATE", above=0, high=1)
+    warmup: float = training_flag("share of the steps in which the learning rate rises", 0.1, "SHARE", low=0, high=1)
+    device: str = training_flag("where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    precision: str = training_flag(
         "type that products are computed in; auto: bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32")
     )
-    seed: int = _training("random seed", 0, "N", low=0)
-    work: Path | None = _training(
+    seed: int = training_flag("random seed", 0, "N", low=0)
+    work: Path | None = training_flag(
         "folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, removed at "
         "the end)",
         None,
         "DIR",
         keyed=False,
     )
-    save_every: int | None = _training("steps between checkpoints (default: 10 to 50)", None, "N", low=1, keyed=False)
+    save_every: int | None = training_flag(
+        "steps between checkpoints (default: 10 to 50)", None, "N", low=1, keyed=False
+    )
 
     def check(self) -> None:
         """Checks what can be checked without a model.
@@ -106,7 +106,7 @@ class RunOptions:
                 within(option.name, value, low, high, above=above)
             choices = option.metadata["choices"]
             if choices is not None and value is not None and value not in choices:
-                raise TrainError(f"{_dashed(option.name)}: {value!r}; expected one of {', '.join(map(str, choices))}")
+                raise TrainError(f"{dashed(option.name)}: {value!r}; expected one of {', '.join(map(str, choices))}")
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
@@ -138,13 +138,13 @@ class RunOptions:
 class HiddenStateOptions(RunOptions):
     """Options of trainings of heads and stages over a model's hidden states."""
 
-    lr: float = _training("highest learning rate", 1e-3, "RATE", above=0, high=1)
-    decay: float = _both("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
-    cache_hidden: bool = _both(
+    lr: float = training_flag("highest learning rate", 1e-3, "RATE", above=0, high=1)
+    decay: float = ahead_flag("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
+    cache_hidden: bool = ahead_flag(
         "compute the model's hidden states once and keep them in the work folder, so that epochs run only the heads",
         False,
     )
-    self_distill: int = _both(
+    self_distill: int = ahead_flag(
         "number of texts sampled from the model to learn, half of them greedy: heads learn them instead of the data, "
         "which give the prompts, stages after the data",
         0,
@@ -153,168 +153,30 @@ class HiddenStateOptions(RunOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HiddenStateOptions):
-    """Options of ``specexport train medusa``."""
-
-    heads: int = _heads(
-        "number of heads; head i, from 0, predicts the token i + 2 positions ahead", 4, "N", low=1, high=16
-    )
-    layers: int = _heads("residual blocks a head", 1, "N", low=0, high=16)
-    tie_lm_head: bool = _heads("heads end in the model's own projection and are many times smaller", False)
-    decay: float = _both("head i counts D**i in the loss", 0.8, "D", above=0, high=1)
-    stage: int = _together("1: heads alone; 2: first alone, then both", 1, choices=(1, 2))
-    tune: str = _together("how the model is trained", "lora", choices=("lora", "full"))
-    lora_rank: int = _together("rank of the adapters", 16, "R", low=1)
-    base_lr: float | None = _together(
-        "the model's learning rate (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
-    )
-    heads_weight: float = _together("the loss is the model's plus λ times the heads'", 0.2, "λ", above=0)
-    heads_first: float = _together(
-        "share of the steps in which the heads are trained alone", 0.4, "SHARE", low=0, high=0.95
-    )
-    lm_loss: str | None = _together(
-        "the model's loss: cross-entropy, or divergence from the original model (default: ce; kl with --self-distill)",
-        None,
-        choices=("ce", "kl"),
-    )
-
-    def check(self) -> None:
-        super().check()
-        for option in fields(self):
-            if (
-                self.stage == 1
-                and option.metadata["group"] == _STAGE_2
-                and getattr(self, option.name) != option.default
-            ):
-                raise TrainError(f"{_dashed(option.name)} was given without --stage 2, the only one to use it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculatorOptions(HiddenStateOptions):
-    """Options of ``specexport train mlp-speculator``."""
-
-    n_predict: int = _stages(
-        "number of stages; stage i, from 0, predicts the token i + 2 positions ahead and sees those before it",
-        3,
-        "N",
-        low=1,
-        high=MAX_STAGES,
-    )
-    inner_dim: int | None = _stages("width of the states between stages (default: the model's)", None, "I", low=16)
-    tie_weights: bool = _stages("stages share embedding, head and norm, and all but the first their projection", False)
-    scale_input: bool = _stages("normalize the model's hidden state first", False)
-    data_first: float = _stages(
-        "share of the steps that learn the data, before the sampled texts", 0.5, "SHARE", low=0, high=1
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions(RunOptions):
-    """Options of ``specexport train draft``."""
-
-    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
-    draft: str | None = _draft(
-        "model to start from, with the target's tokenizer (default: a new Llama)", None, "DIR_OR_ID"
-    )
-    layers: int | None = _draft(
-        "layers of a new Llama; required without --draft (default: none)", None, "N", low=1, high=64
-    )
-    hidden: int | None = _draft(
-        "hidden size of a new Llama; required without --draft (default: none)", None, "H", low=32, high=8192
-    )
-    divergence: str = _draft(
-        "divergence between the target's and the draft's next-token distributions to minimize",
-        "forward_kl",
-        choices=DIVERGENCES,
-    )
-    samples: str = _draft(
-        "what to learn: texts of the target, texts of the draft at that step (on-policy), or the data; prompts are cut "
-        "from the data",
-        "target",
-        choices=("target", "draft", "data"),
-    )
-    texts: int = _draft("number of texts sampled from the target", 1024, "N", low=1)
-    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
-
-    def check(self) -> None:
-        super().check()
-        new = [f"--{name}" for name in ("layers", "hidden") if getattr(self, name) is not None]
-        if self.draft is not None and new:
-            raise TrainError(f"--draft was given together with {new[0]}, which is for a new draft")
-        if self.draft is None and len(new) < 2:
-            raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
-        if self.samples != "target" and self.texts != DraftOptions.texts:
-            raise TrainError(
-                f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatesDraftOptions(RunOptions):
-    """Options of trainings of drafts that see the target's layer states."""
-
-    lr: float | None = _training(_RATE, None, "RATE", above=0, high=1)
-    self_distill: int = _draft(
-        "number of texts sampled from the target to learn, half of them greedy, instead of the data, which give the "
-        "prompts",
-        0,
-        "TEXTS",
-        low=0,
-    )
-    intermediate_size: int | None = _draft("width of the draft's MLPs (default: the target's)", None, "I", low=16)
-    decay: float = _draft("drafted token i counts D**i in the loss", 0.8, "D", above=0, high=1)
-    optimizer: str = _draft(_OPTIMIZER, "adamw", choices=tuple(LEARNING_RATES))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(StatesDraftOptions):
-    """Options of ``specexport train eagle3``."""
-
-    states: Sequence[int] | None = _draft(
-        "after how many of the target's layers the draft sees its residual stream (default: 2, L/2 and L - 3 of L)",
-        None,
-        "N",
-    )
-    draft: str | None = _draft(
-        "draft to start from; with --intermediate-size its MLP keeps the strongest units (default: a new draft)",
-        None,
-        "DIR_OR_ID",
-    )
-    draft_vocab_size: int | None = _draft(
-        "number of tokens it may propose: the most frequent of the training texts (default: all)", None, "N", low=64
-    )
-    tie_lm_head: bool = _draft("the draft ends in the target's own projection, which is not stored again", False)
-    ttt_steps: int = _draft(
-        "tokens drafted from each position in training; 1: none from its own states", 7, "N", low=1, high=16
-    )
-
-    def check(self) -> None:
-        super().check()
-        for name in ("states", "draft_vocab_size"):
-            if self.draft is not None and getattr(self, name) is not None:
-                raise TrainError(f"--draft was given together with {_dashed(name)}, which is of a draft that is new")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashOptions(StatesDraftOptions):
-    """Options of ``specexport train dflash``."""
-
-    layers: int = _draft("layers of the draft", 5, "N", low=1, high=16)
-    states: Sequence[int] | None = _draft(
-        "after how many of the target's layers the draft sees its residual stream (default: one for each of its own "
-        "layers, spread evenly)",
-        None,
-        "N",
-    )
-    draft_block: int = _draft("tokens of a block; all but the first are drafted", 16, "N", low=2, high=33)
-    mask_token_id: int | None = _draft(
-        "token that marks positions to draft (default: the tokenizer's mask, padding or end)", None, "ID", low=0
-    )
-    anchors: int = _draft("blocks trained in each window, drawn anew for each batch", 32, "N", low=1)
-
-
 Options = TypeVar("Options", bound=RunOptions)
+Report = Iterator[Table | str]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ``specexport train`` offers of a method: ``TRAINING`` in its module ``train_options``.
+
+    Its module ``train`` has a function named ``train_`` and the command, which takes the options and a log, and returns
+    the record of the training.
+
+    Attributes:
+        command: the word after ``specexport train``.
+        summary: for ``--help``.
+        options: its flags.
+        report: what is shown of a record.
+        example: flags that an example needs beside ``--target``, ``--data`` and ``-o``.
+    """
+
+    command: str
+    summary: str
+    options: type[RunOptions]
+    report: Callable[[dict[str, Any]], Report]
+    example: str = ""
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[RunOptions]) -> None:
@@ -336,7 +198,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[RunOptions]) -> None:
             }
             how |= {"required": True} if about["metavar"] and option.default is MISSING else {"default": option.default}
             how |= {"nargs": "+"} if of.startswith("Sequence") else {}
-        groups[about["group"]].add_argument(*filter(None, (about["short"], _dashed(option.name))), **how)
+        groups[about["group"]].add_argument(*filter(None, (about["short"], dashed(option.name))), **how)
 
 
 def from_flags(kind: type[Options], arguments: argparse.Namespace) -> Options:
@@ -356,8 +218,27 @@ def within(
         return
     expected = f"more than {above:g}" if above is not None else f"at least {low:g}"
     expected += "" if high == math.inf else f" and at most {high:g}" + (f" ({why})" if why else "")
-    raise TrainError(f"{_dashed(flag)}: {value:g}; expected {expected}")
+    raise TrainError(f"{dashed(flag)}: {value:g}; expected {expected}")
 
 
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
+    """The flag of an option."""
     return f"--{name.replace('_', '-')}"
+
+
+def shares(what: str, accuracy: list[list[float]]) -> Table:
+    """How often the token is among the first candidates."""
+    ranks = (1, 2, 3, 5, 10)
+    table = Table("", (what, *(f"top-{rank}" for rank in ranks)))
+    for number, row in enumerate(accuracy):
+        table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
+    return table
+
+
+def report_chain(key: str, record: dict[str, Any]) -> Report:
+    """Reports how often each of a chain's tokens is right: the record's shares under a key."""
+    accuracy, length = record[key], record["acceptance_length"]
+    output = record["options"]["output"]
+    yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"
+    yield shares("token", accuracy)
+    yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts"

@@ -13,7 +13,7 @@ from specexport.checkpoints.locate import locate
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
-from specexport.exporter.methods import exporter_of
+from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
 from specexport.verify import engines, logits
 from specexport.verify.decoding import compare_decoding

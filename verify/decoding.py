@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specexport.contract.manifest import Manifest
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.proposers.reader import common_prefix
+from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.logits import paired
 

@@ -19,7 +19,7 @@ from specexport.runtime.engine import Engine
 from specexport.runtime.opening import open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers.opening import Opening, open_proposer
+from specexport.runtime.proposers import Opening, open_proposer
 from specexport.tuning.record import recorded
 from specexport.verify.logits import LIMITS, TokenAgreement, paired
 
@@ -32,7 +32,7 @@ class NotRunError(SpecExportError):
 
 
 class MethodRun:
-    """See :class:`specexport.exporter.methods.Verification`.
+    """See :class:`specexport.exporter.method.Verification`.
 
     ``sources`` are locations of checkpoints by ``target`` and ``METHOD.key``; others are in the manifest.
     """

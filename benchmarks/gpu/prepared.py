@@ -99,7 +99,7 @@ def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
     names = names or (*TINY, *KINDS, *PAIRS)
     for folder in (built, traces):
         folder.mkdir(parents=True, exist_ok=True)
-    with mock.patch.object(trace, "_trace", once(trace._trace, traces, _TRACED_ONCE)):
+    with mock.patch.object(trace, "trace_module", once(trace.trace_module, traces, _TRACED_ONCE)):
         for name in names:
             if (built / name / (PLAN if name in PAIRS else MANIFEST_NAME)).exists():
                 continue

@@ -1,14 +1,14 @@
-"""The methods, a file each, by name. Packages add theirs as entry points of the group ``specexport.methods``.
+"""The registry of methods: entry points of the group ``specexport.methods``, of this package's and of all others'.
 
-An entry point names a subclass of :class:`Method`, whose ``proposer`` and ``exporter`` say where the rest of it is:
-nothing but these three rooms knows a method (``docs/methods.md``).
+An entry point names a subclass of :class:`Method`. The rest of a method is in the modules beside its struct's
+(:func:`part`), and nothing else imports them (``docs/methods.md``).
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
-import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -21,21 +21,26 @@ import msgspec
 
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods.base import (
+    BuiltMethod,
     Flag,
     Method,
+    MethodOptions,
     RankedMethod,
     TextMethod,
     for_bundle,
     method_name,
     not_a_chain,
     verified_widths,
+    with_draft,
     with_trees,
 )
 from specexport.contract.tree import TokenTree
 
 __all__ = [
+    "BuiltMethod",
     "Flag",
     "Method",
+    "MethodOptions",
     "RankedMethod",
     "TextMethod",
     "decode_hook",
@@ -45,16 +50,20 @@ __all__ = [
     "method_name",
     "method_type",
     "not_a_chain",
+    "options_type",
     "parse_method",
     "part",
     "read_method",
     "read_methods",
     "text_methods",
     "verified_widths",
+    "with_draft",
     "with_trees",
 ]
 
 GROUP = "specexport.methods"
+_PACKAGE = "specexport"
+_SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
 """What vLLM calls MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
@@ -62,20 +71,29 @@ _MTP = re.compile(r"[a-z0-9_]+_mtp")
 
 @lru_cache(maxsize=1)
 def _entries() -> dict[str, EntryPoint]:
-    """What installed packages offer; looking takes 20 ms and more."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    """The entry points of installed packages by name, this package's first; looking takes 20 ms and more."""
+
+    def foreign(entry: EntryPoint) -> bool:
+        return not entry.value.startswith(f"{_PACKAGE}.")  # its distribution's name takes 10 ms to read
+
+    found = sorted(entry_points(group=GROUP), key=lambda entry: (foreign(entry), entry.name))
+    if not found or foreign(found[0]):
+        raise SpecExportError(
+            f"the package {_PACKAGE!r} is installed without its entry points of {GROUP}, as by an older version; "
+            "install it again"
+        )
+    return {entry.name: entry for entry in reversed(found)}
 
 
 @lru_cache(maxsize=1)
 def known() -> tuple[str, ...]:
     """The names of all methods: those of this package, then those that other installed packages add."""
-    own = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
-    return (*own, *sorted(name for name in _entries() if name not in own))
+    return tuple(reversed(_entries()))
 
 
 @lru_cache(maxsize=64)
 def method_type(name: str) -> type[Method]:
-    """What a method's options and its entry in the manifest are.
+    """What a bundle's entry of a method is; see :func:`options_type` for what users may ask of it.
 
     Raises:
         SpecExportError: it is unknown, or what a package offers under its name is no method.
@@ -84,31 +102,27 @@ def method_type(name: str) -> type[Method]:
         raise SpecExportError(
             f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it"
         )
-    entry = _entries().get(name)
-    own = any(module.name == name for module in pkgutil.iter_modules(__path__))
-    found: Any
-    if own:
-        module = importlib.import_module(f"{__name__}.{name}")
-        kinds = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Method))
-        found = next((kind for kind in kinds if kind.__struct_config__.tag == name), None)
-    else:
-        assert entry is not None
-        try:
-            found = entry.load()
-        except Exception as error:  # a third party's package may raise anything
-            raise SpecExportError(
-                f"the entry point {name!r} of {GROUP} cannot be loaded: {type(error).__name__}: {error}; repair or "
-                "uninstall its package"
-            ) from error
-    if not isinstance(found, type) or not issubclass(found, Method) or method_name(found) != name:
+    try:
+        kind = _entries()[name].load()
+    except Exception as error:  # a third party's package may raise anything
         raise SpecExportError(
-            f"the entry point {name!r} of {GROUP} is {found!r}; expected a subclass of Method with tag={name!r}"
+            f"the entry point {name!r} of {GROUP} cannot be loaded: {type(error).__name__}: {error}; repair or "
+            "uninstall its package"
+        ) from error
+    if not isinstance(kind, type) or not issubclass(kind, Method) or method_name(kind) != name:
+        raise SpecExportError(
+            f"the entry point {name!r} of {GROUP} is {kind!r}; expected a subclass of Method with tag={name!r}"
         )
-    if issubclass(found, TextMethod):  # it works in bundles that do not name it, so every option needs a default
-        needed = next((field.name for field in msgspec.structs.fields(found) if field.required), None)
+    if issubclass(kind, TextMethod):  # it works in bundles that do not name it, so every option needs a default
+        needed = next((field.name for field in msgspec.structs.fields(kind) if field.required), None)
         if needed is not None:
             raise SpecExportError(f"method {name!r} needs no graph, so {needed!r} has to have a default; give it one")
-    return found
+    return kind
+
+
+def options_type(kind: type[Method]) -> type[MethodOptions]:
+    """What users may ask of a method."""
+    return kind if issubclass(kind, MethodOptions) else kind.options
 
 
 def text_methods() -> tuple[type[TextMethod], ...]:
@@ -116,11 +130,17 @@ def text_methods() -> tuple[type[TextMethod], ...]:
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
-def part(method: Method | type[Method], room: str) -> ModuleType:
-    """A method's module in another room: ``proposer``, with ``open_proposer``, or ``exporter``, with ``EXPORTER``."""
-    rooms = {"proposer": "specexport.runtime.proposers", "exporter": "specexport.exporter.methods"}
+def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
+    """A module of a method, such as ``propose``: the one of this name beside ``spec``, where its struct is.
+
+    A method whose struct is in a module of another name has all its parts there. None if it has no such part.
+    """
     kind = method if isinstance(method, type) else type(method)
-    return importlib.import_module(getattr(kind, room) or f"{rooms[room]}.{method_name(kind)}")
+    folder, _, module = kind.__module__.rpartition(".")
+    if module != _SPEC:
+        return importlib.import_module(kind.__module__)
+    path = f"{folder}.{name}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
 
 
 def decode_hook(kind: type, given: Any) -> Any:
@@ -129,7 +149,10 @@ def decode_hook(kind: type, given: Any) -> Any:
     if not isinstance(name, str):
         raise ValueError("expected an object with the key method")
     try:
-        return msgspec.convert(given, method_type(name))
+        entry: Any = method_type(name)
+        # Bundles of older versions have a method's options too, as nulls.
+        keys = {key for key, value in given.items() if value is not None} | set(entry.__struct_fields__)
+        return msgspec.convert({key: value for key, value in given.items() if key in keys}, entry)
     except SpecExportError as error:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
@@ -141,8 +164,8 @@ def decode_hook(kind: type, given: Any) -> Any:
 
 
 def read_methods(
-    given: Mapping[str, Any] | Method | str | Sequence[Mapping[str, Any] | Method | str],
-) -> tuple[Method, ...]:
+    given: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str],
+) -> tuple[MethodOptions, ...]:
     """The methods of a ``speculative_config``: one mapping, its JSON, or several.
 
     Raises:
@@ -151,7 +174,7 @@ def read_methods(
     return tuple(parse_method(one) if isinstance(one, str) else read_method(one) for one in listed(given))
 
 
-def listed(given: Any) -> tuple[Mapping[str, Any] | Method | str, ...]:
+def listed(given: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
     """The entries of a ``speculative_config``, which may be one of them, several, or their JSON.
 
     Raises:
@@ -162,13 +185,13 @@ def listed(given: Any) -> tuple[Mapping[str, Any] | Method | str, ...]:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
             raise BuildError(f"speculative_config: not JSON: {error}") from error
-    several = (given,) if isinstance(given, (str, Mapping, Method)) else given
-    if not isinstance(several, Sequence) or not all(isinstance(one, (str, Mapping, Method)) for one in several):
+    several = (given,) if isinstance(given, (str, Mapping, MethodOptions)) else given
+    if not isinstance(several, Sequence) or not all(isinstance(one, (str, Mapping, MethodOptions)) for one in several):
         raise BuildError(f"speculative_config: {given!r} is no object with the key method, nor a list of such")
     return tuple(several)
 
 
-def parse_method(text: str) -> Method:
+def parse_method(text: str) -> MethodOptions:
     """``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
     VALUE is that of the method's main key. A key that is given more than once has several values.
@@ -191,13 +214,15 @@ def parse_method(text: str) -> Method:
             mapping[key] = said
     if value:
         try:
-            mapping.setdefault(method_type(name).main, ",".join(value))
+            mapping.setdefault(options_type(method_type(name)).main, ",".join(value))
         except SpecExportError as error:
             raise BuildError(f"--method {text}: {error}") from error
     return read_method(mapping, f"--method {text}", strict=False)
 
 
-def read_method(given: Mapping[str, Any] | Method, where: str = "speculative_config", *, strict: bool = True) -> Method:
+def read_method(
+    given: Mapping[str, Any] | MethodOptions, where: str = "speculative_config", *, strict: bool = True
+) -> MethodOptions:
     """The method that a mapping asks for. Trees may be names of presets, JSON files or trees.
 
     Args:
@@ -208,7 +233,7 @@ def read_method(given: Mapping[str, Any] | Method, where: str = "speculative_con
     Raises:
         BuildError: it names a method, a key or a tree that is not known, or a value of the wrong kind.
     """
-    if isinstance(given, Method):
+    if isinstance(given, MethodOptions):
         return given
     mapping = dict(given)
     if _MTP.fullmatch(str(mapping.get("method"))) and mapping["method"] not in known():
@@ -224,10 +249,10 @@ def read_method(given: Mapping[str, Any] | Method, where: str = "speculative_con
         else:
             raise BuildError(f"{where}: method is missing; expected one of {', '.join(known())}")
     try:
-        kind = method_type(str(mapping["method"]))
+        kind = options_type(method_type(str(mapping["method"])))
     except SpecExportError as error:
         raise BuildError(f"{where}: {error}") from error
-    keys = [key for key in kind.__struct_fields__ if key not in kind.built]
+    keys = kind.__struct_fields__
     unknown = next((key for key in mapping if key not in ("method", *keys)), None)
     if unknown is not None:
         raise BuildError(

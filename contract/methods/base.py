@@ -1,11 +1,11 @@
-"""What every method has: its options, its entry in the manifest, its capabilities."""
+"""What every method has: its options, and its entry in the manifest with its capabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -58,15 +58,9 @@ class Flag:
     claims: Mapping[str, str] | None = None
 
 
-class Registered:
-    """Marks a method for msgspec: the registry says which struct it is, as third parties may add methods."""
-
-
-class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
-    """A method to speculate: a bundle's manifest holds this record, and its fields are the keys of ``build --method``,
-    of ``speculative_config`` and of a request.
-
-    A build fills ``trees`` and the fields named in ``built``; users give the others.
+class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
+    """What a user asks of a method: its fields are the keys of ``build --method``, of ``speculative_config`` and of a
+    request.
 
     Attributes:
         num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
@@ -78,17 +72,51 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     num_speculative_tokens: DraftTokens | tuple[DraftTokens, ...] | None = None
     trees: tuple[Choices, ...] = ()
 
-    built: ClassVar[frozenset[str]] = frozenset()
-    """Fields that the build fills, beside ``trees``."""
     main: ClassVar[str] = "num_speculative_tokens"
     """The key that VALUE sets in ``--method NAME:VALUE``."""
     flags: ClassVar[tuple[Flag, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return method_name(type(self))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of draft tokens that were chosen, the default first; empty if none were."""
+        asked = self.num_speculative_tokens
+        return () if asked is None else asked if isinstance(asked, tuple) else (asked,)
+
+
+class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
+    """Options of a method with a checkpoint of its own.
+
+    Attributes:
+        model: its folder or hub id.
+    """
+
+    model: str
+
+    main: ClassVar[str] = "model"
+
+
+class Method:
+    """A method as a bundle has it: what it does, for all who do not know it by name or type.
+
+    It is a struct, which is its entry in the manifest: a :class:`BuiltMethod`, or a :class:`TextMethod`.
+
+    Attributes:
+        trees: the trees a step may verify, the default first, each of a different size.
+    """
+
+    if TYPE_CHECKING:
+        __struct_config__: ClassVar[msgspec.structs.StructConfig]
+        trees: tuple[Choices, ...]
+
+    options: ClassVar[type[MethodOptions]]
+    """What users may ask of it; a :class:`TextMethod` is its own options."""
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
-    proposer: ClassVar[str] = ""
-    """Module with ``open_proposer``; empty for the one of this name in ``specexport.runtime.proposers``."""
-    exporter: ClassVar[str] = ""
-    """Module with ``EXPORTER``; empty for the one of this name in ``specexport.exporter.methods``."""
 
     # --- capabilities, which others ask for instead of the method's name or type --------------------------------------
     needs_graph: ClassVar[bool] = True
@@ -105,10 +133,6 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     """Trees it fills: 0 chains only, 1 chains with leaves beside them, 2 any."""
     own_widths: ClassVar[bool] = False
     """Whether options of its own set the size of its steps, so that no number of draft tokens can be chosen."""
-    drafts_on_device: ClassVar[bool] = False
-    """Whether its model's run may be part of a device's step; a fill graph then lays out trees that are no chains."""
-    one_pass: ClassVar[bool] = False
-    """Whether its model drafts all K tokens in one pass, of a width of its own for each K."""
 
     @property
     def name(self) -> str:
@@ -146,19 +170,21 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return CATCH_UP_TOKENS
 
     @property
-    def follow_up(self) -> int:
-        """T of each later run, where a device calls its model once for every draft token."""
-        return CATCH_UP_TOKENS
+    def call_widths(self) -> frozenset[int]:
+        """T of the calls of its model, where a device calls it once for each draft token; empty where one call drafts
+        all of them.
+        """
+        return frozenset({self.catch_up})
 
     @property
     def reads_embeddings(self) -> bool:
         """Whether it can propose after a prompt with embeddings; a model with a cache of its own reads tokens only."""
         return not any(model.cache for model in self.models.values())
 
-    @property
-    def stores_weights(self) -> bool:
+    @classmethod
+    def stores_weights(cls) -> bool:
         """Whether a build stores weights for it."""
-        return bool(self.sources)
+        return bool(cls.sources)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -175,9 +201,11 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         """Number of outputs with draft tokens, one a level of the tree; 0 if one output has a row for each token."""
         return 0
 
-    def device_run(self, tree: TokenTree) -> tuple[int, int]:
-        """T and K of its model's run for one of its trees, as part of a device's step."""
-        return self.catch_up, tree.depth
+    def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
+        """T and K of its model's run for one of its trees, as part of a device's step, for which a fill graph lays out
+        trees that are no chains; None where the host proposes.
+        """
+        return None
 
     def describe(self) -> str:
         """A short description for users."""
@@ -186,7 +214,7 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
     def with_models(self, models: Mapping[str, Model]) -> Method:
         """The method with other models instead of its own (the field ``draft``), such as compiled ones."""
         own = [models[role] for role in self.models]
-        return msgspec.structs.replace(self, draft=own[0]) if own else self
+        return with_draft(self, own[0]) if own else self
 
     @classmethod
     def suggest(cls, wanted: Wanted) -> Suggestion | None:
@@ -194,16 +222,6 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         return None
 
     # --- trees --------------------------------------------------------------------------------------------------------
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of draft tokens that were chosen, the default first; empty if none were."""
-        asked = self.num_speculative_tokens
-        return () if asked is None else asked if isinstance(asked, tuple) else (asked,)
-
-    def default_trees(self) -> tuple[TokenTree, ...]:
-        """The trees it verifies if none are chosen."""
-        return (TokenTree.chain(DEFAULT_DRAFT_TOKENS + 1),)
-
     def token_trees(self) -> tuple[TokenTree, ...]:
         """The trees, the default first."""
         return _trees(self.trees)
@@ -216,13 +234,15 @@ class Method(Strict, Registered, frozen=True, kw_only=True, tag_field="method"):
         """What is wrong with a bundle's entry as a whole; None for nothing. Each tree has been validated."""
         return None
 
-    def width(self, tree: TokenTree) -> int:
-        """T of a step that verifies one of its trees."""
-        return len(tree)
+    @property
+    def beside(self) -> int:
+        """Nodes that each step verifies beside a tree."""
+        return 0
 
     def widths(self) -> tuple[int, ...]:
         """T of every step it may take, that of the default tree first."""
-        return tuple(self.width(tree) for tree in self.token_trees())
+        widths = [self.beside + len(tree) for tree in self.token_trees()]
+        return (*widths, self.beside + 1) if self.beside else tuple(widths)
 
     def drafted_lengths(self) -> frozenset[int] | None:
         """The K its model's graph was built for; None for any."""
@@ -255,14 +275,25 @@ def _trees(choices: tuple[Choices, ...]) -> tuple[TokenTree, ...]:
     return tuple(map(TokenTree.from_choices, choices))
 
 
-def method_name(kind: type[Method]) -> str:
-    """The name of a method type."""
+def method_name(kind: type[Method | MethodOptions]) -> str:
+    """The name of a method by its type, or its options'."""
     return str(kind.__struct_config__.tag)
 
 
 def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
-    """The method with the trees to build it for."""
-    return msgspec.structs.replace(method, trees=tuple(tree.choices for tree in trees), num_speculative_tokens=None)
+    """The method with these trees."""
+    sizes: dict[str, None] = {"num_speculative_tokens": None} if isinstance(method, MethodOptions) else {}
+    return _replaced(method, trees=tuple(tree.choices for tree in trees), **sizes)
+
+
+def with_draft(method: M, model: Model) -> M:
+    """The method with the model of its own."""
+    return _replaced(method, draft=model)
+
+
+def _replaced(method: M, **changes: Any) -> M:
+    changed: M = msgspec.structs.replace(cast(Any, method), **changes)
+    return changed
 
 
 def verified_widths(target: Model) -> set[int]:
@@ -276,16 +307,20 @@ def not_a_chain(tree: TokenTree) -> str | None:
     return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
 
 
-class RankedMethod(Method, frozen=True, kw_only=True):
+class BuiltMethod(Strict, Method, frozen=True, kw_only=True, tag_field="method"):
+    """A method that bundles are built for, as a manifest records it."""
+
+    trees: tuple[Choices, ...]
+
+
+class RankedMethod(BuiltMethod, frozen=True, kw_only=True):
     """A method whose model knows several tokens at each depth.
 
     Attributes:
         candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
     """
 
-    candidates: Size = 1
-
-    built: ClassVar[frozenset[str]] = frozenset({"candidates"})
+    candidates: Size
 
     @property
     def ranks(self) -> int:
@@ -296,14 +331,13 @@ class RankedMethod(Method, frozen=True, kw_only=True):
         return f"rank {most}, with {self.candidates} candidates" if most >= self.candidates else None
 
 
-class TextMethod(Method, frozen=True, kw_only=True):
+class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
     """A method that only reads text and proposes chains, shorter ones where it finds less.
 
-    It needs neither a graph nor files, so it works in every bundle.
+    It needs neither a graph nor files, so it works in every bundle; a build adds nothing to its options but trees.
     """
 
     needs_graph: ClassVar[bool] = False
-    exporter: ClassVar[str] = "specexport.exporter.methods.text"
     suits: ClassVar[str] = ""
     """When it pays, for ``specexport suggest``; empty to leave it out."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
@@ -316,6 +350,7 @@ class TextMethod(Method, frozen=True, kw_only=True):
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
 
     def default_trees(self) -> tuple[TokenTree, ...]:
+        """The chains it proposes where no trees are chosen."""
         return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
@@ -326,7 +361,7 @@ class TextMethod(Method, frozen=True, kw_only=True):
         return tuple(sorted(self.token_trees(), key=len, reverse=True))
 
 
-def for_bundle(method: Method, target: Model) -> Method:
+def for_bundle(method: TextMethod, target: Model) -> TextMethod:
     """A method that needs no graph, for a bundle built without it: its chains that fit the target's steps."""
     widest = max(verified_widths(target))
     return with_trees(method, tuple(tree for tree in method.default_trees() if len(tree) <= widest))

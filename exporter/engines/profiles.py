@@ -65,9 +65,9 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
         return [CompileJob(tuple(kept))]
     owner = next((one for one in manifest.methods if model in one.models.values()), None)
-    if owner is not None and owner.one_pass:
+    tokens = frozenset({CATCH_UP_TOKENS}) if owner is None else owner.call_widths
+    if not tokens:
         return [CompileJob(tuple(points))]
-    tokens = {CATCH_UP_TOKENS} if owner is None else {owner.catch_up, owner.follow_up}
     # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
     # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.
     runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 from onnxscript.optimizer import FOLDED_FROM_KEY
 
-_PREFIXES = {"model.": "", "heads_projection.": "medusa_head.lm_head.", "heads.": "medusa_head."}
-"""What the traced modules call their parts, and what checkpoints call them; heads as in those of Medusa-2."""
+_PREFIXES = ("model.", "additions.")
+"""What the traced modules put before the names that checkpoints have."""
 
 
 def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ def _alike(columns: Iterable[tuple[str, ...]]) -> list[str]:
 
 def _in_checkpoint(name: str | None) -> str | None:
     """A parameter's name in the checkpoint; None for what is no parameter."""
-    return next((to + name[len(of) :] for of, to in _PREFIXES.items() if name and name.startswith(of)), None)
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name and name.startswith(prefix)), None)
 
 
 def _folded(made_of: Iterable[str]) -> str | None:

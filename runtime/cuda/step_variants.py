@@ -230,9 +230,11 @@ class StepVariants:
             return []
         with_fill_graph = filled_trees(method)
         for tree in sorted(trees, key=len):
+            if (run := method.device_run(tree)) is None:
+                continue
             point = fill_point(method, tree, self._slots)
             fitting = [fill for fill, ex in graphs_of(graphs, Fill) if fills(fill, method) and point in ex.points]
             fill = fitting[0] if fitting and tree in with_fill_graph else None
             if fill is not None or (tree.is_chain and not method.drafted_stages):
-                fillable.append(Drafting(graph, *method.device_run(tree), method.support, tree, point, fill))
+                fillable.append(Drafting(graph, *run, method.support, tree, point, fill))
         return fillable

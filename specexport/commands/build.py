@@ -17,6 +17,7 @@ from specexport.commands.compile import add_engine_arguments, engine_options, fi
 from specexport.commands.inspect import summary
 from specexport.contract.engines import BACKENDS, ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import method_type
 from specexport.contract.model import Model
 from specexport.contract.reading import read_manifest
 from specexport.method_flags import add_method_arguments, asked_methods
@@ -108,7 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport build``."""
     methods = asked_methods(arguments)
-    if arguments.draft_precision is not None and not any(method.stores_weights for method in methods):
+    if arguments.draft_precision is not None and not any(
+        method_type(method.name).stores_weights() for method in methods
+    ):
         raise BuildError("--draft-precision was given without a draft, heads or a speculator to apply it to")
     module = exporter()
     options = module.BuildOptions(

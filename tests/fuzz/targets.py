@@ -135,7 +135,7 @@ def gguf(seed: str, data: bytes | None, folder: Path) -> None:
 
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
-    from specexport.checkpoints.medusa import load_medusa
+    from specexport.methods.medusa.checkpoint import load_medusa
 
     source, _, name = seed.rpartition("|")
     heads = _copy(source, folder / name)
@@ -145,7 +145,7 @@ def medusa(seed: str, data: bytes | None, folder: Path) -> None:
 
 def speculator(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of an MLP speculator, or its safetensors."""
-    from specexport.checkpoints.mlp_speculator import load_speculator, read_speculator, require_fit
+    from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
 
     source, _, name = seed.rpartition("|")
     stages = _copy(source, folder / name)

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from specexport.contract.methods import Flag, TextMethod
 from specexport.runtime.proposal import Proposer, SlotView, TextProposer
-from specexport.runtime.proposers.opening import Opening
+from specexport.runtime.proposers import Opening
 
 
 class Repeat(TextMethod, frozen=True, kw_only=True, tag="repeat"):
@@ -16,7 +16,6 @@ class Repeat(TextMethod, frozen=True, kw_only=True, tag="repeat"):
 
     at_least: Annotated[int, Meta(ge=1, le=64)] = 2
 
-    proposer: ClassVar[str] = __name__  # the module with open_proposer
     flags: ClassVar[tuple[Flag, ...]] = (Flag("--repeat", None, "propose a token that repeats itself"),)
 
 

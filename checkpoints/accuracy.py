@@ -1,0 +1,71 @@
+"""How often heads and stages are right, as training measures it and checkpoints store it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from specexport.contract.errors import BuildError
+
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Rank = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class HeadAccuracy:
+    """How often heads, or the stages of an MLP speculator, are right over text they were not trained on.
+
+    Attributes:
+        ranks: share of tokens that are each head's rank-r candidate, ``[heads][ranks]``.
+        paths: the most frequent paths of ranks, each with the share of positions after which its first heads were right
+            with those ranks, all of them: what token trees are chosen by. Heads are right together and wrong together,
+            so that products of ``ranks`` would misjudge them.
+    """
+
+    ranks: Sequence[Sequence[float]]
+    paths: Mapping[tuple[int, ...], float]
+
+    @property
+    def chain_length(self) -> float:
+        """Expected tokens a step of the longest chain, including the bonus token, over texts like the measured ones.
+
+        For greedy texts of the model itself decoding reaches it; other texts differ from what the model would say.
+        """
+        return 1 + sum(self.paths.get((0,) * depth, 0.0) for depth in range(1, len(self.ranks) + 1))
+
+
+class MeasuredConfig(msgspec.Struct, kw_only=True):
+    """The part of a ``config.json`` that says how often heads or stages are right."""
+
+    head_accuracy: list[list[_Share]] | None = None
+    path_accuracy: list[tuple[list[_Rank], _Share]] | None = None
+
+    def accuracy(self, path: Path, count: int, parts: str) -> HeadAccuracy | None:
+        """The accuracy of ``count`` heads or stages, if it is given.
+
+        Raises:
+            BuildError: it is of another number of them; names the file.
+        """
+        if self.head_accuracy is None or self.path_accuracy is None:
+            return None
+        paths = {tuple(ranks): share for ranks, share in self.path_accuracy}
+        if len(self.head_accuracy) != count or any(not 1 <= len(ranks) <= count for ranks in paths):
+            raise BuildError(
+                f"{path}: head_accuracy and path_accuracy: expected shares of {count} {parts}, and of paths that are "
+                "at most as long"
+            )
+        return HeadAccuracy(self.head_accuracy, paths)
+
+
+def accuracy_config(accuracy: HeadAccuracy | None) -> dict[str, Any]:
+    """Its entries in ``config.json``."""
+    if accuracy is None:
+        return {}
+    return {
+        "head_accuracy": [[round(float(share), 5) for share in row] for row in accuracy.ranks],
+        "path_accuracy": [[list(path), round(float(share), 5)] for path, share in accuracy.paths.items()],
+    }

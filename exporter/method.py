@@ -1,0 +1,242 @@
+"""The interface by which a method gets into a bundle, and by which ``verify`` compares it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+
+import numpy.typing as npt
+
+from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method, MethodOptions, TextMethod, part, with_trees
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.model import Model, StoredAs
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from specexport.checkpoints.checkpoint import Checkpoint
+    from specexport.checkpoints.outline import ModelOutline
+    from specexport.contract.manifest import Manifest
+    from specexport.exporter.build_plan import BuildPlan
+    from specexport.exporter.options import BuildOptions
+    from specexport.exporter.writing import Part, Progress
+    from specexport.graphs.step import Addition
+    from specexport.runtime.bundle import Bundle
+
+O = TypeVar("O", bound=MethodOptions)
+M = TypeVar("M", bound=Method)
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TargetOutline:
+    """What trees depend on, and what methods must fit.
+
+    Attributes:
+        vocab: V.
+        hidden: H, of what its head reads.
+        path: its folder.
+        proposing: how matrices of what only proposes are stored.
+    """
+
+    vocab: int
+    parameters: int
+    layers: int
+    hidden: int
+    path: Path
+    proposing: StoredAs
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build whose target is known.
+
+    Attributes:
+        vocab_size: V of the target.
+        max_positions: longest text that the target was made for, in tokens.
+    """
+
+    folder: Path
+    options: BuildOptions
+    plan: BuildPlan
+    vocab_size: int
+    max_positions: int
+    progress: Progress
+
+
+class Agreement(Protocol):
+    """Positions at which a graph and the model it was made from both name the next token."""
+
+    def count(self, reference: Array, chosen: Array) -> None:
+        """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
+
+
+class Verification(Protocol):
+    """What ``verify`` lends a method to compare its graph with what it was built from.
+
+    Attributes:
+        texts: token ids of prompts.
+    """
+
+    bundle: Bundle
+    texts: list[list[int]]
+
+    def source(self, method: Method | None, key: str = "model") -> Path:
+        """The folder of a checkpoint a method names, or of the target; what cannot be had ends the check."""
+
+    def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+        """Texts, each with the chain proposed after it: as if all, one and none of the drafts before were accepted."""
+
+    def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
+        """Texts while they are decoded, each with the best candidate at every depth, int64 ``[depths]``."""
+
+    def agreement(self, *stored: str) -> Agreement:
+        """What counts; how far off tokens may be depends on how weights are stored."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a method adds to the target.
+
+    Attributes:
+        outputs: outputs of the target's own graph.
+        graph: one beside it, which reads the same weights and becomes the method's model.
+    """
+
+    outputs: Addition | None = None
+    graph: Part | None = None
+
+
+@dataclass(frozen=True)
+class MetaDraft:
+    """A draft without its weights, for ``plan``.
+
+    Attributes:
+        source: its folder or hub id, and its method.
+        outline: what it is made of.
+        block: most tokens that it drafts, all in one pass; None where each takes a pass.
+    """
+
+    source: str
+    outline: ModelOutline
+    block: int | None = None
+
+
+class MethodExporter(Generic[O, M]):
+    """A method's part of a build and of ``verify``. What is done here suits a method that reads text alone."""
+
+    stage: ClassVar[str | None] = None
+    """The folder it writes a model of its own into, in a stage after the target's."""
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
+    """Draft tokens of its trees where nobody says."""
+
+    def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
+        """Refuses checkpoints that do not belong together, before anything large is read."""
+
+    def outline(self, options: O, target: TargetOutline) -> M:
+        """The method with what its checkpoints say of themselves, without reading weights; it may lack trees yet.
+
+        Raises:
+            BuildError: they are of another target.
+        """
+        return cast(M, options)
+
+    def sized(self, method: M, size: int) -> TokenTree:
+        """Its tree of so many draft tokens."""
+        return TokenTree.chain(size + 1)
+
+    def default_trees(self, method: M) -> tuple[TokenTree, ...]:
+        """What it verifies where nobody says."""
+        return tuple(self.sized(method, size) for size in self.default_sizes)
+
+    def plan(self, options: O, target: TargetOutline) -> M:
+        """The method with the trees it is built for.
+
+        Raises:
+            BuildError: a tree is one that it cannot fill; says why.
+        """
+        method = self.outline(options, target)
+        asked = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
+        trees = _distinct(method.name, asked) or self.default_trees(method)
+        for tree in trees:
+            if (reason := method.validate_tree(tree)) is not None:
+                raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")
+        planned = with_trees(method, trees)
+        if (reason := planned.validate()) is not None:
+            raise BuildError(f"{method.name}: {reason}")
+        return planned
+
+    def add_to_target(self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Added | None:
+        """What it adds to the target, and is written together with it; None for nothing.
+
+        Raises:
+            BuildError: it does not fit the target.
+        """
+        return None
+
+    def export(self, method: M, build: Build) -> M:
+        """Writes a model of its own into the folder :attr:`stage`; the bundle's entry."""
+        return method
+
+    def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
+        """Of the graph of its own model."""
+        return ()
+
+    def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:
+        """What drafts over the target's own states, where it is a model of its own.
+
+        Args:
+            options: the method's.
+            target: folder or hub id.
+            outline: the target's.
+
+        Raises:
+            BuildError: its configuration cannot be read, or it is of another target.
+        """
+        return None
+
+    def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
+        """Compares what it proposes with what its original would.
+
+        Returns:
+            What was compared, as the beginning of a sentence, and the result; None where there is nothing to compare.
+
+        Raises:
+            BundleError: a checkpoint is another model.
+        """
+        return None
+
+
+def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:
+    """A method's exporter: ``EXPORTER`` of its module ``export``, if it has one."""
+    exporter: MethodExporter[Any, Any] = getattr(part(method, "export"), "EXPORTER", None) or TextExporter()
+    return exporter
+
+
+class TextExporter(MethodExporter[TextMethod, TextMethod]):
+    """For methods that read text alone: nothing is exported."""
+
+    def default_trees(self, method: TextMethod) -> tuple[TokenTree, ...]:
+        return method.default_trees()
+
+
+def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
+    found: dict[int, TokenTree] = {}
+    for tree in trees:
+        if len(tree) == 1:
+            raise BuildError(f"{name}: a token tree has no draft token; expected at least one")
+        if found.setdefault(len(tree), tree) != tree:
+            raise BuildError(
+                f"{name}: two trees have {len(tree) - 1} draft tokens; requests choose a tree by that number, so no "
+                "two may"
+            )
+    return tuple(found.values())
+
+
+def vocabulary(manifest: Manifest, model: Model) -> int:
+    """Tokens that a draft may propose: those that both know."""
+    return min(manifest.target.vocab_size, model.vocab_size)

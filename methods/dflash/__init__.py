@@ -1,0 +1,1 @@
+"""Speculation by a DFlash draft."""

@@ -1,0 +1,94 @@
+"""A DFlash draft in a bundle: its propose graph, and what the checkpoint says, run plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+import torch
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.outline import ModelOutline
+from specexport.contract import tensors
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.tensors import cache_names, returned_names
+from specexport.contract.tree import TokenTree
+from specexport.exporter import trace
+from specexport.exporter.method import MetaDraft
+from specexport.graphs.attention import lowering
+from specexport.methods.dflash.checkpoint import read_dflash
+from specexport.methods.dflash.graph import DFlashDraft, DFlashModule, block_lowering
+from specexport.methods.dflash.spec import DFlash, DFlashOptions
+from specexport.methods.hidden_states.export import StatesDraftExporter
+
+
+class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
+    """A few layers that draft a block in one pass."""
+
+    stage: ClassVar[str | None] = "dflash"
+    title: ClassVar[str] = "DFlash draft"
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block, by measured costs
+    read = staticmethod(read_dflash)
+
+    def built(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
+        return DFlash(model=options.model, block_size=outline.block_size, **fields)
+
+    def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
+        sizes = [size for size in self.default_sizes if size < method.block_size] or [method.block_size - 1]
+        return tuple(TokenTree.chain(size + 1) for size in sizes)
+
+    def meta_draft(self, options: DFlashOptions, target: str, outline: ModelOutline) -> MetaDraft:
+        block = self.read(options.model).block_size - 1
+        return dataclasses.replace(super().meta_draft(options, target, outline), block=block)
+
+    def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        return trace_dflash(draft, cache, kind)
+
+    def said(
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`StatesDraftExporter`; the context's rows are made again for every block."""
+        model: DFlashDraft = draft.model
+        config: Any = model.shape.config
+        empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim)
+        past, count = torch.zeros(1).long(), torch.tensor([len(drafted) + 1])
+        caches = [(empty, empty)] * len(model.layers)
+        active, block_positions, positions = block_lowering(
+            model.shape.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
+        )
+        with lowering(active):
+            block = model.block(torch.tensor([text[-1]]), len(drafted) + 1)
+            output = model(block, model.context(states), block_positions, positions)
+        return list(model.logits(output[0, 1:]))
+
+
+def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:
+    """The propose graph of a DFlash draft (:class:`~specexport.methods.dflash.graph.DFlashModule`)."""
+    b, t, k = (torch.export.Dim(name) for name in "BTK")
+    drafted = 7
+    inputs: trace.Inputs = {
+        tensors.INPUT_IDS: (torch.ones(trace.B, 1, dtype=torch.int64), {0: b}),
+        tensors.LAYER_STATES: (torch.ones(trace.B, trace.T, draft.fc.in_features), {0: b, 1: t}),
+        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        tensors.BLOCK_ROWS: (torch.tensor([4, 8]), {0: b}),
+        tensors.UNIFORM: (torch.full((trace.B, drafted), 0.5), {0: b, 1: k}),
+        **trace.sampling_inputs(b),
+        **trace.cache_inputs(cache_names(len(shapes)), shapes, trace.S, b, "S"),
+    }
+    outputs = [*tensors.DRAFTED, *returned_names(len(shapes), lowering)]
+    attention = draft.layers[0].get_submodule("self_attn")
+    traced = trace.trace_module(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
+    for value in traced.graph.outputs:
+        dims = list(value.shape or ())
+        if value.name in tensors.DRAFTED:
+            value.shape = ir.Shape(["K", "B", *dims[2:]])
+        elif lowering == "portable":
+            value.shape = ir.Shape([*dims[:2], "F", dims[3]])  # T + K - 1
+    return traced
+
+
+EXPORTER = DFlashExporter()

@@ -1,0 +1,80 @@
+"""Speculation by a DFlash draft."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from specexport.contract import tensors
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.signature import GraphSignature, Spec
+from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tree import TokenTree
+from specexport.methods.hidden_states.spec import StatesDraft, StatesDraftOptions
+
+MAX_BLOCK = 33
+
+
+class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="dflash"):
+    """Options of a DFlash draft.
+
+    Attributes:
+        model: folder or hub id of the draft.
+    """
+
+    model: str
+
+    main: ClassVar[str] = "model"
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"),
+    )
+
+
+class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
+    """A few layers draft a block of tokens in one pass, from states between the target's layers (arXiv 2602.06036).
+
+    Attributes:
+        model: folder or hub id of the draft.
+        block_size: tokens of the longest block; the first of them is the tree's root.
+    """
+
+    model: str
+    block_size: Annotated[int, Meta(ge=2, le=MAX_BLOCK)]
+
+    options: ClassVar[type[MethodOptions]] = DFlashOptions
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
+    needs_training: ClassVar[str | None] = "a DFlash draft"
+    role: ClassVar[str] = "dflash"
+    branching: ClassVar[Literal[0, 1, 2]] = 2
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        why = (
+            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
+            "(z-lab, speculators)"
+        )
+        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
+
+    @property
+    def call_widths(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        """See :class:`Method`: the propose graph, rows of T tokens and a block of 1 + K."""
+        (chain,) = super().signatures.values()
+        inputs = chain.inputs | {
+            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
+            tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden)),
+            tensors.BLOCK_ROWS: Spec("int64", ("B",)),
+        }
+        del inputs[tensors.NUM_DRAFT_TOKENS]
+        return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        short = (
+            f"depth {tree.depth}, with a block of {self.block_size} tokens" if tree.depth >= self.block_size else None
+        )
+        # What it knows at a depth does not depend on the tokens before it, so that any node may have children.
+        return RankedMethod.validate_tree(self, tree) or short

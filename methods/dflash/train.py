@@ -1,0 +1,163 @@
+"""``specexport train dflash``: layers that draft a block in one pass, from the target's states (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.graphs.attention import lowering
+from specexport.graphs.layers import noted_states
+from specexport.methods.dflash.checkpoint import read_dflash, save_dflash, usual_states
+from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
+from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.hidden_states.train import read_back, train_draft
+from specexport.training.data import Windows, seeded
+from specexport.training.hidden import measured, run_model, summed_loss, weighted
+from specexport.training.loop import Log, Loss
+from specexport.training.options import within
+from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+
+_AT_ONCE = 32
+"""Blocks of a window that are measured together."""
+
+
+def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
+    """Trains a draft and writes it as ``z-lab`` publishes them, without embedding and head, which are the target's.
+
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``: ``accuracy``, of each drafted token the share that was
+        the draft's candidate of each rank, and ``acceptance_length`` of a chain.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options)
+    target = load_model(options.target, place, frozen=True)
+    layers = int(target.model.config.num_hidden_layers)
+    states = seen_states(options.states or usual_states(options.layers, layers), layers)
+    within("states", min(states), 1, layers, "the target's layers")
+    with open_run("train dflash", options, place, target, log) as run:
+        within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
+        if options.self_distill:
+            run.self_distill(target, options.self_distill)
+        run.describe_data()
+        torch.manual_seed(options.seed)
+        draft = new_draft(options, target, states)
+
+        def loss_of(batch: Windows, number: int) -> Loss:
+            anchors = random_anchors(batch, options.anchors, options.seed, number)
+            return draft_loss(draft, target.model, states, batch, anchors, options.decay)
+
+        train_draft(run, draft, (), loss_of)
+        accuracy = draft_accuracy(draft, target.model, states, run.held_out, place)
+        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
+        with run.output() as folder:
+            save_dflash(folder, draft.cpu(), states, layers)
+            read_back(read_dflash(str(folder)), target, layers)
+    return run.record
+
+
+def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
+    """A draft with the attention heads of a target, drawn from torch's global generator.
+
+    Its embedding and its head are the target's and stay so.
+
+    Raises:
+        TrainError: the target's embedding and head are of different sizes, or it has no token of the mask's number.
+    """
+    table, head = target.tables()
+    vocab, hidden = head.shape
+    mask = options.mask_token_id
+    if mask is None:  # one that no text goes on after
+        spare = (target.tokenizer.mask_token_id, target.tokenizer.pad_token_id, *target.ends, vocab - 1)
+        mask = next(token for token in spare if token is not None)
+    within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
+    config = Qwen3Config(**layer_sizes(target, options.intermediate_size), num_hidden_layers=options.layers)
+    shape = DFlashShape(config, hidden, len(states), vocab, options.draft_block, mask, (False,) * options.layers)
+    draft = DFlashDraft(shape).to(head.device)
+    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    draft.lm_head.weight = torch.nn.Parameter(head.detach(), requires_grad=False)
+    return draft
+
+
+def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.Tensor:
+    """The last tokens of the context before so many blocks of each window, int64 ``[B,A]``, by a batch's number."""
+    learnt = batch.learnt_from(2).cpu()  # what comes after the root
+    drawn = torch.rand(learnt.shape, generator=seeded(seed, number)) + learnt
+    return drawn.topk(min(count, learnt.shape[1])).indices.sort().values.to(batch.ids.device)
+
+
+def draft_loss(
+    draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor, decay: float
+) -> Loss:
+    """Σ decay^i · CE_i over the tokens of blocks whose contexts end at the anchors ``[B,A]``.
+
+    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions on, given the text before
+    it. As the draft sees none of the tokens between, what it learns is that distribution over all the ways there.
+    """
+    return weighted(_losses(draft, model, states, batch, anchors), decay)
+
+
+def draft_accuracy(
+    draft: DFlashDraft, model: Any, states: tuple[int, ...], windows: Windows, place: Place
+) -> HeadAccuracy:
+    """Measures each token of a block, over windows the draft was not trained on, behind every token of them."""
+
+    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        every = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+        return _losses(draft, model, states, batch, every)
+
+    return measured(losses, draft.shape.block_size - 1, windows, place)
+
+
+def _losses(
+    draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each token of a block what :func:`summed_loss` gives, of the anchors where ``learnt_from(2 + i)`` says."""
+    rows = batch.learnt_from(1)
+    with torch.no_grad(), noted_states(model, states) as noted:
+        _, logits = run_model(model, batch.ids, rows)
+    context = draft.context(torch.cat([noted[count] for count in states], -1))
+    made = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
+    output = torch.cat(made, 1)
+    at = rows.flatten().cumsum(0).view_as(rows) - 1
+    for ahead in range(output.shape[2]):
+        learnt = batch.learnt_from(2 + ahead).gather(1, anchors)
+        told = at.roll(-1 - ahead, dims=1).gather(1, anchors)[learnt]
+        labels = batch.ids.roll(-2 - ahead, dims=1).gather(1, anchors)[learnt]
+
+        def taught(rows: torch.Tensor, told: torch.Tensor = told) -> torch.Tensor:
+            return logits[told[rows]].float().softmax(-1)
+
+        yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.shape.draft_vocab, taught)
+
+
+def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """What ``logits`` reads of the tokens of blocks, ``[B,A,R-1,H]``, of the context ``[B,L,H]`` and anchors ``[B,A]``.
+
+    All blocks of a window are rows of one run, of which each sees its own, and the context up to its anchor.
+    """
+    (batch, length), count, rows = ids.shape, anchors.shape[1], draft.shape.block_size
+    roots = ids.gather(1, (anchors + 1).clamp(max=length - 1))
+    block = draft.block(roots.flatten(), rows).view(batch, count * rows)
+    place = torch.arange(count * rows, device=ids.device)
+    before = torch.arange(length, device=ids.device)
+    last = anchors.repeat_interleave(rows, 1)
+    block_positions = last + 1 + place % rows
+    positions = torch.cat([before.expand_as(ids), block_positions], 1)
+    same = (place // rows)[:, None] == place // rows
+    seen = torch.cat([before <= last[:, :, None], same.expand(batch, -1, -1)], -1)
+    behind = torch.cat([torch.zeros_like(before), place])[None, :] > place[:, None]
+    config: Any = draft.shape.config
+    empty = context.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
+    past, none = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
+    with lowering(each_layer(draft.shape.causal, past, none, seen, behind, positions)):
+        output: torch.Tensor = draft(block, context, block_positions, positions)
+    return output.view(batch, count, rows, -1)[:, :, 1:]

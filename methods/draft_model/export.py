@@ -1,0 +1,106 @@
+"""A smaller model in a bundle: its propose graph, and that graph compared with the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+from tokenizers import Tokenizer
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.reference import as_read, load_reference, reference_logits
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
+from specexport.contract.model import Model
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.states import with_rows
+from specexport.exporter import compose, trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.method import (
+    Agreement,
+    Build,
+    MethodExporter,
+    TargetOutline,
+    Verification,
+    vocabulary,
+)
+from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
+from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
+
+O = TypeVar("O", bound=MethodOptions)
+C = TypeVar("C", bound=ChainDraft)
+
+
+class ChainDraftExporter(MethodExporter[O, C]):
+    """Whatever drafts a chain, a pass a token."""
+
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # by measured costs any of them
+
+    def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
+        return plan.propose_points(method)
+
+    def compare_with(
+        self,
+        method: ChainDraft,
+        run: Verification,
+        checkpoint: Path,
+        *,
+        texts: list[list[int]],
+        vocab: int,
+        layers: int | None,
+    ) -> tuple[str, Agreement] | None:
+        """Each draft token must be the original's most probable one after those before it."""
+        (draft,) = method.models.values()
+        made = run.drafted(method, texts)
+        if not made:
+            return None
+        model = load_reference(checkpoint, draft, layers)
+        agreement = run.agreement(draft.precision.weights)
+        for text, drafted in made:
+            tokens = as_read([*text, *drafted[:-1]], model)
+            agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
+        return "the draft graph proposes the draft model's own token", agreement
+
+
+class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
+    """A smaller model with the target's tokenizer."""
+
+    stage: ClassVar[str | None] = "draft"
+
+    def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
+        require_tokenizer(options.model, target, tokenizer)
+
+    def outline(self, options: DraftModelOptions, target: TargetOutline) -> DraftModel:
+        return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, target.vocab))
+
+    def export(self, method: DraftModel, build: Build) -> DraftModel:
+        draft = load_draft(method.model, build)
+        vocab = min(draft.vocab_size, build.vocab_size)
+        model = write_propose_graph(method, draft, vocab, build)
+        return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
+
+    def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        vocab = vocabulary(run.bundle.manifest, draft)
+        return self.compare_with(method, run, run.source(method), texts=run.texts, vocab=vocab, layers=None)
+
+
+def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
+    """Traces one pass of a draft, puts it into a loop, and writes it; ``vocab`` are the tokens it may propose."""
+    lowering, points = build.options.lowering, build.plan.propose_points(method)
+    # A text is at least a token longer when it is drafted for again; where it is not, that costs no second reading.
+    back = max(point.drafts for point in points) + 1
+    layers = with_rows(list(draft.states.values()), back, back)
+
+    def tracer() -> ir.Model:
+        states = dict(zip(draft.states, layers, strict=True))
+        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
+        return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
+
+    return msgspec.structs.replace(write_draft(draft, build, "propose", tracer, points), states=layers)
+
+
+EXPORTER = DraftModelExporter()

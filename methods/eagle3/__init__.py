@@ -1,0 +1,1 @@
+"""Speculation by an EAGLE-3 draft."""

@@ -1,0 +1,111 @@
+"""EAGLE-3: one decoder layer that goes on from states between the target's layers (arXiv 2503.01840).
+
+A row of the draft belongs to a token of the text and sees two things: the target's states at that token, fused into one
+vector by ``fc``, and the embedding of the token after it. It says what comes after that one. Where the target has not
+been yet, the draft's own output takes the place of the fused states.
+
+Parameters are named as in checkpoints of the ``speculators`` library; those of ``SafeAILab/EAGLE`` call the first layer
+``midlayer``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from specexport.graphs.attention import PassThroughCache
+from specexport.methods.hidden_states.graph import OwnStateModule
+
+LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+"""What a draft's layers are, by ``model_type``."""
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """What a draft is made of.
+
+    Attributes:
+        config: of its layers; ``hidden_size`` is H, ``vocab_size`` the number of tokens it reads.
+        target_hidden: the target's hidden size.
+        states: how many of the target's layers it sees.
+        draft_vocab: tokens it may propose.
+        norm_before_residual: the residual of the first layer is the normed state.
+        norm_before_fc: one norm over all of the target's states (``input_norm``).
+        fc_norm: a norm for those of each layer (EAGLE-3.1).
+        norm_output: the next row sees the state after the last norm (EAGLE-3.1).
+    """
+
+    config: PretrainedConfig
+    target_hidden: int
+    states: int
+    draft_vocab: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class Eagle3Draft(OwnStateModule):
+    """The draft's parameters, and what a row of it computes."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        config: Any = shape.config
+        H, wide, eps = config.hidden_size, shape.states * shape.target_hidden, config.rms_norm_eps
+        self.reads, self.hidden = wide, H
+        self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
+        self.input_norm = LlamaRMSNorm(wide, eps) if shape.norm_before_fc else None
+        self.fc_norm = (
+            torch.nn.ModuleList([LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)])
+            if shape.fc_norm
+            else None
+        )
+        self.fc = torch.nn.Linear(wide, H, bias=False)
+        self.layers = torch.nn.ModuleList(
+            [LAYERS[config.model_type](config, index) for index in range(config.num_hidden_layers)]
+        )
+        first: Any = self.layers[0]
+        first.hidden_norm = LlamaRMSNorm(H, eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(first.self_attn, name)
+            made = torch.nn.Linear(2 * H, narrow.out_features, bias=narrow.bias is not None)
+            setattr(first.self_attn, name, made)
+        self.norm = LlamaRMSNorm(H, eps)
+        self.lm_head = torch.nn.Linear(H, shape.draft_vocab, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("target_ids", None, persistent=False)
+
+    def fused(self, states: torch.Tensor) -> torch.Tensor:
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        fused: torch.Tensor = self.fc(states)
+        return fused
+
+    def forward(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # A token that only the target's logits know is read as the last one.
+        embedded = self.embed_tokens(input_ids.clamp(max=self.embed_tokens.num_embeddings - 1))
+        rotary, cache = self.rotary_emb(embedded, position_ids), PassThroughCache(len(self.layers))
+        first: Any = self.layers[0]
+        normed = first.hidden_norm(hidden)
+        residual = normed if self.shape.norm_before_residual else hidden
+        seen = torch.cat([first.input_layernorm(embedded), normed], -1)
+        attended, _ = first.self_attn(
+            hidden_states=seen, position_embeddings=rotary, attention_mask=None, past_key_values=cache
+        )
+        state = residual + attended
+        state = state + first.mlp(first.post_attention_layernorm(state))
+        for layer in self.layers[1:]:
+            state = layer(state, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
+        output = self.norm(state)
+        return (output if self.shape.norm_output else state), output

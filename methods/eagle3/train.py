@@ -1,0 +1,221 @@
+"""``specexport train eagle3``: a layer that drafts from states between the target's layers (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as recomputed
+from transformers import LlamaConfig
+
+from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.contract.errors import TrainError
+from specexport.graphs.attention import AttentionCall, lowering
+from specexport.graphs.layers import noted_states
+from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3, usual_states
+from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
+from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.hidden_states.train import read_back, train_draft
+from specexport.training.data import Windows
+from specexport.training.hidden import measured, run_model, summed_loss, weighted
+from specexport.training.loop import Log, Loss
+from specexport.training.options import within
+from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+
+
+def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
+    """Trains a draft and writes it as ``SafeAILab`` publishes them, without the embedding, which is the target's.
+
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``: ``accuracy``, of each drafted token after right ones the
+        share that was the draft's candidate of each rank, and ``acceptance_length`` of a chain.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options)
+    target = load_model(options.target, place, frozen=True)
+    layers = int(target.model.config.num_hidden_layers)
+    given = None if options.draft is None else given_draft(options, target, layers)
+    states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
+    with open_run("train eagle3", options, place, target, log) as run:
+        within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
+        if options.self_distill:
+            run.self_distill(target, options.self_distill)
+        run.describe_data()
+        torch.manual_seed(options.seed)
+        draft = new_draft(options, target, states, run.windows) if given is None else given[0]
+
+        def accuracy_of(windows: Windows) -> HeadAccuracy:
+            return draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place)
+
+        train_draft(
+            run,
+            draft,
+            (draft.lm_head,),
+            lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
+            accuracy_of,
+        )
+        accuracy = accuracy_of(run.held_out)
+        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
+        with run.output() as folder:
+            save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
+            read_back(read_eagle3(str(folder)), target, layers)
+    return run.record
+
+
+def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
+    """A draft with the attention heads of a target, drawn from torch's global generator.
+
+    Its embedding is the target's and stays so. Its head begins as the target's, or stays so too; where it proposes some
+    of the tokens only, these are the most frequent ones of what is learnt in the windows.
+
+    Raises:
+        TrainError: the target's embedding and head are of different sizes, or it has fewer tokens than asked for.
+    """
+    table, head = target.tables()
+    vocab, hidden = head.shape
+    draft_vocab = options.draft_vocab_size or vocab
+    within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
+    config = LlamaConfig(**layer_sizes(target, options.intermediate_size), num_hidden_layers=1)
+    draft = Eagle3Draft(Eagle3Shape(config, hidden, len(states), draft_vocab)).to(head.device)
+    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    if draft_vocab < vocab:
+        counts = windows.ids[windows.learn].long().bincount(minlength=vocab)
+        draft.target_ids = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values.to(head.device)
+        head = head[draft.target_ids]
+    rows = head.detach() if options.tie_lm_head else head.detach().float().clone()
+    draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=not options.tie_lm_head)
+    return draft
+
+
+def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
+    """The draft to start from, for a target of so many layers, and after how many of these it sees the states.
+
+    An MLP that is to be narrower keeps the units whose three rows of weights have the largest product of norms.
+
+    Raises:
+        BuildError: there is none, or not of this target.
+        TrainError: it is not of the kind that is written, or its MLP is not as wide as asked for.
+    """
+    (table, head), outline = target.tables(), read_eagle3(str(options.draft))
+    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
+    layer = outline.layer
+    more = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
+    more |= {
+        f"{layer.num_hidden_layers} layers": layer.num_hidden_layers > 1,
+        f"layers of a {layer.model_type}": layer.model_type != "llama",
+        "scaled positions": layer.rope_parameters["rope_type"] != "default",
+        f"states of {layer.hidden_size}": layer.hidden_size != head.shape[1],
+    }
+    if any(more.values()):
+        found = ", ".join(name for name, on in more.items() if on)
+        raise TrainError(
+            f"{outline.path}: has {found}; expected what is written: one plain layer of a llama, as wide as the target"
+        )
+    draft = outline.load(target.path, layers, target.max_positions).to(head.device)
+    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    if options.tie_lm_head:
+        rows = head.detach() if draft.target_ids is None else head.detach()[draft.target_ids]
+        draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+    wide = layer.intermediate_size
+    within("intermediate_size", options.intermediate_size or wide, 16, wide, "that of --draft")
+    mlp: Any = draft.layers[0].mlp
+    parts = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T)
+    strength = torch.stack([part.detach().norm(dim=1) for part in parts]).prod(0)
+    kept = strength.topk(options.intermediate_size or wide).indices.sort().values
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = torch.nn.Parameter(linear.weight.detach()[kept])
+    mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
+    draft.shape.config.intermediate_size = len(kept)
+    return draft, outline.seen(layers)
+
+
+def draft_loss(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
+) -> Loss:
+    """Σ decay^i · CE_i over the tokens that the draft drafts from each token of a text, each after the text's own.
+
+    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions on, cut to the tokens
+    that the draft may propose, where the target's most probable one is among these (arXiv 2503.01840, and SpecForge).
+    """
+    return weighted(_losses(draft, model, states, batch, steps), decay)
+
+
+def _losses(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each step of the training-time test what :func:`summed_loss` gives, where ``learnt_from(2 + step)`` says.
+
+    Row t of step 0 sees the target's states at token t and the token after it. Row t of each further step stands for
+    the next one in a draft that begins at t: it sees the draft's own state, and, by :class:`_TrainingTimeTest`, what it
+    would see then.
+    """
+    rows = batch.learnt_from(1)
+    with torch.no_grad(), noted_states(model, states) as noted:
+        _, logits = run_model(model, batch.ids, rows)
+    ids, vocab = draft.target_ids, draft.lm_head.out_features
+    own = torch.arange(vocab, device=logits.device) if ids is None else ids
+    number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(0, own, torch.arange(vocab).to(own))
+    known = number[logits.argmax(-1)] >= 0
+    logits = logits if ids is None else logits[:, ids]
+    at = rows.flatten().cumsum(0).view_as(rows) - 1
+    positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+    hidden = draft.fused(torch.cat([noted[count] for count in states], -1))
+    attention = _TrainingTimeTest()
+    for step in range(steps):
+        with lowering(attention):
+            hidden, output = draft(batch.ids.roll(-1 - step, dims=1), hidden, positions + step)
+        learnt = batch.learnt_from(2 + step)
+        told = at.roll(-1 - step, dims=1)[learnt]
+        labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
+
+        def taught(rows: torch.Tensor, told: torch.Tensor = told) -> torch.Tensor:
+            return logits[told[rows]].float().softmax(-1) * known[told[rows], None]
+
+        total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
+        yield total, torch.where(labels >= 0, ranks, vocab)
+
+
+def draft_accuracy(
+    draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
+) -> HeadAccuracy:
+    """Measures each drafted token, after right ones, over windows the draft was not trained on."""
+    return measured(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
+
+
+class _TrainingTimeTest:
+    """Attention of rows that are made at each token of a text, and then, all at once, of those that go on from each.
+
+    Row t of call s sees the first call's rows 0 to t, and of the calls after it up to its own those at t.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See :class:`~specexport.graphs.attention.Lowering`; scores are made again for the backward pass."""
+        made = self._made[call.layer]
+        made.append((call.key, call.value))
+        rows = [row for pair in made for row in pair]
+        attended: torch.Tensor = recomputed(_attend, call.query, call.group, call.scaling, *rows, use_reentrant=False)
+        return attended
+
+
+def _attend(query: torch.Tensor, group: int, scaling: float, *rows: torch.Tensor) -> torch.Tensor:
+    (first, *own), (first_value, *own_values) = rows[::2], rows[1::2]
+    batch, heads, tokens, size = first.shape
+    query = query.view(batch, heads, group, tokens, size)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (query @ first[:, :, None].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
+    beside = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own]
+    weights = (torch.cat([scores, *beside], -1) * scaling).softmax(-1).to(query.dtype)
+    attended = weights[..., :tokens] @ first_value[:, :, None]
+    for at, value in enumerate(own_values):
+        attended = attended + weights[..., tokens + at, None] * value[:, :, None]
+    return attended.flatten(2, 3)

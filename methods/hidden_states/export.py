@@ -1,0 +1,204 @@
+"""What drafts have in common that go on from the target's states, and those that go on from their own too."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.config import layers_in, outlined
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.outline import ModelOutline
+from specexport.checkpoints.reference import load_reference, reference_logits
+from specexport.contract import tensors
+from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.tensors import cache_names
+from specexport.exporter import trace
+from specexport.exporter.compose import propose_graph
+from specexport.exporter.drafts import traced
+from specexport.exporter.method import Agreement, Build, MetaDraft, TargetOutline, Verification
+from specexport.exporter.writing import Part, write_models
+from specexport.graphs.attention import TwoPartLowering, lowering
+from specexport.graphs.layers import noted_states
+from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.draft_model.export import ChainDraftExporter
+from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
+from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions
+
+P = TypeVar("P", bound=StatesDraftOptions)
+S = TypeVar("S", bound=StatesDraft)
+O = TypeVar("O", bound=OwnStateDraft)
+
+
+class StatesDraftExporter(ChainDraftExporter[P, S]):
+    """A draft of the target's whose rows are made of states between its layers."""
+
+    title: ClassVar[str]
+    """What it is, in words."""
+
+    def source(self, method: P | S, target: str) -> str:
+        """The folder or hub id that holds it."""
+        return str(getattr(method, "model", target))
+
+    @abstractmethod
+    def read(self, source: str) -> Any:
+        """The :class:`~specexport.methods.hidden_states.checkpoint.DraftOutline` of a folder, without its weights."""
+
+    @abstractmethod
+    def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        """Its propose graph."""
+
+    @abstractmethod
+    def said(
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
+        """What a draft says of each drafted token, ``[draft_vocab]``, made anew without a cache.
+
+        Args:
+            draft: as a model.
+            text: N tokens.
+            states: the target's at all of them but the last, ``[1,N-1,n*H]``.
+            drafted: tokens that were drafted behind it.
+        """
+
+    # --- the build ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def built(self, options: P, outline: Any, **fields: Any) -> S:
+        """The method of options and what its checkpoint says of itself; ``fields`` are those of every such draft."""
+
+    def outline(self, options: P, target: TargetOutline) -> S:
+        outline = self.read(self.source(options, str(target.path)))
+        outline.require_fit(hidden=target.hidden, vocab=target.vocab, layers=target.layers)
+        return self.built(
+            options,
+            outline,
+            trees=(),
+            dynamic_tree=options.dynamic_tree,
+            states=outline.seen(target.layers),
+            hidden=outline.target_hidden,
+            rows=1,
+            candidates=min(MAX_CANDIDATES, outline.draft_vocab),
+        )
+
+    def plan(self, options: P, target: TargetOutline) -> S:
+        planned = super().plan(options, target)
+        return msgspec.structs.replace(planned, rows=1 + max(tree.depth for tree in planned.token_trees()))
+
+    def export(self, method: S, build: Build) -> S:
+        build.progress(f"loading the {self.title}", 0, 1)
+        source, positions = self.source(method, build.options.target), build.max_positions
+        outline = self.read(source)
+        target = locate(build.options.target)
+        draft = outline.load(target, layers_in(target), positions)
+        checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
+        build.progress(f"loading the {self.title}", 1, 1)
+        build.progress(f"tracing the {self.title}", 0, 1)
+        graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
+        part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
+        build.progress(f"tracing the {self.title}", 1, 1)
+        options = build.options
+        (model,) = write_models(
+            build.folder, method.role, [part], checkpoint, options.proposing, None, options.lowering, build.progress
+        )
+        named = {"model": model.source} if method.sources else {}
+        return msgspec.structs.replace(method, draft=model, **named)
+
+    def meta_draft(self, options: P, target: str, outline: ModelOutline) -> MetaDraft:
+        source = self.source(options, target)
+        read = self.read(source)
+        read.require_fit(hidden=outline.hidden, vocab=outline.vocab, layers=outline.layers)
+        draft = read.make(outline.layers)
+        with torch.device("meta"):
+            cache = read.cache(draft)
+        row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
+        made = dataclasses.replace(outlined(draft, read.layer), row=row)
+        return MetaDraft(f"{source}, {options.name}", made)
+
+    # --- verify -------------------------------------------------------------------------------------------------------
+    def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
+        """See :class:`MethodExporter`; each token must be the one that the draft, run over the whole text, says."""
+        manifest, (model,) = run.bundle.manifest, method.models.values()
+        target = run.source(None)
+        source = run.source(method) if method.sources else target
+        made = run.recorded(method)
+        outline, positions = self.read(str(source)), manifest.target.max_positions
+        original = load_reference(target, manifest.target)
+        loaded = outline.load(target, layers_in(target), positions)
+        draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
+        agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
+        ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
+        for text, drafted in made:
+            with noted_states(original, method.states) as noted:
+                reference_logits(original, np.array(text[:-1]))
+            states = torch.cat([noted[count] for count in method.states], -1).float()
+            with torch.no_grad():
+                said = torch.stack(list(self.said(draft, text, states, drafted.tolist())))
+            chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
+            agreement.count(said.numpy(), chosen.numpy())
+        return "the draft's graph proposes the original draft's own token", agreement
+
+
+class OwnStateExporter(StatesDraftExporter[P, O]):
+    """One that goes on from its own state where the target has not been yet."""
+
+    def trace(self, method: O, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
+        first, one_pass = trace_own_state(draft, cache, kind)
+        return propose_graph(one_pass, cache, kind, first)
+
+    def said(
+        self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`StatesDraftExporter`; all rows are made again for every token."""
+        model, said = draft.model, []
+        hidden, ids = model.fused(states), [*text[1:], *drafted]
+        empty = [
+            (torch.zeros(1, one.heads, 0, one.key_size), torch.zeros(1, one.heads, 0, one.value_size))
+            for one in draft.cache
+        ]
+        for _ in drafted:
+            rows = torch.arange(hidden.shape[1])
+            seen = (rows[None, :] <= rows[:, None])[None]
+            with lowering(TwoPartLowering(empty, torch.zeros(1).long(), seen, rows[None])):
+                state, output = model(torch.tensor([ids[: len(rows)]]), hidden, rows[None])
+            said.append(model.lm_head(output[0, -1]))
+            hidden = torch.cat([hidden, state[:, -1:]], 1)
+        return said
+
+
+def trace_own_state(
+    draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
+) -> tuple[ir.Model, ir.Model]:
+    """What the first pass of a draft is handed, and one pass, to be put into a loop.
+
+    See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
+    """
+    b, t, r = (torch.export.Dim(name) for name in "BTR")
+    H = draft.hidden
+    names, attention = trace.row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
+    states: trace.Inputs = {
+        tensors.LAYER_STATES: (torch.ones(trace.B, trace.T, draft.reads), {0: b, 1: t}),
+        tensors.OWN_STATE: (torch.ones(trace.B, H), {0: b}),
+        tensors.READS_OWN: (torch.zeros(trace.B, dtype=torch.bool), {0: b}),
+    }
+    first = trace.trace_module(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
+    inputs: trace.Inputs = {
+        tensors.INPUT_IDS: (torch.ones(trace.B, trace.T, dtype=torch.int64), {0: b, 1: t}),
+        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
+        tensors.UNIFORM: (torch.full((trace.B,), 0.5), {0: b}),
+        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
+        "hidden": (torch.ones(trace.B, trace.T, H), {0: b, 1: t}),
+        "real": (torch.ones(trace.B, trace.DONE), {0: b, 1: r}),
+        **trace.sampling_inputs(b),
+        **trace.cache_inputs(cache_names(len(shapes)), shapes, trace.S, b, "S"),
+        **trace.cache_inputs(names, shapes, trace.DONE, b, "R"),
+    }
+    outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
+    return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)

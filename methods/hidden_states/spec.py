@@ -1,0 +1,85 @@
+"""Structs of drafts over the target's hidden states: EAGLE-3, DFlash and MTP."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from specexport.contract import tensors
+from specexport.contract.methods.base import MethodOptions
+from specexport.contract.model import Size
+from specexport.contract.signature import GraphSignature, Signature, Spec
+from specexport.methods.draft_model.spec import ChainDraft
+
+MAX_STATES = 16
+
+
+class StatesDraftOptions(MethodOptions, frozen=True, kw_only=True):
+    """Options of a draft over the target's hidden states.
+
+    Attributes:
+        dynamic_tree: whether the nodes of a tree are chosen anew in each step, by how probable the draft finds the
+            paths to them: at most as many, and at most as deep, as those of the chosen tree (EAGLE-2, arXiv
+            2406.16858, section 4).
+    """
+
+    dynamic_tree: bool = False
+
+
+class StatesDraft(ChainDraft, frozen=True, kw_only=True):
+    """A draft that reads states between the target's layers.
+
+    Attributes:
+        states: after how many of the target's layers it sees the residual stream.
+        hidden: the target's hidden size.
+        rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
+        dynamic_tree: see :class:`StatesDraftOptions`.
+    """
+
+    dynamic_tree: bool
+    states: Annotated[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], Meta(max_length=MAX_STATES)]
+    hidden: Size
+    rows: Size
+
+    @property
+    def target_outputs(self) -> Signature:
+        return {tensors.layer_states(count): Spec("float32", ("B", "T", self.hidden)) for count in self.states}
+
+    @property
+    def catch_up(self) -> int:
+        return self.rows
+
+    def describe(self) -> str:
+        dynamic = ", dynamic trees" if self.dynamic_tree else ""
+        return f"{self.name}, states after {', '.join(map(str, self.states))} of the target's layers{dynamic}"
+
+
+class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
+    """One that reads its own state at tokens that the target has not read yet, a pass a token.
+
+    Attributes:
+        draft_hidden: H of the draft's own states.
+    """
+
+    draft_hidden: Size
+
+    def validate(self) -> str | None:
+        if self.dynamic_tree and self.trees and all(tree.is_chain for tree in self.token_trees()):
+            return "dynamic_tree: its trees are chains, which leave nothing to choose; give trees of more nodes (trees)"
+        return super().validate()
+
+    @property
+    def call_widths(self) -> frozenset[int]:
+        return frozenset({self.rows, 1})  # it continues from its own state, without reading tokens again
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        (chain,) = super().signatures.values()
+        states = {tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden))}
+        inputs = states | {
+            tensors.OWN_STATE: Spec("float32", ("B", self.draft_hidden)),
+            tensors.READS_OWN: Spec("bool", ("B",)),
+        }
+        outputs = {tensors.NEXT_STATE: Spec("float32", ("B", 1, self.draft_hidden))}
+        return {self.role: GraphSignature(chain.inputs | inputs, chain.outputs | outputs, chain.fed)}

@@ -1,0 +1,59 @@
+"""Training of drafts over the target's hidden states: EAGLE-3 and DFlash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.methods.hidden_states.checkpoint import DraftOutline
+from specexport.training.data import Windows
+from specexport.training.loop import Loss, optimizers
+from specexport.training.run import Run, TrainingModel
+
+_WATCHED_WINDOWS = 16
+"""Held-out windows over which a draft is measured at every checkpoint."""
+
+
+def train_draft(
+    run: Run[Any],
+    draft: torch.nn.Module,
+    outer: Iterable[torch.nn.Module],
+    loss_of: Callable[[Windows, int], Loss],
+    accuracy_of: Callable[[Windows], HeadAccuracy] | None = None,
+) -> None:
+    """Trains what of a draft asks for a gradient.
+
+    ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number.
+    ``accuracy_of`` measures the draft as it is, at every checkpoint, over a few of the windows held out.
+    """
+    options = run.options
+    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
+
+    def loss_at(number: int) -> Loss:
+        with run.place.autocast():
+            return loss_of(run.batch(number, options.seed), number)
+
+    evaluate = None
+    if accuracy_of is not None:
+        few = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
+        measure = accuracy_of
+
+        def evaluate() -> str:
+            return f"held-out acceptance {measure(few).chain_length:.2f}"
+
+    run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at, evaluate)
+
+
+def read_back(outline: DraftOutline, target: TrainingModel, layers: int) -> None:
+    """Reads what was written for a target of so many layers, so that it can be used.
+
+    Raises:
+        BuildError: it cannot.
+    """
+    vocab, hidden = target.model.get_output_embeddings().weight.shape
+    outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
+    outline.load(target.path, layers, target.max_positions)

@@ -1,0 +1,141 @@
+"""Speculation by lookahead decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions
+from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tree import MAX_NODES, TokenTree
+
+Window = Annotated[int, Meta(ge=1, le=MAX_NODES)]
+NgramSize = Annotated[int, Meta(ge=2, le=32)]
+Guesses = Annotated[int, Meta(ge=1, le=MAX_NODES)]
+
+PRESETS = {"cpu": (4, 3, 4), "small": (7, 5, 7), "medium": (10, 5, 10), "large": (15, 5, 15)}
+"""W, N and G. The larger ones are the paper's (arXiv 2402.02057) for models of 33B, 13B and 7B parameters: the larger
+the model, the fewer tokens a GPU computes for nothing. ``cpu`` is for devices where every node costs."""
+
+
+class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"):
+    """Options of lookahead decoding.
+
+    Attributes:
+        preset: names W, N and G: one of ``PRESETS``, or ``gpu`` for the one that suits the target's size.
+        window: W, columns.
+        ngram: N, tokens of an n-gram; a guess is one without its first.
+        guesses: G, most guesses a step.
+        prompt_seeding: whether the pool starts with the prompt's n-grams.
+    """
+
+    preset: str | None = None
+    window: Window | None = None
+    ngram: NgramSize | None = None
+    guesses: Guesses | None = None
+    prompt_seeding: bool = True
+
+    main: ClassVar[str] = "preset"
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--lookahead",
+            "preset",
+            "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's "
+            "sizes (alone: 4,3,4, for CPUs)",
+            "W,N,G",
+            const="cpu",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None:
+            raise ValueError("num_speculative_tokens was given; its steps follow from window, ngram and guesses")
+        given = [size for size in (self.window, self.ngram, self.guesses) if size is not None]
+        if given and (len(given) < 3 or self.preset is not None):
+            raise ValueError("window, ngram and guesses belong together, and exclude a preset; give all three or none")
+        if self.preset is not None and "," not in self.preset and self.preset not in (*PRESETS, "gpu"):
+            raise ValueError(f"preset is {self.preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}")
+
+
+class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
+    """Jacobi iteration in the target's own steps makes n-grams, which it verifies (arXiv 2402.02057).
+
+    A step runs the window, W columns by N - 1 levels of which the root is the first, beside the guesses. A request's
+    tree is its most guesses, chains of N - 1 tokens; where guesses are fewer or share their beginnings, steps take the
+    smallest width that holds them.
+
+    Attributes:
+        window: W.
+        ngram: N.
+        guesses: G.
+        prompt_seeding: see :class:`LookaheadOptions`.
+    """
+
+    window: Window
+    ngram: NgramSize
+    guesses: Guesses
+    prompt_seeding: bool
+
+    options: ClassVar[type[MethodOptions]] = LookaheadOptions
+    own_widths: ClassVar[bool] = True
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        gpu = wanted.device == "gpu"
+        W, N, G = PRESETS[gpu_preset(wanted.parameters) if gpu else "cpu"]
+        return Suggestion(
+            "lookahead",
+            f"W,N,G = {W},{N},{G}: {(N - 1) * (W + G)} nodes a step",
+            "needs nothing but arithmetic to spare" + (", which a GPU has at batch 1" if gpu else "; a CPU has little"),
+            5,
+            ("--lookahead", f"{W},{N},{G}") if gpu else (),
+        )
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of the window, the root included."""
+        return self.window * (self.ngram - 1)
+
+    @property
+    def beside(self) -> int:
+        return self.window_nodes - 1
+
+    def describe(self) -> str:
+        seeded = ", seeded from the prompt" if self.prompt_seeding else ""
+        return f"lookahead, window {self.window}, n-grams of {self.ngram}{seeded}"
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        W, N = self.window, self.ngram
+        guesses = (len(tree) - 1) // (N - 1)
+        if tree.choices != guess_tree(guesses, N).choices:
+            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {N - 1} off the root"
+        if W < N - 2:
+            return f"window {W}, with n-grams of {N}; the window fills only with {N - 2}"
+        if self.window_nodes + len(tree) - 1 > MAX_NODES:
+            return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
+        return None
+
+
+def gpu_preset(parameters: int) -> str:
+    """The preset for a target of so many parameters on a GPU."""
+    return "large" if parameters < 10e9 else "medium" if parameters < 20e9 else "small"
+
+
+def guess_tree(guesses: int, ngram: int) -> TokenTree:
+    """G guesses of lookahead decoding: chains of N - 1 tokens off the root."""
+    return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
+
+
+def sized(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
+    """The method with W, N and G, and its trees: a step may also verify G/2, G/4, ... guesses."""
+    counts = [guesses]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return Lookahead(
+        trees=tuple(guess_tree(count, ngram).choices for count in counts),
+        window=window,
+        ngram=ngram,
+        guesses=guesses,
+        prompt_seeding=options.prompt_seeding,
+    )

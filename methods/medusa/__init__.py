@@ -1,0 +1,1 @@
+"""Speculation by Medusa heads on the target."""

@@ -1,0 +1,119 @@
+"""Medusa heads: from one hidden state, the tokens after the next one (Cai et al., arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+import torch
+
+from specexport.contract import tensors
+from specexport.graphs.step import Addition
+from specexport.graphs.top_k import most_probable
+
+
+class ResBlock(torch.nn.Module):
+    """``x + SiLU(W x + b)``; W and b start at zero, so that a new block changes nothing."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(hidden, hidden)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` to ``[..., H]``."""
+        out: torch.Tensor = x + torch.nn.functional.silu(self.linear(x))
+        return out
+
+
+class MedusaHeads(torch.nn.ModuleList):
+    """Heads of residual blocks, each ending in a projection to the vocabulary of its own or through the model's.
+
+    Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
+    t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
+    and ``{i}.{layers}.weight``, the projection ``[V,H]``. Tied heads factor it into the model's own head ``[V,H]`` and
+    ``{i}.{layers}.weight [H,H]``, which is V/H times smaller. (The blocks alone cannot turn a state that says t+1 into
+    one that says t+2 for the same head: SiLU hardly takes anything away.)
+
+    Args:
+        heads: how many.
+        layers: residual blocks a head.
+        hidden: H, the model's hidden size.
+        vocab: V, the width of the model's logits.
+        tied: heads end in the model's own language-model head.
+    """
+
+    def __init__(self, heads: int, layers: int, hidden: int, vocab: int, *, tied: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        self.hidden = hidden
+        self.vocab = vocab
+        self.tied = tied
+        for _ in range(heads):
+            blocks: list[torch.nn.Module] = [ResBlock(hidden) for _ in range(layers)]
+            last = torch.nn.Linear(hidden, hidden if tied else vocab, bias=False)
+            if tied:
+                torch.nn.init.eye_(last.weight)
+            blocks.append(last)
+            self.append(torch.nn.Sequential(*blocks))
+
+    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """What each tied head gives the model's, ``[..., H]`` each, or its logits ``[..., V]`` where it is not tied."""
+        return [head(hidden) for head in self]
+
+    def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
+        """Every head's logits, ``[N, ..., V]``, from hidden states after the final norm, ``[..., H]``."""
+        states = torch.stack(self.states(hidden))
+        logits: torch.Tensor = lm_head(states) if self.tied else states
+        return logits
+
+
+class HeadCandidates(Addition):
+    """The most probable tokens of each head, int64 ``[B,N,R,M]``, best first, as the output ``candidates``.
+
+    Args:
+        heads: the heads.
+        model: the model they are of.
+        candidates: M.
+        vocab_size: tokens that may be proposed; None for all.
+        depth_1: whether the model's own head proposes before them, for the next token.
+    """
+
+    prefix = "medusa_head"
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        model: torch.nn.Module,
+        candidates: int,
+        vocab_size: int | None = None,
+        *,
+        depth_1: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads = (heads,)  # in a tuple, so that parameters have the names below
+        for number, head in enumerate(heads):
+            self.add_module(str(number), head)
+        self.lm_head = _own_projection(model) if heads.tied else torch.nn.Identity()
+        self.candidates = candidates
+        self.vocab_size = vocab_size
+        self.depth_1 = depth_1
+
+    def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        (heads,) = self.heads
+        ahead = self._best(heads.logits(hidden, self.lm_head).transpose(0, 1).float())
+        return {tensors.CANDIDATES: torch.cat([self._best(logits[:, None]), ahead], 1) if self.depth_1 else ahead}
+
+    def _best(self, logits: torch.Tensor) -> torch.Tensor:
+        return most_probable(logits[..., : self.vocab_size], self.candidates)[1]
+
+
+def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model's head for heads that are tied to it.
+
+    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
+    are several rows of it for each of the model's.
+    """
+    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    vars(copy.weight).update(vars(weight))  # where its numbers are, if it is a stand-in (checkpoints/streamed.py)
+    return copy

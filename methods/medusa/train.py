@@ -1,0 +1,235 @@
+"""``specexport train medusa``: heads alone, or with the model they are of (Cai et al., arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specexport.checkpoints.accuracy import HeadAccuracy, accuracy_config
+from specexport.checkpoints.checkpoint import load_checkpoint
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import CONFIG
+from specexport.contract.errors import TrainError
+from specexport.methods.medusa.checkpoint import COMPATIBLE, load_medusa, save_compatible, save_medusa
+from specexport.methods.medusa.graph import MedusaHeads
+from specexport.methods.medusa.train_options import MedusaOptions
+from specexport.training.data import Windows
+from specexport.training.distill import divergence
+from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.loop import Log, Loss, adamw
+from specexport.training.options import within
+from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
+
+_NOISE = 0.01
+"""Standard deviation of what deep heads start with."""
+
+
+def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
+    """Trains heads, or a model with heads, and writes the output.
+
+    An interrupted run resumes from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options)
+    base = load_model(options.target, place, frozen=options.stage == 1)
+    with open_run("train medusa", options, place, base, log) as run:
+        within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
+        if options.self_distill:
+            # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.
+            run.self_distill(
+                base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
+            )
+        run.describe_data()
+        torch.manual_seed(options.seed)
+        heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
+        total = options.total_steps(len(run.windows))
+        alone = total if options.stage == 1 else round(options.heads_first * total)
+        if options.stage == 2:
+            run.record["lm_loss_before"] = _lm_loss(run)
+        if alone:
+            lm_head = base.model.get_output_embeddings()
+            train_over_hidden(
+                run,
+                "heads",
+                heads,
+                lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, options.decay),
+                alone,
+                seed=options.seed,
+            )
+        if options.stage == 2:
+            _train_jointly(run, heads, max(1, total - alone))
+            run.record["lm_loss"] = _lm_loss(run)
+        accuracy = head_accuracy(heads, base.model, run.held_out, place)
+        run.record["head_accuracy"] = accuracy.ranks
+        with run.output() as folder:
+            if options.stage == 1:
+                weight = base.model.get_output_embeddings().weight.cpu()
+                save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=accuracy)
+            else:
+                _save_together(folder, base, heads.cpu(), accuracy, str(options.output))
+    return run.record
+
+
+def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any, decay: float) -> Loss:
+    """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions on (section 2.2).
+
+    Hidden states are ``[B,L,H]``, of windows ``[B,L]``; ``lm_head`` is the model's own, where heads are tied to it.
+
+    Returns:
+        The loss, and as ``top-1`` and ``top-5`` each head's share of tokens among its first and first five candidates.
+    """
+    return weighted(_losses(heads, hidden, batch, lm_head), decay)
+
+
+def _losses(
+    heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """As :func:`summed_loss`, of the tokens each head is to learn."""
+    for ahead, head in enumerate(heads):
+
+        def project(states: torch.Tensor, head: Any = head) -> torch.Tensor:
+            logits: torch.Tensor = lm_head(head(states)) if heads.tied else head(states)
+            return logits
+
+        learnt = batch.learnt_from(2 + ahead)
+        yield summed_loss(project, hidden[learnt], batch.ids.roll(-2 - ahead, dims=1)[learnt], heads.vocab)
+
+
+def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
+    """Measures heads over windows they were not trained on."""
+    lm_head = model.get_output_embeddings()
+
+    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _losses(heads, run_model(model, batch.ids)[0], batch, lm_head)
+
+    return measured(losses, len(heads), windows, place)
+
+
+def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:
+    """Heads that at first predict what the model does: blocks change little, projections are the model's own.
+
+    A single block starts at zero, as in the paper. Several, all at zero, would learn the same thing, so theirs start
+    with a little noise from torch's global generator.
+    """
+    lm_head = model.get_output_embeddings().weight
+    vocab, hidden = lm_head.shape
+    heads = MedusaHeads(count, layers, hidden, vocab, tied=tied)
+    if layers > 1:
+        with torch.no_grad():
+            for name, parameter in heads.named_parameters():
+                if name.endswith("linear.weight"):
+                    parameter.normal_(0.0, _NOISE)
+    if not tied:
+        with torch.no_grad():
+            for name, parameter in heads.named_parameters():
+                if name.endswith(f".{layers}.weight"):
+                    parameter.copy_(lm_head)
+    return heads.to(lm_head.device)
+
+
+def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> None:
+    """Medusa-2: the model and its heads learn L_LM + λ · L_heads (sections 2.2.2 and 2.3.2); adapters are merged."""
+    options, model, place = run.options, run.target.model, run.place
+    kind = options.lm_loss or ("kl" if options.self_distill else "ce")
+    rate = options.base_lr or options.lr / (4 if options.tune == "lora" else 50)
+    original: Callable[[], contextlib.AbstractContextManager[Any]]
+    adapted = None
+    if options.tune == "lora":
+        adapted = _with_adapters(model, options.lora_rank, options.seed)
+        original = partial(_without_adapters, adapted, model)
+    else:
+        original = partial(contextlib.nullcontext, copy.deepcopy(model) if kind == "kl" else None)
+        model.requires_grad_(True)
+    base = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lm_head = model.get_output_embeddings()
+
+    def loss_at(number: int) -> Loss:
+        # Another seed, or the batches of the heads alone would come again in the same order.
+        batch = run.batch(number, options.seed + 1)
+        learnt = batch.learnt_from(1)
+        with place.autocast():
+            hidden, logits = run_model(model, batch.ids, learnt)
+            if kind == "kl":
+                with torch.no_grad(), original() as teacher:
+                    _, wanted = run_model(teacher, batch.ids, learnt)
+                own = divergence(logits, wanted, "forward_kl")
+            else:
+                own = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
+            of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)
+        return own + options.heads_weight * of_heads, {f"lm {kind}": own.detach()} | figures
+
+    optimizer = adamw([(list(heads.parameters()), options.lr), (list(base.values()), rate)])
+    run.train("joint", dict(heads.named_parameters(prefix="heads")) | base, [optimizer], steps, loss_at)
+    if adapted is not None:
+        adapted.merge_and_unload()
+
+
+def _with_adapters(model: Any, rank: int, seed: int) -> Any:
+    """Puts LoRA adapters (Hu et al., arXiv 2106.09685) on every linear layer but the language-model head."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise TrainError(
+            f"--tune lora needs the [train] extra ({error}); install it with: pip install 'specexport[train]', or pass "
+            "--tune full"
+        ) from error
+    torch.manual_seed(seed)
+    with quiet():
+        adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    return adapted.eval()
+
+
+@contextlib.contextmanager
+def _without_adapters(adapted: Any, model: Any) -> Any:
+    with adapted.disable_adapter():
+        yield model
+
+
+@torch.no_grad()
+def _lm_loss(run: Run[MedusaOptions]) -> float:
+    """The target's mean cross-entropy of the next token, in nats, where that is to be learnt, over what is held out."""
+    total, count = 0.0, 0
+    for rows in run.held_out.in_order(4):
+        batch = run.held_out.rows(rows).to(run.place.device)
+        learnt = batch.learnt_from(1)
+        if not bool(learnt.any()):
+            continue
+        with run.place.autocast():
+            _, logits = run_model(run.target.model, batch.ids, learnt)
+        total += F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt], reduction="sum").item()
+        count += int(learnt.sum())
+    return total / max(1, count)
+
+
+def _save_together(folder: Path, base: TrainingModel, heads: MedusaHeads, accuracy: HeadAccuracy, name: str) -> None:
+    """A model folder whose weights hold the heads as well; read back, so that what is written can be used."""
+    model = base.model.cpu().to(base.stored)
+    state = {f"medusa_head.{key}": value.detach().to(base.stored) for key, value in heads.state_dict().items()}
+    save_model(folder, model, base.tokenizer, state)
+    path = folder / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) | {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": heads.layers,
+        "tie_lm_head": heads.tied,
+        **accuracy_config(accuracy),
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    lm_head = model.get_output_embeddings().weight
+    if heads.tied:
+        save_compatible(folder / COMPATIBLE, heads, lm_head, base=name)
+    load_medusa(folder, hidden=heads.hidden, vocab=heads.vocab)
+    load_checkpoint(str(folder))

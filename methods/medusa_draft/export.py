@@ -1,0 +1,93 @@
+"""A smaller model with Medusa heads in a bundle: a step graph that makes candidates instead of logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+from tokenizers import Tokenizer
+
+from specexport.checkpoints.reference import as_read, load_reference
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.exporter import trace
+from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
+from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.method import Agreement, Build, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.graphs.step import StepModule
+from specexport.graphs.top_k import MAX_TOP_K
+from specexport.methods.medusa.checkpoint import read_outline
+from specexport.methods.medusa.export import folder_of, heads_of, path_weight, reference_heads
+from specexport.methods.medusa.graph import HeadCandidates
+from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
+
+_OWN_ACCURACY = 0.8
+"""Stands in for how often the draft's own head is right."""
+
+
+class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
+    """The draft's own head proposes for the first depth, its Medusa heads for those after it."""
+
+    stage: ClassVar[str | None] = "draft"
+
+    def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
+        require_tokenizer(options.model, target, tokenizer)
+
+    def outline(self, options: MedusaDraftOptions, target: TargetOutline) -> MedusaDraft:
+        folder = folder_of(options.medusa)
+        return MedusaDraft(
+            trees=(),
+            model=options.model,
+            medusa=str(folder.resolve()),
+            heads=read_outline(folder).count,
+            candidates=min(MAX_TOP_K, target.vocab),
+        )
+
+    def sized(self, method: MedusaDraft, size: int) -> TokenTree:
+        weight = path_weight(read_outline(folder_of(method.medusa)), (_OWN_ACCURACY,))
+        return TokenTree.best(weight, size + 1, method.candidates, method.heads + 1)
+
+    def default_trees(self, method: MedusaDraft) -> tuple[TokenTree, ...]:
+        """See :class:`MethodExporter`; what the heads bring, if anything."""
+        own = read_outline(folder_of(method.medusa)).tree
+        return (own,) if own is not None else super().default_trees(method)
+
+    def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
+        """See :class:`MethodExporter`; the draft sees all that a step can commit."""
+        steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
+        return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
+
+    def export(self, method: MedusaDraft, build: Build) -> MedusaDraft:
+        draft = load_draft(method.model, build)
+        if draft.states:
+            raise BuildError(
+                f"medusa_draft: {draft.source} has layers without attention, which go through chains alone; choose "
+                "another draft, or leave out its Medusa heads"
+            )
+        heads = heads_of(method.medusa, draft)
+        vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
+        known = min(MAX_TOP_K, vocab)
+        points = self.points(method, build.plan)
+        candidates = HeadCandidates(heads, draft.model, known, vocab, depth_1=True)
+        outputs = [tensors.CANDIDATES]
+        step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
+        model = write_draft(draft, build, "step", lambda: trace.trace_step(step, draft.cache), points)
+        return msgspec.structs.replace(method, candidates=known, draft=model, model=model.source)
+
+    def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        heads = run.source(method, "medusa")
+        checkpoint = run.source(method)
+        made = run.recorded(method)
+        model = load_reference(checkpoint, draft)
+        agreement = run.agreement(draft.precision.weights)
+        for text, tokens in made:
+            said = reference_heads(model, heads, as_read(text, model))
+            agreement.count(said[:, : vocabulary(run.bundle.manifest, draft)], tokens)
+        return "the heads in the draft's graph propose the original heads' own token", agreement
+
+
+EXPORTER = MedusaDraftExporter()

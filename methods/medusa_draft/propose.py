@@ -1,0 +1,81 @@
+"""A draft model with Medusa heads: a whole tree in one pass of the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.manifest import Manifest
+from specexport.contract.shapes import window
+from specexport.methods.medusa_draft.spec import MedusaDraft
+from specexport.runtime.graph import Graph
+from specexport.runtime.proposal import Ints, Proposal, SlotView, fill
+from specexport.runtime.proposers import Opening
+from specexport.runtime.reader import Reader, ReadingProposer
+
+
+class MedusaDraftProposer(ReadingProposer):
+    """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
+
+    The draft sees committed tokens only, so its cache is always right. A step commits at most one token more than its
+    tree is deep: that many tokens are given each time, some of them again.
+    """
+
+    def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
+        self._graph = graph
+        self._chunk = manifest.prefill_chunk
+        (draft,) = method.models.values()
+        self._last_position = draft.max_positions - 1
+        self._width = method.draft_width
+        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
+
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`; of slots the draft is far behind in, as after plain steps, one reads one chunk."""
+        texts = {view.slot: view.tokens[: -self._width] for view in views}
+        waiting = self._reader.catch_up(texts)
+        made: dict[int, Ints] = {}
+        wide = [view for view in views if len(view.tokens) >= self._width and view.slot not in waiting]
+        if wide:
+            past = {view.slot: len(view.tokens) - self._width for view in wide}
+            made = self._run({view.slot: view.tokens[past[view.slot] :] for view in wide}, past, self._width)
+        for view in views:
+            if len(view.tokens) < self._width:
+                made |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
+            if view.slot in made:
+                self._reader.note(view.slot, list(view.tokens))
+        return {
+            view.slot: Proposal(fill(view.tree, made[view.slot]), view.tree, None, made[view.slot])
+            for view in views
+            if view.slot in made
+        }
+
+    def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
+        """See :class:`Proposer`; all but the tokens it is given in each step."""
+        return self._reader.read(view.slot, view.tokens[: -max(self._width, max_deferred)])
+
+    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+        self._run({slot: tokens}, {slot: past}, self._chunk)
+
+    def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
+        """Gives the draft tokens of some slots, at most ``width``; what it proposes after them, by slot."""
+        self._graph.reserve(max(pasts.values()) + width)
+        sizes = self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])  # chunks: a slot at a time
+        slots = window(texts, sizes)
+        given = self._graph.inputs(width, 1, slots=slots)
+        self._graph.protect_rows(width, 1, slots=slots)
+        for slot, tokens in texts.items():
+            at, past = slot - slots.start, pasts[slot]
+            given[tensors.INPUT_IDS][at, : len(tokens)] = tokens
+            given[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
+            given[tensors.PAST_LENGTH][at] = past
+            given[tensors.LOGITS_ROWS][at] = len(tokens) - 1
+        candidates = self._graph.run(width, 1, slots=slots)[tensors.CANDIDATES]
+        for slot, tokens in texts.items():
+            self._graph.commit(slot, pasts[slot], range(len(tokens)))
+        return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}
+
+
+def open_proposer(method: MedusaDraft, opening: Opening) -> MedusaDraftProposer:
+    return MedusaDraftProposer(opening.graph(method), opening.bundle.manifest, method)

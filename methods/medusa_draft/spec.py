@@ -1,0 +1,71 @@
+"""Speculation by a smaller model with Medusa heads."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.model import Model, Size
+from specexport.contract.signature import GraphSignature, candidates, step_signature
+from specexport.contract.tree import TokenTree
+
+
+class MedusaDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medusa_draft"):
+    """Options of a draft with Medusa heads.
+
+    Attributes:
+        medusa: folder of its Medusa heads.
+    """
+
+    medusa: str
+
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--draft-medusa",
+            "medusa",
+            "Medusa heads of the draft, which then proposes a tree in one pass",
+            "DIR",
+            claims={"--draft": "model"},
+        ),
+    )
+
+
+class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
+    """A smaller model with Medusa heads proposes a whole tree in one pass.
+
+    Attributes:
+        model: folder or hub id of a model with the target's tokenizer.
+        medusa: folder of its heads.
+        heads: how many; a tree is at most one deeper, as the draft's own head comes first.
+        draft: the model, as a step graph that makes candidates instead of logits; None until that is written.
+    """
+
+    model: str
+    medusa: str
+    heads: Size
+    draft: Model | None = None
+
+    options: ClassVar[type[MethodOptions]] = MedusaDraftOptions
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint", "medusa": "folder"}
+    needs_training: ClassVar[str | None] = "a smaller model and its heads"
+    branching: ClassVar[Literal[0, 1, 2]] = 1
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return {} if self.draft is None else {"draft": self.draft}
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        return {"draft": step_signature(candidates(self.heads + 1, self.candidates))}
+
+    @property
+    def draft_width(self) -> int:
+        """Tokens the draft is given a step: the most a step can commit."""
+        return 1 + max(tree.depth for tree in self.token_trees())
+
+    def describe(self) -> str:
+        return f"medusa_draft, {self.heads} heads on the draft"
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        deep = f"depth {tree.depth}, with {self.heads} heads" if tree.depth > self.heads + 1 else None
+        return super().validate_tree(tree) or deep

@@ -1,0 +1,1 @@
+"""Speculation by an MLP speculator."""

@@ -1,0 +1,249 @@
+"""MLP speculators as ``ibm-fms`` publishes them (``foundation-model-stack/fms-extras``, arXiv 2404.19124).
+
+A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
+``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` of every stage; what tied stages
+share may be there once, or for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from msgspec import Meta
+from safetensors.torch import save_file
+
+from specexport.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.stored import CONFIG, StoredTensor, head_tensors, read_config
+from specexport.contract.errors import BuildError
+from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.mlp_speculator.graph import SpeculatorStages
+from specexport.methods.mlp_speculator.spec import MAX_STAGES
+
+WEIGHTS = "model.safetensors"
+WIDTHS = (5, 4, 3)
+"""``top_k_tokens_per_head`` where a configuration leaves it out, as in fms-extras; later stages have the last."""
+
+_PREFIX = "speculator."
+
+_Size = Annotated[int, Meta(ge=1, le=2**24)]
+_Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
+
+
+class _Config(MeasuredConfig, kw_only=True):
+    """What is read of ``config.json``; other keys are left alone.
+
+    One of them is ``n_candidates``, how many of a step's paths fms-extras keeps: here a tree says which are verified.
+    """
+
+    model_type: Literal["mlp_speculator"]
+    vocab_size: _Size
+    emb_dim: _Size
+    n_predict: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    inner_dim: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    top_k_tokens_per_head: list[_Width] | None = None
+    scale_input: bool = False
+    tie_weights: bool = False
+
+
+@dataclass(frozen=True)
+class SpeculatorOutline:
+    """A speculator checkpoint's configuration.
+
+    Attributes:
+        path: the folder.
+        vocab: V.
+        hidden: H, of the target it was trained for.
+        inner: I.
+        stages: how many.
+        widths: most children that stage i should give a node, ``top_k_tokens_per_head``.
+        scale_input: see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages`.
+        tied: likewise.
+        accuracy: how often stages are right after tokens that were, if training measured it.
+    """
+
+    path: Path
+    vocab: int
+    hidden: int
+    inner: int
+    stages: int
+    widths: tuple[int, ...]
+    scale_input: bool
+    tied: bool
+    accuracy: HeadAccuracy | None
+
+    def make(self) -> SpeculatorStages:
+        """Stages of these sizes, as torch initialises them."""
+        return SpeculatorStages(
+            self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
+        )
+
+
+def read_speculator(source: str) -> SpeculatorOutline:
+    """Reads what speculator a folder or hub id holds, without reading its weights.
+
+    Raises:
+        BuildError: something is missing or malformed; names the file and the field.
+    """
+    folder = locate(source)
+    path = folder / CONFIG
+    config = read_config(path, _Config, "an MLP speculator")
+    stages = config.n_predict
+    widths = tuple(config.top_k_tokens_per_head or default_widths(stages))
+    if len(widths) != stages:
+        raise BuildError(
+            f"{path}: top_k_tokens_per_head is {list(widths)} and n_predict {stages}; expected a width for each stage"
+        )
+    return SpeculatorOutline(
+        path=folder,
+        vocab=config.vocab_size,
+        hidden=config.emb_dim,
+        inner=config.inner_dim or config.emb_dim,
+        stages=stages,
+        widths=widths,
+        scale_input=config.scale_input,
+        tied=config.tie_weights,
+        accuracy=config.accuracy(path, stages, "stages"),
+    )
+
+
+def default_widths(stages: int) -> tuple[int, ...]:
+    """The default ``top_k_tokens_per_head``."""
+    return tuple(WIDTHS[min(stage, len(WIDTHS) - 1)] for stage in range(stages))
+
+
+def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
+    """Checks a speculator against a target's hidden size and width of logits by the headers of its files.
+
+    Raises:
+        BuildError: a tensor is missing, of another shape or none of a speculator's, or it was made for another target;
+            names the file and the tensor or field.
+    """
+    for field, found, wanted in (("emb_dim", outline.hidden, hidden), ("vocab_size", outline.vocab, vocab)):
+        if found != wanted:
+            raise BuildError(
+                f"{outline.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this speculator was "
+                "trained for another model"
+            )
+    stored = _stored(outline)
+    with torch.device("meta"):
+        made = outline.make()
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    for short, tensor in stored.items():
+        if short not in shapes:
+            raise BuildError(
+                f"{outline.path}: tensor {tensor.name!r} is no part of a speculator of {outline.stages} stages; "
+                f"expected names such as '{_PREFIX}emb.0.weight', and n_predict to say how many there are"
+            )
+        if tensor.shape != shapes[short]:
+            raise BuildError(
+                f"{outline.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[short])}, as "
+                f"vocab_size is {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
+            )
+    for names in _shared(made):
+        if not any(name in stored for name in names):
+            raise BuildError(
+                f"{outline.path}: no tensor '{_PREFIX}{names[0]}'; {CONFIG} says {outline.stages} stages"
+                + (" that share their weights" if outline.tied else "")
+            )
+
+
+def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
+    """Reads a speculator that :func:`require_fit` let pass, in fp32 and for evaluation.
+
+    Raises:
+        BuildError: tied tensors differ, or numbers are not finite; names the tensor.
+    """
+    stored = _stored(outline)
+    with torch.device("meta"):
+        made = outline.make()
+    state: dict[str, torch.Tensor] = {}
+    for names in _shared(made):
+        first, *others = [stored[name] for name in names if name in stored]
+        tensor = first.finite(outline.path)
+        for other in others:
+            if not torch.equal(tensor, other.read().to(torch.float32)):
+                raise BuildError(
+                    f"{outline.path}: tie_weights is true, but {other.name!r} and {first.name!r} differ; expected one "
+                    "for all"
+                )
+        state |= dict.fromkeys(names, tensor)
+    made.load_state_dict(state, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _stored(outline: SpeculatorOutline) -> dict[str, StoredTensor]:
+    """The tensors by what the stages call them."""
+    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(outline.path)}
+
+
+def _shared(speculator: SpeculatorStages) -> list[list[str]]:
+    """The names of each parameter; of a tied one they are several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in speculator.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
+    """A speculator as a model to write beside the target, whose longest sequence has ``positions`` tokens.
+
+    It has no cache and no tokens of its own; ``source`` is what the user named.
+    """
+    return Checkpoint(
+        source=source,
+        path=outline.path,
+        family="mlp_speculator",
+        model=speculator,
+        cache=(),
+        vocab_size=outline.vocab,
+        input_vocab=outline.vocab,
+        max_positions=positions,
+        parameters=sum(parameter.numel() for parameter in speculator.parameters()),
+        eos_token_ids=(),
+    )
+
+
+def save_speculator(
+    folder: Path,
+    speculator: SpeculatorStages,
+    *,
+    widths: Sequence[int] | None = None,
+    accuracy: HeadAccuracy | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Writes a speculator as ``fms-extras`` and vLLM read it; what tied stages share is there once.
+
+    Args:
+        folder: made if it is not there.
+        speculator: its stages.
+        widths: ``top_k_tokens_per_head``; None for :func:`default_widths`.
+        accuracy: if it was measured; keys of ours, which others leave alone.
+        dtype: of the stored tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = len(speculator)
+    config: dict[str, Any] = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": speculator.vocab,
+        "emb_dim": speculator.hidden,
+        "inner_dim": speculator.inner,
+        "n_predict": stages,
+        "top_k_tokens_per_head": list(widths or default_widths(stages)),
+        "n_candidates": 5,
+        "scale_input": speculator.scale_input,
+        "tie_weights": speculator.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **accuracy_config(accuracy),
+    }
+    parameters = dict(speculator.named_parameters())
+    state = {f"{_PREFIX}{name}": tensor.detach().to(dtype).contiguous() for name, tensor in parameters.items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,204 @@
+"""An MLP speculator in a bundle: its propose graph, compared with its checkpoint by the formulas alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from specexport.checkpoints.reference import load_reference, reference_states
+from specexport.contract import tensors
+from specexport.contract.errors import BuildError
+from specexport.contract.model import LoweredAs
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.exporter import trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.drafts import traced
+from specexport.exporter.method import (
+    Agreement,
+    Build,
+    MethodExporter,
+    TargetOutline,
+    Verification,
+)
+from specexport.exporter.writing import Part, write_models
+from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.medusa.export import NEXT_RANK
+from specexport.methods.mlp_speculator.checkpoint import (
+    SpeculatorOutline,
+    as_checkpoint,
+    load_speculator,
+    read_speculator,
+    require_fit,
+)
+from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
+from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorOptions
+
+_STAGE_ACCURACY = 0.6
+"""Stands in for how often a stage is right after tokens that were."""
+_NEVER_SEEN = 1e-6
+"""Where there was a measurement, how much a path that never came true weighs of what is usual."""
+
+
+class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):
+    """Stages that go on from the target's hidden states."""
+
+    stage: ClassVar[str | None] = "speculator"
+
+    def outline(self, options: MlpSpeculatorOptions, target: TargetOutline) -> MlpSpeculator:
+        found = read_speculator(options.model)
+        require_fit(found, hidden=target.hidden, vocab=target.vocab)
+        return MlpSpeculator(
+            trees=(),
+            model=options.model,
+            stages=found.stages,
+            hidden=found.hidden,
+            candidates=min(MAX_CANDIDATES, found.vocab),
+        )
+
+    def sized(self, method: MlpSpeculator, size: int) -> TokenTree:
+        """See :class:`MethodExporter`; no wider than the speculator asks for.
+
+        Raises:
+            BuildError: its widest tree is smaller.
+        """
+        found = read_speculator(method.model)
+        tree = TokenTree.best(_weight(found), size + 1, max(found.widths), found.stages)
+        if len(tree) != size + 1:
+            raise BuildError(
+                f"num_speculative_tokens is {size}, and the widest tree of {found.path} has {len(tree) - 1}: its "
+                f"top_k_tokens_per_head is {list(found.widths)}. Ask for fewer, or name a tree"
+            )
+        return tree
+
+    def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
+        widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
+        return (self.sized(method, min(*self.default_sizes, widest)),)
+
+    def points(self, method: MlpSpeculator, plan: BuildPlan) -> tuple[ShapePoint, ...]:
+        """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""
+        widths = sorted({1, *(tree.level_width for tree in method.token_trees())})
+        shapes = itertools.product(plan.depths(method), widths, plan.batches)
+        return plan.at_caches([(batch, width, 0, depth) for depth, width, batch in shapes], (0,))
+
+    def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
+        build.progress("loading the speculator", 0, 1)
+        outline = read_speculator(method.model)
+        stages = load_speculator(outline)
+        # Nobody would read what those behind the deepest tree say.
+        stages.keep_first(max(tree.depth for tree in method.token_trees()))
+        checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
+        build.progress("loading the speculator", 1, 1)
+        build.progress("tracing the speculator", 0, 1)
+        graph = traced(checkpoint, lambda: trace_speculator(stages, build.options.lowering))
+        build.progress("tracing the speculator", 1, 1)
+        (model,) = write_models(
+            build.folder,
+            "speculator",
+            [Part("propose", graph, self.points(method, build.plan), (), checkpoint.parameters)],
+            checkpoint,
+            build.options.proposing,
+            None,
+            build.options.lowering,
+            build.progress,
+        )
+        return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
+
+    def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
+        """See :class:`MethodExporter`; each token must be its stage's most probable one."""
+        manifest, (draft,) = run.bundle.manifest, method.models.values()
+        checkpoint, speculator = run.source(None), run.source(method)
+        made = run.recorded(method)
+        model, stages = load_reference(checkpoint, manifest.target), ReferenceSpeculator(speculator)
+        agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
+        for text, drafted in made:
+            # The target's cache holds all tokens but the last, the root.
+            _, hidden = reference_states(model, np.array(text[:-1]))
+            said = stages.logits(hidden[-1], [text[-1], *drafted[:-1].tolist()])
+            agreement.count(said.numpy(), drafted)
+        return "the speculator's graph proposes the original stages' own token", agreement
+
+
+def _weight(found: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+    def weight(path: tuple[int, ...]) -> float:
+        """The chance that a path comes true: as measured, else, far below that, a product of what is usual."""
+        if any(rank >= width for rank, width in zip(path, found.widths, strict=False)):
+            return 0.0
+        usual = math.prod(_STAGE_ACCURACY * NEXT_RANK**rank for rank in path)
+        if found.accuracy is None:
+            return usual
+        return found.accuracy.paths.get(path, _NEVER_SEEN * usual)
+
+    return weight
+
+
+class ReferenceSpeculator:
+    """A checkpoint of ``ibm-fms``, a tensor operation a term of its formulas (arXiv 2404.19124)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self._tensors = {
+            name.removeprefix("speculator."): tensor.float()
+            for file in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+
+    def logits(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """What each stage says, ``[D,V]``.
+
+        Args:
+            hidden: ``[H]``, what the target's head reads.
+            tokens: the D tokens before those that are asked for: the root, then draft tokens.
+        """
+        inner = self._config.get("inner_dim") or self._config["emb_dim"]
+        state_weight = 0.5 ** (0.5 / self._config["n_predict"])
+        token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
+        state = hidden
+        if self._config.get("scale_input"):
+            state = F.rms_norm(state, (len(state),), eps=1e-6) / math.sqrt(2)
+        said = []
+        for stage, token in enumerate(tokens):
+            mixed = self._of("proj", stage) @ state * state_weight + self._of("emb", stage)[token] * token_weight
+            normed = F.rms_norm(mixed, (inner,), self._of("ln", stage), 1e-6) + self._of("ln", stage, "bias")
+            state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
+            said.append(self._of("head", stage) @ state)
+        return torch.stack(said)
+
+    def _of(self, part: str, stage: int, kind: str = "weight") -> torch.Tensor:
+        if self._config.get("tie_weights"):
+            stage = min(stage, 1) if part == "proj" else 0
+        tensor: torch.Tensor = self._tensors[f"{part}.{stage}.{kind}"]
+        return tensor
+
+
+def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
+    """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
+    stages = len(speculator)
+    b, t = torch.export.Dim("B"), torch.export.Dim("T")
+    levels = (trace.B, stages, trace.T)
+    inputs: trace.Inputs = {
+        tensors.HIDDEN_STATE: (torch.ones(trace.B, speculator.hidden), {0: b}),
+        tensors.INPUT_IDS: (torch.ones(trace.B, 1, dtype=torch.int64), {0: b}),
+        tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
+        tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
+        tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
+        **trace.sampling_inputs(b),
+    }
+    outputs = [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED]
+    module = SpeculatorModule(speculator)
+    return trace.trace_module(module, module, inputs, outputs, lowering)
+
+
+EXPORTER = MlpSpeculatorExporter()

@@ -1,0 +1,138 @@
+"""An MLP speculator: stages over the target's last hidden state, one call for a whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from specexport.contract import tensors
+from specexport.contract.shapes import window
+from specexport.contract.tree import TokenTree
+from specexport.methods.mlp_speculator.spec import MlpSpeculator
+from specexport.runtime.buffers import write_sampling
+from specexport.runtime.embeds import is_embedding
+from specexport.runtime.graph import Array, Graph
+from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
+from specexport.runtime.proposers import Opening
+from specexport.runtime.sampling import Floats
+
+
+class MlpSpeculatorProposer(SlotProposer[Floats]):
+    """Fills a tree from what the target's head read at the last token in its cache, and the token after it, the root.
+
+    Every node with children is a row of a stage, whose state follows from its parent's and its own token. In sampling
+    the first child of each is drawn from q, in greedy decoding it is the most probable one.
+    """
+
+    observes = frozenset({tensors.HIDDEN})
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    @property
+    def device_draft(self) -> DeviceDraft:
+        return self
+
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        """See :class:`Proposer`; slots that are not ready are left out."""
+        ready = [view for view in views if self.is_ready(view)]
+        if not ready:
+            return {}
+        deepest, widest = max(view.tree.depth for view in ready), max(view.tree.level_width for view in ready)
+        slots = window([view.slot for view in ready], self.graph.sizes)
+        drafts, tokens = next((k, w) for k, w in self.graph.drafts(len(slots)) if k >= deepest and w >= widest)
+        self.ask(ready, tokens, drafts)
+        made = self.graph.run(tokens, drafts=drafts, slots=slots)
+        return {view.slot: _proposal(view, made, view.slot - slots.start) for view in ready}
+
+    def is_ready(self, view: SlotView) -> bool:
+        """Whether the target has run in a slot, and its root is no embedding; see :class:`DeviceDraft`."""
+        return view.slot in self._slots and not is_embedding(view.tokens[-1])
+
+    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """See :class:`DeviceDraft`; K are the stages and T the nodes of a level."""
+        slots = window([view.slot for view in views], self.graph.sizes)
+        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        for view in views:
+            self._give(given, view.slot - slots.start, view)
+        return slots
+
+    def _give(self, given: Mapping[str, Array], at: int, view: SlotView) -> None:
+        levels = _levels(view.tree)
+        depth, width = levels.parents.shape
+        given[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
+        given[tensors.INPUT_IDS][at] = view.tokens[-1]
+        for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
+            given[name][at] = 0
+            given[name][at, :depth, :width] = wanted
+        write_sampling(given, at, view.params)
+        if not view.params.greedy:
+            # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+            given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
+
+    def rows(self, tree: TokenTree, tokens: int) -> Ints:
+        """See :class:`DeviceDraft`: one row of the first stage, then T of each."""
+        place = {node: at for level in tree.levels for at, node in enumerate(level)}
+        below = [(tree.depths[parent], place[parent]) for parent in tree.parents[1:]]
+        return np.array([1 + (stage - 1) * tokens + at if stage else 0 for stage, at in below], np.int64)
+
+    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """See :class:`DeviceDraft`: it has no rows."""
+
+    def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
+        self._slots[slot] = outputs[tensors.HIDDEN][row].copy()
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """A tree as the stages see it.
+
+    Attributes:
+        parents: int64 ``[D,W]``, of each node with children which one of the level before it is below.
+        ranks: int64 ``[D,W]``, of each among its siblings.
+        counts: how many such nodes each of the D levels has.
+        rows: int64 ``[K]``, of every node but the root where its parent is, all levels counted through.
+    """
+
+    parents: Ints
+    ranks: Ints
+    counts: tuple[int, ...]
+    rows: Ints
+
+
+@lru_cache(maxsize=256)
+def _levels(tree: TokenTree) -> _Levels:
+    place = {node: at for level in tree.levels for at, node in enumerate(level)}
+    parents, ranks = np.zeros((2, tree.depth, tree.level_width), np.int64)
+    for depth, level in enumerate(tree.levels[1:], start=1):
+        parents[depth, : len(level)] = [place[tree.parents[node]] for node in level]
+        ranks[depth, : len(level)] = [tree.ranks[node] for node in level]
+    row = {node: at for at, node in enumerate(node for level in tree.levels for node in level)}
+    rows = np.array([row[parent] for parent in tree.parents[1:]], np.int64)
+    return _Levels(parents, ranks, tuple(map(len, tree.levels)), rows)
+
+
+def _proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+    tree = view.tree
+    levels = _levels(tree)
+
+    def rows(name: str) -> Array:
+        parts = [made[tensors.of_stage(name, stage)][at, :count] for stage, count in enumerate(levels.counts)]
+        return np.concatenate(parts)
+
+    # The first node of a level is the one below the best guesses.
+    best = np.cumsum((0, *levels.counts[:-1]))
+    ids: Ints = rows(tensors.DRAFT_IDS)
+    if view.params.greedy:
+        return Proposal(ids[levels.rows, np.asarray(tree.ranks[1:])], tree, None, ids[best])
+    probs: Floats = rows(tensors.DRAFT_PROBS)
+    tokens, q, candidates = drawn(tree, levels.rows, rows(tensors.DRAFT_TOKENS), ids, probs)
+    return Proposal(tokens, tree, q, candidates[best])
+
+
+def open_proposer(method: MlpSpeculator, opening: Opening) -> Proposer:
+    return MlpSpeculatorProposer(opening.graph(method))

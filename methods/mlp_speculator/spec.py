@@ -1,0 +1,121 @@
+"""Speculation by an MLP speculator."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from specexport.contract import tensors
+from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.model import Model, Size
+from specexport.contract.shapes import uncached_points
+from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
+from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tree import TokenTree
+
+MAX_STAGES = 16
+
+
+class MlpSpeculatorOptions(CheckpointOptions, frozen=True, kw_only=True, tag="mlp_speculator"):
+    """Options of an MLP speculator."""
+
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "--mlp-speculator",
+            "model",
+            "MLP speculator of the target: an ibm-fms accelerator, or from specexport train mlp-speculator",
+            "DIR_OR_ID",
+        ),
+    )
+
+
+class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
+    """Stages over the target's hidden state and the last token (arXiv 2404.19124).
+
+    Each stage sees the token before its own, so that a tree's branches differ below their first tokens too.
+
+    Attributes:
+        model: folder or hub id of the speculator.
+        stages: how many; a tree is at most as deep.
+        hidden: H, the target's hidden size.
+        draft: the stages, as a propose graph without a cache; None until that is written.
+    """
+
+    model: str
+    stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    hidden: Size
+    draft: Model | None = None
+
+    options: ClassVar[type[MethodOptions]] = MlpSpeculatorOptions
+    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
+    needs_training: ClassVar[str | None] = "a speculator"
+    branching: ClassVar[Literal[0, 1, 2]] = 2
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        why = (
+            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
+            "ibm-granite), and trained like heads"
+        )
+        return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return {} if self.draft is None else {"speculator": self.draft}
+
+    @property
+    def support(self) -> int:
+        return self.candidates
+
+    @property
+    def drafted_stages(self) -> int:
+        return self.stages
+
+    def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
+        """See :class:`Method`: the narrowest run that holds its levels, of those that a device has."""
+        points = uncached_points(self.draft.graph.points) if self.draft is not None else []
+        return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
+
+    @property
+    def target_outputs(self) -> Signature:
+        return {tensors.HIDDEN: Spec("float32", ("B", "R", self.hidden))}
+
+    @property
+    def signatures(self) -> dict[str, GraphSignature]:
+        levels = Spec("int64", ("B", self.stages, "T"))
+        inputs = {
+            tensors.HIDDEN_STATE: Spec("float32", ("B", self.hidden)),
+            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
+            tensors.LEVEL_PARENTS: levels,
+            tensors.LEVEL_RANKS: levels,
+            tensors.UNIFORM: Spec("float32", levels.dims),
+            **SAMPLING,
+        }
+        outputs: Signature = {}
+        for stage in range(self.stages):
+            rows = "T" if stage else 1
+            for name, dtype, dims in (
+                (tensors.DRAFT_TOKENS, "int64", ("B", rows)),
+                (tensors.DRAFT_IDS, "int64", ("B", rows, self.candidates)),
+                (tensors.DRAFT_PROBS, "float32", ("B", rows, self.candidates)),
+            ):
+                outputs[tensors.of_stage(name, stage)] = Spec(dtype, dims, stage)  # type: ignore[arg-type]
+        return {"speculator": GraphSignature(inputs, outputs)}
+
+    def describe(self) -> str:
+        return f"mlp_speculator, {self.stages} stages"
+
+    def validate_tree(self, tree: TokenTree) -> str | None:
+        deep = f"depth {tree.depth}, with {self.stages} stages" if tree.depth > self.stages else None
+        return super().validate_tree(tree) or deep
+
+    def validate(self) -> str | None:
+        """See :class:`Method`: the stages run at the sizes that the trees need."""
+        if self.draft is None:
+            return None
+        trees, points = self.token_trees(), self.draft.graph.points
+        deepest, widest = max(tree.depth for tree in trees), max(tree.level_width for tree in trees)
+        if any(point.drafts >= deepest and point.tokens >= widest for point in points):
+            return None
+        return f"no shape point of the speculator fills trees {deepest} deep and {widest} nodes with children wide"

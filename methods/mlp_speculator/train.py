@@ -1,0 +1,108 @@
+"""``specexport train mlp-speculator``: from a model and data to a folder with an MLP speculator (arXiv 2404.19124)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.methods.mlp_speculator.checkpoint import save_speculator
+from specexport.methods.mlp_speculator.graph import SpeculatorStages
+from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
+from specexport.training.data import Windows
+from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.loop import Log, Loss
+from specexport.training.options import within
+from specexport.training.run import Place, choose_place, load_model, open_run
+
+
+def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
+    """Trains a speculator and writes it as ``ibm-fms`` publishes them.
+
+    In two stages, as theirs were: the data as they are, then texts of the model itself. A run that was interrupted goes
+    on from its last checkpoint when it is started again with the same options.
+
+    Returns:
+        The record that the output holds as ``training.json``.
+
+    Raises:
+        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+    """
+    options.check()
+    place = choose_place(options)
+    base = load_model(options.target, place, frozen=True)
+    with open_run("train mlp-speculator", options, place, base, log) as run:
+        within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
+        total = options.total_steps(len(run.windows))
+        first = round(options.data_first * total) if options.self_distill else total
+        torch.manual_seed(options.seed)
+        speculator = new_speculator(options, base.model)
+
+        def learn(name: str, steps: int, seed: int) -> None:
+            run.describe_data()
+            train_over_hidden(
+                run,
+                name,
+                speculator,
+                lambda hidden, batch: speculator_loss(speculator, hidden, batch, options.decay),
+                steps,
+                seed=seed,
+            )
+
+        if first:
+            learn("data", first, options.seed)
+        if options.self_distill:
+            run.self_distill(base, options.self_distill)
+            # Another seed, or the batches of the first stage would come again in the same order.
+            learn("texts", max(1, total - first), options.seed + 1)
+        accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
+        run.record["stage_accuracy"] = accuracy.ranks
+        run.record["acceptance_length"] = accuracy.chain_length
+        with run.output() as folder:
+            save_speculator(folder, speculator.cpu(), accuracy=accuracy)
+    return run.record
+
+
+def new_speculator(options: SpeculatorOptions, model: Any) -> SpeculatorStages:
+    """Stages for a model, drawn from torch's global generator as ``fms-extras`` draws them."""
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    inner = options.inner_dim or hidden
+    made = SpeculatorStages(
+        vocab, hidden, inner, options.n_predict, scale_input=options.scale_input, tied=options.tie_weights
+    )
+    for parameter in made.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.trunc_normal_(parameter, 0.0, 1 / math.sqrt(inner))
+    return made.to(model.device)
+
+
+def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
+    """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions on.
+
+    Each stage is given the true token before its own (arXiv 2404.19124). Hidden states are those after the model's
+    final norm, ``[B,L,H]``.
+    """
+    return weighted(_losses(speculator, hidden, batch), decay)
+
+
+def _losses(
+    speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    state = speculator.first_state(hidden)
+    for stage, head in enumerate(speculator.head):
+        state = speculator.advance(stage, state, batch.ids.roll(-1 - stage, dims=1))
+        learnt = batch.learnt_from(2 + stage)
+        labels = batch.ids.roll(-2 - stage, dims=1)[learnt]
+        yield summed_loss(head, state[learnt], labels, speculator.vocab)
+
+
+def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
+    """Measures each stage, after true tokens, over windows it was not trained on."""
+
+    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _losses(speculator, run_model(model, batch.ids)[0], batch)
+
+    return measured(losses, len(speculator), windows, place)

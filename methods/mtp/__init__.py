@@ -1,0 +1,1 @@
+"""Speculation by the multi-token prediction layer of the target's own checkpoint."""

@@ -1,0 +1,146 @@
+"""The multi-token prediction layer of a target's own checkpoint, which transformers leaves out when it loads the model.
+
+Of a target of L layers it lies in the same safetensors under one of two sets of names: ``model.layers.{L}.*`` with
+``eh_proj``, ``enorm``, ``hnorm`` and ``shared_head`` (DeepSeek-V3, GLM-4.5), or ``mtp.*`` with ``fc``,
+``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``norm`` and ``layers.0.*`` (Qwen3-Next, Qwen3.5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specexport.checkpoints.config import checkpoint_tensors, read_model_config
+from specexport.checkpoints.locate import locate
+from specexport.checkpoints.outline import MTP_COUNTS
+from specexport.checkpoints.quiet import quiet
+from specexport.checkpoints.stored import CONFIG, StoredTensor
+from specexport.contract.errors import BuildError
+from specexport.contract.model import CacheLayer
+from specexport.graphs.attention import ATTENTION_NAME
+from specexport.graphs.experts import EXPERTS_NAME
+from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline, fill, require_parts, shapes_of
+from specexport.methods.mtp.graph import MTPDraft
+
+_QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
+_DEEPSEEK = {
+    "embed_tokens.": "embed_tokens.",
+    "shared_head.head.": "lm_head.",
+    "shared_head.norm.": "norm.",
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "eh_proj.": "fc.",
+    "": "layers.0.",
+}
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What transformers makes one tensor of all experts of, each ``[out,in]``."""
+
+
+@dataclass(frozen=True)
+class MTPOutline(DraftOutline):
+    """The configuration of a target's MTP layer.
+
+    Attributes:
+        names: beginnings of names in its files, and of those that they stand for; the first that fits counts.
+    """
+
+    names: dict[str, str]
+
+    def seen(self, layers: int) -> tuple[int, ...]:
+        return (layers,)
+
+    def make(self, layers: int) -> MTPDraft:
+        with quiet(), torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.layer), trust_remote_code=False)
+            return MTPDraft(model.base_model)
+
+    def parts(self) -> dict[str, StoredTensor]:
+        """The tensors by what the draft's modules call them."""
+        found = {}
+        for tensor in checkpoint_tensors(self.path):
+            start = next((start for start in self.names if tensor.name.startswith(start)), None)
+            if start is not None:
+                found[self.names[start] + tensor.name.removeprefix(start)] = tensor
+        return found
+
+    def cache(self, draft: MTPDraft) -> tuple[CacheLayer, ...]:
+        return draft.cache()
+
+    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
+        stored = self.parts()
+        shapes = {
+            part: shape if part == name else (shape[1] // len(_FUSED[name.rpartition(".")[2]]), shape[2])
+            for name, shape in shapes_of(self.make(layers)).items()
+            for part in _parts(name, shape, stored)
+        }
+        same = {start: stands_for for start, stands_for in self.names.items() if stands_for}
+        require_parts(self, stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes", same=same)
+
+    def load(self, target: Path, layers: int, positions: int) -> MTPDraft:
+        draft, stored = self.make(layers), self.parts()
+        for name, shape in shapes_of(draft).items():
+            parts = _parts(name, shape, stored)
+            if parts != [name]:
+                read = partial(_joined, shape, [stored[part] for part in parts], self.path)
+                stored[name] = StoredTensor(name, shape, "F32", read)
+        fill(draft, self, stored, target, positions, tied=False)
+        return draft
+
+
+def read_mtp(source: str) -> MTPOutline:
+    """Reads what layer a target's folder or hub id holds, without reading its weights.
+
+    Raises:
+        BuildError: it holds none, or several; names the field or the tensors.
+    """
+    folder = locate(source)
+    config = copy.deepcopy(read_model_config(folder))
+    layers = int(config.num_hidden_layers)
+    for field in MTP_COUNTS:
+        count = getattr(config, field, None)
+        if isinstance(count, int) and count > 1:
+            raise BuildError(f"{folder / CONFIG}: {field} is {count}; expected 1, as one layer drafts every token")
+    names = [tensor.name for tensor in checkpoint_tensors(folder)]
+    behind = f"model.layers.{layers}."
+    if any(name.startswith("mtp.") for name in names):
+        known = dict(_QWEN)
+    elif any(name.startswith(behind) for name in names):
+        known = {behind + start: stands_for for start, stands_for in _DEEPSEEK.items()}
+    else:
+        raise BuildError(
+            f"{folder}: no MTP layer: no tensor begins with 'mtp.' or {behind!r}; expected a checkpoint that is "
+            "published with one (DeepSeek-V3, GLM-4.5, Qwen3-Next), as transformers does not save it"
+        )
+    for name, kinds in config.to_dict().items():
+        if name.endswith("layer_types") and isinstance(kinds, list):
+            setattr(config, name, [*kinds, "full_attention" if name == "layer_types" else kinds[-1]])
+    config.num_hidden_layers = layers + 1
+    config._attn_implementation = ATTENTION_NAME
+    config._experts_implementation = EXPERTS_NAME
+    return MTPOutline(
+        path=folder,
+        layer=config,
+        vocab=config.vocab_size,
+        draft_vocab=config.vocab_size,
+        target_hidden=config.hidden_size,
+        names=known | {"model.norm.": "target_norm."},
+    )
+
+
+def _parts(name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The tensors that a draft's tensor is made of: itself, or those of each expert."""
+    start, _, last = name.rpartition(".")
+    if name in stored or last not in _FUSED or len(shape) != 3:
+        return [name]
+    return [f"{start}.{expert}.{kind}.weight" for expert in range(shape[0]) for kind in _FUSED[last]]
+
+
+def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> torch.Tensor:
+    return torch.cat([part.finite(path) for part in parts]).reshape(shape)

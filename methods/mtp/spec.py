@@ -1,0 +1,33 @@
+"""Speculation by the multi-token prediction layer of the target's own checkpoint."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions
+from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraftOptions
+
+
+class MTPOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="mtp"):
+    """Options of an MTP layer."""
+
+    flags: ClassVar[tuple[Flag, ...]] = (Flag("--mtp", None, "draft with the target checkpoint's own MTP layer"),)
+
+
+class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
+    """The layer that the target's checkpoint holds behind its last one drafts (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+
+    options: ClassVar[type[MethodOptions]] = MTPOptions
+    role: ClassVar[str] = "mtp"
+
+    @classmethod
+    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+        if not wanted.has_mtp:
+            return None
+        why = "a layer that was trained with the target and is in its own checkpoint: nothing to find or to train"
+        return Suggestion("mtp", f"K = {DEFAULT_DRAFT_TOKENS}", why, 0, ("--mtp",))
+
+    @classmethod
+    def stores_weights(cls) -> bool:
+        return True

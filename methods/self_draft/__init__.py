@@ -1,0 +1,1 @@
+"""Speculation by the target's own first layers."""

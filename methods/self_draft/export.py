@@ -1,0 +1,54 @@
+"""The target's own first layers in a bundle: a propose graph beside the target's, over the same weights."""
+
+from __future__ import annotations
+
+from specexport.checkpoints.checkpoint import Checkpoint
+from specexport.contract.errors import BuildError
+from specexport.exporter import compose, trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.drafts import traced
+from specexport.exporter.method import Added, Agreement, TargetOutline, Verification, vocabulary
+from specexport.exporter.options import BuildOptions
+from specexport.exporter.writing import Part
+from specexport.graphs.layers import first_layers
+from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
+from specexport.methods.draft_model.export import ChainDraftExporter
+from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
+
+
+class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
+    """It is written together with the target."""
+
+    def outline(self, options: SelfDraftOptions, target: TargetOutline) -> SelfDraft:
+        return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
+
+    def add_to_target(
+        self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan
+    ) -> Added | None:
+        """See :class:`MethodExporter`.
+
+        Raises:
+            BuildError: the target has no such layers.
+        """
+        if target.states:
+            raise BuildError(
+                f"self_draft: {target.source} has layers without attention, which drafts must not have; leave it out"
+            )
+        cache = target.cache[: method.layers]
+        try:
+            with first_layers(target.model, method.layers):
+                parameters = sum(parameter.numel() for parameter in target.model.parameters())
+                one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
+                made = traced(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
+        except ValueError as error:
+            raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
+        graph = compose.propose_graph(made, cache, build.lowering)
+        return Added(graph=Part("self_draft", graph, plan.propose_points(method), cache, parameters))
+
+    def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        vocab = vocabulary(run.bundle.manifest, draft)
+        return self.compare_with(method, run, run.source(None), texts=run.texts, vocab=vocab, layers=method.layers)
+
+
+EXPORTER = SelfDraftExporter()

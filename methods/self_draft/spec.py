@@ -1,0 +1,47 @@
+"""Speculation by the target's own first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from specexport.contract.methods.base import Flag, MethodOptions
+from specexport.contract.model import Size
+from specexport.methods.draft_model.spec import ChainDraft
+
+
+class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft"):
+    """Options of a self-draft.
+
+    Attributes:
+        layers: how many of the target's layers draft.
+    """
+
+    layers: Size
+
+    main: ClassVar[str] = "layers"
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N"),
+    )
+
+
+class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
+    """The target's own first layers draft: its final norm and head read their output, too early.
+
+    The draft's graph lies beside the target's and reads the same weights file.
+
+    Attributes:
+        layers: how many.
+    """
+
+    layers: Size
+
+    options: ClassVar[type[MethodOptions]] = SelfDraftOptions
+    role: ClassVar[str] = "self_draft"
+
+    def describe(self) -> str:
+        return f"self_draft, the target's first {self.layers} layers"
+
+    def memory(self, files: Mapping[str, int], rows: int) -> int:
+        """See :class:`Method`; its weights are the target's."""
+        return sum(model.cache_row_bytes * rows for model in self.models.values())

@@ -1,0 +1,288 @@
+"""Suffix decoding: the most frequent continuation of the longest suffix of the text that came before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, cast
+
+from msgspec import Meta
+
+from specexport.contract.errors import RequestError
+from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.model import Probability
+from specexport.runtime.proposal import Proposer, SlotView, TextProposer
+from specexport.runtime.proposers import Opening
+
+
+class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
+    """The most frequent continuation of the longest suffix that was seen before (SuffixDecoding, arXiv 2411.04975).
+
+    Attributes:
+        max_spec_factor: most draft tokens for a matched token. With chains of two tokens and more, a match of one
+            token, often chance, then proposes nothing.
+        min_token_prob: a chain ends before its estimated probability falls below this.
+        store_tokens: tokens of earlier outputs that are looked in too, at about half a kilobyte each; the oldest go
+            first. 0 for none. It changes how much is accepted, never the text.
+    """
+
+    max_spec_factor: Annotated[float, Meta(gt=0.0, le=128.0)] = 1.5
+    min_token_prob: Probability = 0.1
+    store_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
+
+    suits: ClassVar[str] = "free; gains where answers repeat their prompt, themselves or each other"
+    engine_keys: ClassVar[frozenset[str]] = frozenset({"store_tokens"})
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("--suffix", None, "propose the most frequent continuation of the longest suffix seen before"),
+    )
+
+    def describe(self) -> str:
+        stored = f", {self.store_tokens:,} tokens of earlier outputs" if self.store_tokens else ""
+        return (
+            f"suffix, at most {self.max_spec_factor:g} a matched token, down to probability {self.min_token_prob:g}"
+            f"{stored}"
+        )
+
+
+_END = -1
+"""Stands after each output of a store; no other token of a text is -1, so that no match goes across it."""
+_SHORTEST_OUTPUT = 3
+"""Outputs of fewer tokens hold no match of two tokens with something after it."""
+
+
+class SuffixAutomaton:
+    """The suffix automaton of a growing text, with the number of times each of its substrings occurs.
+
+    Built online (Blumer et al. 1985): a token takes amortised constant time and at most two states. A state stands for
+    all substrings that end at the same places; its suffix link leads to the longest suffix that ends at more places.
+
+    Counts are brought up to date along the new token's suffix links, the longest suffixes first, and at most
+    ``COUNTED`` of them. They are exact where a text's end has no more distinct kinds of suffix than that, as texts do
+    that are not one short pattern over and over; there, counts of short substrings fall behind and are too low.
+    """
+
+    COUNTED = 32
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        self._last = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, token: int) -> None:
+        """Adds a token to the text."""
+        new = self._state(self._length[self._last] + 1, 0, {}, 0)
+        at = self._last
+        while at >= 0 and token not in self._next[at]:
+            self._next[at][token] = new
+            at = self._link[at]
+        if at >= 0:
+            self._link[new] = self._suffix(at, token)
+        self._last = new
+        self._size += 1
+        for _ in range(self.COUNTED):
+            self._count[new] += 1
+            new = self._link[new]
+            if new <= 0:
+                break
+
+    def _suffix(self, at: int, token: int) -> int:
+        """The state of the string that a token makes of a state's longest; split off from a larger one if need be."""
+        there = self._next[at][token]
+        if self._length[there] == self._length[at] + 1:
+            return there
+        split = self._state(self._length[at] + 1, self._link[there], dict(self._next[there]), self._count[there])
+        self._link[there] = split
+        while at >= 0 and self._next[at].get(token) == there:
+            self._next[at][token] = split
+            at = self._link[at]
+        return split
+
+    def _state(self, length: int, link: int, following: dict[int, int], count: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._count.append(count)
+        return len(self._link) - 1
+
+    def repeated_suffix(self) -> tuple[int, int]:
+        """The longest suffix of the text that occurs elsewhere in it too: its state and its length."""
+        state = max(0, self._link[self._last])
+        return state, self._length[state]
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Goes on from a match in the text: the longest suffix of the matched string and ``token`` that occurs.
+
+        The match so far is a state, 0 for the empty string, and its length.
+
+        Returns:
+            The state and length of the new match.
+        """
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        found = self._next[state].get(token)
+        return (0, 0) if found is None else (found, length + 1)
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """The state of a string; None where the text does not hold it."""
+        state: int | None = 0
+        for token in tokens:
+            state = self._next[state].get(token) if state is not None else None
+        return state
+
+    def count(self, state: int) -> int:
+        """How often a state's strings occur; see the class for when it is too low."""
+        return self._count[state]
+
+    def continuation(self, state: int, limit: int, least: float) -> tuple[list[int], float]:
+        """What follows a match most often, token by token.
+
+        Args:
+            state: of the match.
+            limit: most tokens.
+            least: the chain ends before its estimated probability, the product of the shares its tokens have among
+                what followed, falls below this.
+
+        Returns:
+            The tokens, and how many of them are expected to be right: the sum of the probabilities that the chain
+            reaches each of them (SuffixDecoding, arXiv 2411.04975).
+        """
+        tokens: list[int] = []
+        chance, expected = 1.0, 0.0
+        while len(tokens) < limit:
+            while state > 0 and not self._next[state]:  # the text's end: a shorter suffix of it has been gone on from
+                state = self._link[state]
+            following = self._next[state]
+            if not state or not following:
+                break
+            # Of equally frequent ones the latest to come up.
+            token, state = max(reversed(following.items()), key=lambda item: self._count[item[1]])
+            chance *= self._count[state] / sum(self._count[other] for other in following.values())
+            if token < 0 or chance < least:  # an output's end, or an embedding
+                break
+            tokens.append(token)
+            expected += chance
+        return tokens, expected
+
+
+class OutputStore:
+    """Outputs of earlier requests, as suffix automata, bounded in tokens.
+
+    Automata cannot forget, so there are two, each of at most half the tokens: when the younger is full, the older and
+    with it the oldest outputs go, and a new one is begun. A stored token takes about half a kilobyte.
+
+    Raises:
+        RequestError: too few for any output.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._half = tokens // 2
+        if self._half <= _SHORTEST_OUTPUT:
+            raise RequestError(
+                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _SHORTEST_OUTPUT + 2} or more"
+            )
+        self._generations: list[SuffixAutomaton] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._generations))
+
+    @property
+    def automata(self) -> tuple[SuffixAutomaton, ...]:
+        """Of what is held, the older first."""
+        return tuple(self._generations)
+
+    def add(self, output: Sequence[int]) -> None:
+        """Stores an output, of a very long one the end; drops the oldest where there is no room."""
+        if len(output) < _SHORTEST_OUTPUT:
+            return
+        output = output[-(self._half - 1) :]
+        if not self._generations or len(self._generations[-1]) + len(output) + 1 > self._half:
+            self._generations = [*self._generations[-1:], SuffixAutomaton()]
+        for token in (*output, _END):
+            self._generations[-1].append(token)
+
+
+@dataclass
+class _Match:
+    """Where the end of a text is in an automaton of other texts, as long as that has its present size."""
+
+    automaton: SuffixAutomaton
+    size: int
+    state: int = 0
+    length: int = 0
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.state, self.length = self.automaton.step(self.state, self.length, token)
+
+
+@dataclass
+class _Text:
+    """What is known of a slot: its tokens, how many of them are prompt, and what matches its end."""
+
+    tokens: list[int]
+    prompt: int
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    matches: list[_Match] = field(default_factory=list)
+
+
+class SuffixProposer(TextProposer[_Text]):
+    """Proposes the most frequent continuation of the longest suffix that occurs earlier in prompt, output or store.
+
+    The longer the match and the surer the continuation, the longer the chain: at most ``max_spec_factor`` tokens for a
+    token matched, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
+    arXiv 2411.04975). Of the text and the store the one is used whose chain is expected to have more tokens accepted.
+    A store changes what is proposed and never what is sampled.
+    """
+
+    def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:
+        super().__init__(method)
+        self._method = method
+        self._store = store
+
+    def ahead(self, view: SlotView) -> Sequence[int]:
+        """The chain that is expected to have most tokens accepted."""
+        text = self._read(view)
+        method = cast(Suffix, view.options or self._method)
+        best: list[int] = []
+        most = 0.0
+        own = (text.automaton, *text.automaton.repeated_suffix())
+        for automaton, state, length in (own, *((m.automaton, m.state, m.length) for m in text.matches)):
+            allowed = min(len(view.tree) - 1, int(method.max_spec_factor * length))
+            tokens, expected = automaton.continuation(state, allowed, method.min_token_prob)
+            if expected > most:
+                best, most = tokens, expected
+        return best
+
+    def _read(self, view: SlotView) -> _Text:
+        """Takes in what is new of a slot's text."""
+        text = self._slots.get(view.slot)
+        if text is None:
+            # The list is the request's own: it has the whole output later.
+            text = self._slots[view.slot] = _Text(view.tokens, view.prompt)
+        new = view.tokens[len(text.automaton) :]
+        for token in new:
+            text.automaton.append(token)
+        stored = [(made, len(made)) for made in self._store.automata] if self._store is not None else []
+        if [(match.automaton, match.size) for match in text.matches] != stored:
+            text.matches = [_Match(made, size) for made, size in stored]
+            new = view.tokens
+        for match in text.matches:
+            match.advance(new)
+        return text
+
+    def release(self, slot: int) -> None:
+        """See :class:`Proposer`; the output goes into the store, as far as it got."""
+        text = self._slots.pop(slot, None)
+        if text is not None and self._store is not None:
+            self._store.add(text.tokens[text.prompt :])
+
+
+def open_proposer(method: Suffix, opening: Opening) -> Proposer:
+    return SuffixProposer(method, OutputStore(method.store_tokens) if method.store_tokens else None)

@@ -1,0 +1,1 @@
+"""Speculation by a smaller model with another tokenizer."""

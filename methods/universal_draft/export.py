@@ -1,0 +1,53 @@
+"""A smaller model with another tokenizer in a bundle: as a draft model, with its tokenizer beside it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from specexport.checkpoints.checkpoint import load_tokenizer
+from specexport.checkpoints.locate import locate
+from specexport.exporter.drafts import load_draft
+from specexport.exporter.method import Agreement, Build, TargetOutline, Verification
+from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
+from specexport.methods.draft_model.spec import DraftModel
+from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
+
+_TOKENIZER = "draft/tokenizer.json"
+
+
+class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
+    """It proposes text, and so all of its tokens."""
+
+    stage: ClassVar[str | None] = "draft"
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # its tokens make more or fewer of the target's
+
+    def outline(self, options: UniversalDraftOptions, target: TargetOutline) -> UniversalDraft:
+        return UniversalDraft(
+            trees=(),
+            model=options.model,
+            candidates=min(MAX_CANDIDATES, target.vocab),
+            tokenizer=_TOKENIZER,
+            split_special_tokens=load_tokenizer(locate(options.model)).split_special_tokens,
+        )
+
+    def export(self, method: UniversalDraft, build: Build) -> UniversalDraft:
+        draft = load_draft(method.model, build)
+        model = write_propose_graph(method, draft, draft.vocab_size, build)
+        load_tokenizer(draft.path).tokenizer.save(str(build.folder / method.tokenizer))
+        candidates = min(MAX_CANDIDATES, draft.vocab_size)
+        return msgspec.structs.replace(method, candidates=candidates, draft=model, model=model.source)
+
+    def compare(self, method: UniversalDraft, run: Verification) -> tuple[str, Agreement] | None:
+        (draft,) = method.models.values()
+        target = run.bundle.tokenizer()
+        own = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
+        texts = [list(own.encode(target.decode(text)).ids) for text in run.texts]
+        # In its own tokens it is a draft model like any other.
+        alone = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
+        return self.compare_with(alone, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
+
+
+EXPORTER = UniversalDraftExporter()

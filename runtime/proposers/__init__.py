@@ -1,1 +1,0 @@
-"""The ways to propose draft tokens, a file each; one protocol, so that the loop does not know which one it runs."""

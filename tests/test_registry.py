@@ -1,0 +1,117 @@
+"""A method is known in its own folder only: everything else asks what it can do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specexport.contract
+from specexport.contract import methods
+from specexport.contract.errors import SpecExportError
+from specexport.contract.methods import TextMethod, known, method_type, part
+
+ROOT = Path(specexport.contract.__file__).parent.parent
+SOURCES = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
+"""Packages that know no method."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_other_package_imports_a_method() -> None:
+    imports = {
+        f"{name}: {module}"
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        for module in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else []
+        )
+        if f"{module}.".startswith("specexport.methods.")
+    }  # fmt: skip
+    assert imports == set()
+
+
+def test_no_other_package_tells_methods_apart_by_type() -> None:
+    kinds = {method_type(name).__name__ for name in known()}
+    calls = [
+        f"{name}:{node.lineno}"
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass")
+        for word in ast.walk(node.args[1])
+        if isinstance(word, ast.Name) and word.id in kinds
+    ]
+    assert calls == []
+
+
+def test_every_method_is_an_entry_point_with_a_proposer() -> None:
+    folders = {path.stem for path in (ROOT / "methods").iterdir() if path.name[0] != "_"}
+    assert set(known()) == folders - {"hidden_states"}, "install the package again (make .venv/.dev)"
+    for name in known():
+        kind = method_type(name)
+        assert kind.__doc__
+        proposing = part(kind, "propose")
+        assert proposing is not None and callable(proposing.open_proposer), name
+
+
+class _Entry:
+    """An entry point of somebody else's package."""
+
+    name, value = "theirs", "their_package:Theirs"
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self.load = load
+
+
+class Demanding(TextMethod, frozen=True, kw_only=True, tag="theirs"):
+    must: int
+
+
+def _broken() -> Any:
+    raise ImportError("no module named numbers_of_theirs")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (_broken, "cannot be loaded: ImportError: no module named numbers_of_theirs"),
+        (lambda: int, "expected a subclass of Method with tag='theirs'"),
+        (lambda: Demanding, "'must' has to have a default"),
+    ],
+)
+def test_somebody_else_s_package_is_named_if_it_does_not_fit(
+    load: Callable[[], Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tuple(methods.entry_points(group=methods.GROUP))
+    monkeypatch.setattr(methods, "entry_points", lambda group: [*ours, _Entry(load)])
+    for cached in (methods._entries, methods.known, methods.method_type):
+        cached.cache_clear()
+    try:
+        with pytest.raises(SpecExportError, match=reason):
+            method_type("theirs")
+    finally:
+        for cached in (methods._entries, methods.known, methods.method_type):
+            cached.cache_clear()
+
+
+def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "entry_points", lambda group: [])
+    methods._entries.cache_clear()
+    try:
+        with pytest.raises(
+            SpecExportError, match=r"without its entry points of specexport\.methods.*; install it again"
+        ):
+            methods._entries()
+    finally:
+        methods._entries.cache_clear()
