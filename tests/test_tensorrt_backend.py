@@ -125,7 +125,7 @@ import sys
 sys.modules["onnxruntime"] = None  # importing it is an error
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine
-from specexport.runtime.cuda import backend, program, trt
+from specexport.runtime.cuda import backend, device_program, trt
 try:
     Engine.load(sys.argv[1])
 except BackendError as error:
