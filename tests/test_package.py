@@ -153,13 +153,18 @@ def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
         "verify",
     )
     code = {mapped.get(name, name) for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots}
-    assets = {f"specexport/server/assets/{name}" for name in ("index.html", "page.css", "page.js")}
+    folders = ("specexport/server/assets/", "exporter/texts/")
+    assets = {name for name in tracked if name.startswith(folders)}
+    assert {"specexport/server/assets/index.html", "exporter/texts/calibration.txt"} <= assets
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         about = f"{NAME}.dist-info"
         assert f"{about}/licenses/LICENSE" in names
         assert names - {name for name in names if name.startswith(f"{about}/")} == (
-            code | assets | {"specexport/py.typed", "specexport/commit.txt"} | ({LIBRARY} if COMPILER else set())
+            code
+            | {mapped.get(name, name) for name in assets}
+            | {"specexport/py.typed", "specexport/commit.txt"}
+            | ({LIBRARY} if COMPILER else set())
         )
     with tarfile.open(sdist) as archive:
         held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
