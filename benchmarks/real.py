@@ -1,9 +1,9 @@
 """Two real models against transformers and llama.cpp: texts, and speed in turns.
 
-SmolLM2-135M-Instruct and Gemma 3 270M come from the package index as GGUF files. Each is built at every precision and
-answers nine questions: six chats, an edit of code, a summary, a rewriting. Texts at the file's own precision are
-compared with those of transformers, which reads the same file. Speeds are taken in turns with llama.cpp, which runs
-the same file, or its own requantization of it, plainly and with look-ups. What is done is kept in the results file;
+SmolLM2-135M-Instruct and Gemma 3 270M come from the package index as GGUF files. Each is built at each of
+``--precisions`` and answers nine questions: six chats, an edit of code, a summary, a rewriting. Texts at the file's own
+precision are compared with those of transformers, which reads the same file. Speeds are taken in turns with llama.cpp,
+which runs the same file, or its own requantization of it, plainly and with look-ups. Results are kept in a file;
 without ``--models`` only the tables are written again.
 """
 
@@ -74,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures the models, and writes the tables."""
+    if (args.file or args.draft) and len(args.models) != 1:
+        print("error: --file and --draft are of one model; name one with --models", file=sys.stderr)
+        return 1
     results: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
     for name in args.models:
         model = MODELS[name]
@@ -131,8 +134,8 @@ def _prompts(file: Path) -> dict[str, list[int]]:
     for question in json.loads(PROMPTS.read_text(encoding="utf-8")):
         text = question["text"]
         if tokenizer.chat_template:
-            asked = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            messages = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         special = not tokenizer.chat_template
         prompts[question["id"]] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return prompts
@@ -217,9 +220,9 @@ def _transformers(file: Path, prompts: dict[str, list[int]], count: int, threads
     texts = {}
     with torch.inference_mode():
         for name, ids in prompts.items():
-            asked = torch.tensor([ids])
-            done = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count)
-            texts[name] = done[0, len(ids) :].tolist()
+            inputs = torch.tensor([ids])
+            outputs = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count)
+            texts[name] = outputs[0, len(ids) :].tolist()
     return texts
 
 

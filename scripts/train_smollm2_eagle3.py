@@ -1,6 +1,6 @@
 """Train the EAGLE-3 draft of SmolLM2-135M-Instruct, on answers that the model itself writes to composed questions.
 
-    python scripts/train_smollm2_eagle3.py --target FOLDER        # what made examples/models/smollm2-eagle3
+    python scripts/train_smollm2_eagle3.py --target FOLDER        # writes examples/models/smollm2-eagle3
 
 ``chat_prompts.py`` composes the questions; every other answer is greedy, the rest are drawn at temperature 0.7. A
 second run with the same options goes on from the ``--work`` folder, where it was stopped.
