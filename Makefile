@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo chat test quick lint types package kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness real clean
+.PHONY: demo chat test quick lint types kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness real clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -24,19 +24,13 @@ test: lint types unit
 quick: lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not exporter" $(QUICK)
 
-lint: package
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd build/types && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --cache-dir ../../.import_linter_cache
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
 
-types: package
-	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p specexport
-
-# mypy and import-linter do not see through an editable install of this layout: they read the built package. setuptools
-# would put files into it that are gone from the sources if it found its old build/lib.
-package: $(VENV)/.dev
-	rm -rf build/types build/lib* && mkdir -p build/types
-	$(PIP) --no-deps --target build/types .
+types: $(VENV)/.dev
+	$(BIN)/mypy -p specexport
 
 # The kernels' library, of which only what has changed is compiled; set-up does it too.
 kernels:
@@ -96,7 +90,7 @@ compat: $(VENV)/.dev
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
 
 # The runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, a quarter of an hour.
-aarch64: package
+aarch64: $(VENV)/.dev
 	PYTHONPATH=. $(BIN)/python scripts/aarch64.py
 
 bench: $(VENV)/.dev

@@ -17,7 +17,7 @@ from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
 _COMMIT = runpy.run_path(str(Path(__file__).parent / "specexport" / "version.py"))["commit"]()
-_KERNELS = runpy.run_path(str(Path(__file__).parent / "kernels" / "build.py"))
+_KERNELS = runpy.run_path(str(Path(__file__).parent / "specexport" / "kernels" / "build.py"))
 
 
 def _write_commit(root: str) -> None:

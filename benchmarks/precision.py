@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from benchmarks import common
-from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.checkpoints.locate import locate
 from specexport.contract.reading import read_manifest
 from specexport.exporter import quality
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.options import BuildOptions
 
 PAGE, BEGIN, END = Path("docs/precision.md"), "<!-- figures -->", "<!-- end of figures -->"

@@ -11,10 +11,6 @@ import msgspec
 import onnx
 import torch
 
-from specexport.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.settings import setting_notes
-from specexport.checkpoints.templates import other_template
 from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
@@ -29,6 +25,10 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.build_plan import PREFILL_CHUNK
+from specexport.exporter.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.settings import setting_notes
+from specexport.exporter.checkpoints.templates import other_template
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program

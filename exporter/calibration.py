@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from specexport.checkpoints import streamed
-from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.streamed import read_weights
 from specexport.contract.errors import UNREADABLE, BuildError
+from specexport.exporter.checkpoints import streamed
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.exporter.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.streamed import read_weights
 from specexport.exporter.quantize import fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
 from specexport.exporter.weights import RoundedTensor, block_for
 

@@ -12,7 +12,7 @@ from specexport.exporter.passes.editing import constant, op, replace_value
 
 @dataclass(frozen=True)
 class StoredFactors:
-    """Scales or offsets, stored: see :class:`~specexport.checkpoints.quantized.Factors`.
+    """Scales or offsets, stored: see :class:`~specexport.exporter.checkpoints.quantized.Factors`.
 
     Attributes:
         coarse: fp32 or fp16; ``[G,N]``, or ``[S,1,N]`` beside fine ones; of rows that are looked up ``[V,S]``.

@@ -8,13 +8,13 @@ from pathlib import Path
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
-from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokens import require_same_tokenizer
 from specexport.exporter.method import Build
 from specexport.exporter.writing import Part, write_models
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-PACKAGES = ("contract", "graphs", "checkpoints", "exporter", "methods")
+PACKAGES = ("contract", "graphs", "exporter", "methods")
 """Those whose code decides what is in a bundle."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
 """Those that trace and rewrite graphs."""

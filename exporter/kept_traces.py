@@ -21,9 +21,9 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from specexport.checkpoints import streamed
 from specexport.contract.folders import locked
 from specexport.exporter import simplify
+from specexport.exporter.checkpoints import streamed
 from specexport.exporter.fingerprint import fingerprint
 from specexport.exporter.passes.linear import FORM
 from specexport.runtime.machine import cache_folder

@@ -18,10 +18,10 @@ from specexport.contract.tree import TokenTree
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from specexport.checkpoints.checkpoint import Checkpoint
-    from specexport.checkpoints.outline import ModelOutline
     from specexport.contract.manifest import Manifest
     from specexport.exporter.build_plan import BuildPlan
+    from specexport.exporter.checkpoints.checkpoint import Checkpoint
+    from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions
     from specexport.exporter.writing import Part, Progress
     from specexport.graphs.step import Addition

@@ -9,9 +9,6 @@ from pathlib import Path
 import msgspec
 import onnx_ir as ir
 
-from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
-from specexport.checkpoints.split import same_when_split, split_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.manifest import GenerationDefaults
@@ -22,6 +19,9 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import quality, trace
 from specexport.exporter.build_plan import BuildPlan
 from specexport.exporter.calibration import calibrate, calibration_text
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, TokenizerFiles, load_checkpoint
+from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
 from specexport.exporter.cut import cut
 from specexport.exporter.drafts import traced
 from specexport.exporter.method import TargetOutline, exporter_of

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from specexport.checkpoints.config import quantized_in, read_model_config
-from specexport.checkpoints.locate import locate
 from specexport.contract.engines import BACKENDS, COMPILERS, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, read_methods
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import batch_points
+from specexport.exporter.checkpoints.config import quantized_in, read_model_config
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
 from specexport.exporter.weights import PRECISIONS, Precision, Storage
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specexport.checkpoints.outline import ModelOutline, Parameter, outline
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
+from specexport.exporter.checkpoints.outline import ModelOutline, Parameter, outline
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
 

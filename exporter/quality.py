@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.streamed import read_weights
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model, Quality
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.streamed import read_weights
 from specexport.exporter.step_session import StepSession
 
 Array = npt.NDArray[Any]

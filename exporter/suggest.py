@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.outline import has_mtp, outline
-from specexport.checkpoints.tokens import require_same_tokenizer, stored_tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import known, method_type
 from specexport.contract.suggestions import SMALLER, Device, Suggestion, Wanted
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.outline import has_mtp, outline
+from specexport.exporter.checkpoints.tokens import require_same_tokenizer, stored_tokenizer
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
@@ -110,7 +110,7 @@ def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) ->
     except BuildError:
         with contextlib.suppress(ImportError):
             # Imported here: torch takes seconds.
-            from specexport.checkpoints.checkpoint import load_tokenizer
+            from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 
             compare(lambda path: load_tokenizer(path).tokenizer)
             return

@@ -11,7 +11,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specexport.checkpoints.quiet import quiet, uncollected
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
@@ -19,6 +18,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import states
 from specexport.contract.states import CELL, cell_rows
 from specexport.contract.tensors import cache_names, returned_names, returned_state_names
+from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.linear import canonical_weights, merge_linear

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.checkpoints.quantized import Factors, QuantizedTensor, Scales
-from specexport.checkpoints.stored import StoredTensor
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
+from specexport.exporter.checkpoints.quantized import Factors, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
 from specexport.exporter.passes.editing import needed_only_for, op, producer, replace_value
 from specexport.exporter.passes.names import names_in

@@ -9,9 +9,9 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
 

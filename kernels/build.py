@@ -20,7 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 NAME = "libspecexport.so"
 """Of the library; ``runtime/kernels.py`` looks for it."""
 
@@ -61,8 +62,8 @@ def build(
     compiler, flags = _compiler(), [*shlex.split(os.environ.get("CXXFLAGS", "")), *flags]
     defined = _run([*compiler, "-dM", "-E", "-x", "c++", os.devnull])
     machine = next((name for name in ("x86_64", "aarch64") if f" __{name}__ " in defined), "")
-    tasks = []
-    for source in sources or sorted((ROOT / "kernels").glob("*.cc")):
+    tasks: list[tuple[Path, list[str]]] = []
+    for source in sources or sorted(HERE.glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
         if "ziglang" in compiler:  # which names the features of Arm as LLVM does
             for_it = for_it.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a").replace("+fp16", "+fullfp16")
@@ -70,7 +71,7 @@ def build(
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
     objects.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(lambda task: _compile(*task, objects), tasks))
+        parts = list(pool.map(lambda task: _compile(task[0], task[1], objects), tasks))
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}")  # a process that has the old library mapped keeps it
     strip = [] if "-g" in flags or sys.platform == "darwin" else ["-s"]
@@ -120,7 +121,7 @@ def _run(command: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=ROOT / "kernels" / NAME, help="the library")
+    parser.add_argument("--output", type=Path, default=HERE / NAME, help="the library")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags")
     options = parser.parse_args()
     try:

@@ -195,7 +195,7 @@ def say(bundle: Path) -> list[Said]:
 def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs Debian's Python on a processor; options are those of ``subprocess.run``."""
     (qemu,) = (path for path in (HOST / "usr/bin").glob("qemu-aarch64*") if "_be" not in path.name)
-    paths = os.pathsep.join(map(str, (ROOT / "build/types", SITE, ROOT)))
+    paths = os.pathsep.join(map(str, (SITE, ROOT)))
     environment = {**os.environ, "PYTHONPATH": paths, "SPECEXPORT_CACHE": str(HOME / "cache" / processor)}
     environment["SPECEXPORT_TEST_BUNDLES"] = str(BUNDLES)
     command = [str(qemu), "-cpu", processor, "-L", str(SYSTEM), str(python()), "-P", *arguments]

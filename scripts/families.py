@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from specexport.checkpoints.reference import load_reference
 from specexport.contract.errors import SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints.reference import load_reference
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions

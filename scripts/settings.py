@@ -1,10 +1,10 @@
-"""Write the table in docs/settings.md from the list of settings in checkpoints/settings.py."""
+"""Write the table in docs/settings.md from the list of settings in exporter/checkpoints/settings.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from specexport.checkpoints.settings import SETTINGS
+from specexport.exporter.checkpoints.settings import SETTINGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 BEGIN, END = "<!-- settings: made by scripts/settings.py -->", "<!-- settings end -->"

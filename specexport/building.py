@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from specexport.checkpoints.quiet import uncollected
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
+from specexport.exporter.checkpoints.quiet import uncollected
 
 _BYTES = 1 << 20
 """Progress with larger totals counts bytes."""

@@ -180,7 +180,7 @@ def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
 
 @pytest.mark.exporter
 def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
-    from specexport.checkpoints.config import meta_model
+    from specexport.exporter.checkpoints.config import meta_model
     from specexport.exporter.suggest import suggest
     from tests.checkpoints import make_checkpoint
 

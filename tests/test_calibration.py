@@ -10,11 +10,11 @@ import onnx
 import pytest
 import torch
 
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.calibration import calibrate, calibration_text, gptq, products_of
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.quantize import fit_blocks
 from specexport.exporter.weights import RoundedTensor

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract.errors import BuildError
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint
 

@@ -20,12 +20,12 @@ import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
-from specexport.checkpoints import parity as check
-from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
+from specexport.exporter.checkpoints import parity as check
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.passes.one_token import fix_drafts
 from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate

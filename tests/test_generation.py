@@ -16,12 +16,12 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from specexport.checkpoints.config import read_model_config
-from specexport.checkpoints.generation import read_generation
 from specexport.contract.errors import BuildError
 from specexport.contract.generation import GenerationRules
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoints.config import read_model_config
+from specexport.exporter.checkpoints.generation import read_generation
 from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.rules import Rules
 from specexport.runtime.sampling import target_distribution

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.checkpoints.gguf.blocks import KEPT, scales_of
-from specexport.checkpoints.gguf.header import read_header
-from specexport.checkpoints.locate import find, locate
-from specexport.checkpoints.quantized import QuantizedTensor
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.gguf.blocks import KEPT, scales_of
+from specexport.exporter.checkpoints.gguf.header import read_header
+from specexport.exporter.checkpoints.locate import find, locate
+from specexport.exporter.checkpoints.quantized import QuantizedTensor
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.weights import Precision
 from specexport.llm import LLM

@@ -15,8 +15,6 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
 from specexport.contract.model import Recurrence, StateLayer
@@ -24,6 +22,8 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.states import CELL, KeptStates, cell_rows, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.options import EngineOptions

@@ -23,8 +23,8 @@ from benchmarks.inflate import (
     main,
     real_layers,
 )
-from specexport.checkpoints.reference import reference_states
 from specexport.contract.methods import method_type, part
+from specexport.exporter.checkpoints.reference import reference_states
 from specexport.graphs.layers import noted_states
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.mlp_speculator.export import ReferenceSpeculator

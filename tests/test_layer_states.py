@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
 from specexport.exporter import trace
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.graphs.layers import noted_states
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint

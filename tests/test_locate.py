@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints import checkpoint
-from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints import checkpoint
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.locate import locate
 from specexport.methods.eagle3.checkpoint import read_eagle3
 from specexport.methods.hidden_states.checkpoint import parts_of
 from tests.checkpoints import make_checkpoint, make_eagle3

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints.accuracy import HeadAccuracy
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.exporter.options import BuildOptions
 from specexport.methods.medusa.checkpoint import load_medusa, read_outline, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads

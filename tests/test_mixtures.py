@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints import parity
-from specexport.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.checkpoints.config import outlined
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
 from specexport.exporter import kept_traces, trace
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.config import outlined
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions

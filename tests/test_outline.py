@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexport.checkpoints import config as configurations
-from specexport.checkpoints.config import outlined
-from specexport.checkpoints.outline import FAMILIES, ModelOutline, described, outline
+from specexport.exporter.checkpoints import config as configurations
+from specexport.exporter.checkpoints.config import outlined
+from specexport.exporter.checkpoints.outline import FAMILIES, ModelOutline, described, outline
 from tests.checkpoints import GROUPED, make_checkpoint
 
 pytestmark = pytest.mark.exporter

@@ -77,9 +77,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("what is tracked is known in a clone only")
     folder = tmp_path_factory.mktemp("clone") / "specexport"
     for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0"):
-        if name and (ROOT / name).is_file() and not name.startswith("examples/models/"):
+        if name and os.path.lexists(ROOT / name) and not name.startswith("examples/models/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     git("init", "-q", cwd=folder)
     git("add", "-A", cwd=folder)
     git("commit", "-qm", "all", cwd=folder)
@@ -139,41 +139,30 @@ def unused_port() -> int:
 def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     tracked = set(git("ls-files", cwd=source).split("\n"))
-    mapped = {name: f"specexport/{name}" for name in tracked if not name.startswith("specexport/")}
-    roots = (
-        "checkpoints",
-        "contract",
-        "exporter",
-        "graphs",
-        "methods",
-        "runtime",
-        "specexport",
-        "training",
-        "tuning",
-        "verify",
-    )
-    code = {mapped.get(name, name) for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots}
-    folders = ("specexport/server/assets/", "exporter/texts/")
-    assets = {name for name in tracked if name.startswith(folders)}
-    assert {"specexport/server/assets/index.html", "exporter/texts/calibration.txt"} <= assets
+    links = [name for name in tracked if (source / name).is_symlink()]
+    for link in links:
+        beside = Path(link).name
+        tracked |= {f"specexport/{name}" for name in tracked if name.startswith(f"{beside}/")}
+    inside = {name for name in tracked if name.startswith("specexport/")} - set(links)
+    kernels = {name for name in inside if name.startswith("specexport/kernels/")}
+    code = {name for name in inside - kernels if name.endswith(".py")}
+    assets = {name for name in inside if name.startswith(("specexport/server/assets/", "specexport/exporter/texts/"))}
+    assert {"specexport/server/assets/index.html", "specexport/exporter/texts/calibration.txt"} <= assets
+    assert {"specexport/runtime/engine.py", "specexport/exporter/build.py"} <= code
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         about = f"{NAME}.dist-info"
         assert f"{about}/licenses/LICENSE" in names
         assert names - {name for name in names if name.startswith(f"{about}/")} == (
-            code
-            | {mapped.get(name, name) for name in assets}
-            | {"specexport/py.typed", "specexport/commit.txt"}
-            | ({LIBRARY} if COMPILER else set())
+            code | assets | {"specexport/py.typed", "specexport/commit.txt"} | ({LIBRARY} if COMPILER else set())
         )
     with tarfile.open(sdist) as archive:
         held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
         files = {one.name.removeprefix(f"{NAME}/") for one in archive if one.isfile()}
     extra = {"PKG-INFO", "setup.cfg", "specexport/commit.txt"}
     assert {name for name in files if not name.startswith("specexport.egg-info/")} <= tracked | extra
-    kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed", *assets}
-    kept |= {name for name in tracked if name.startswith("kernels/")}
-    assert kept | {name for name in tracked if name.endswith(".py") and name.partition("/")[0] in roots} <= held
+    kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed"}
+    assert kept | code | assets | kernels <= held
     assert not {name.partition("/")[0] for name in held} & {"tests", "benchmarks", "scripts", "examples", ".ci"}
 
 

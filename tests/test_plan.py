@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from specexport.checkpoints.config import meta_model
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, read_method
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
+from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
 from tests.hub import hub

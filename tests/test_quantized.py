@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specexport.checkpoints.checkpoint import load_checkpoint
-from specexport.checkpoints.config import stored_table
 from specexport.contract.engines import BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions

@@ -15,7 +15,7 @@ from specexport.contract.errors import SpecExportError
 from specexport.contract.methods import TextMethod, known, method_type, part
 
 ROOT = Path(specexport.contract.__file__).parent.parent
-SOURCES = ("checkpoints", "contract", "exporter", "graphs", "runtime", "specexport", "training", "tuning", "verify")
+SOURCES = ("commands", "contract", "exporter", "graphs", "runtime", "server", "training", "tuning", "verify")
 """Packages that know no method."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from scripts.settings import PAGE, with_table
-from specexport.checkpoints.settings import GENERATION, SETTINGS, TOKENIZER, TOKENIZER_CONFIG
+from specexport.exporter.checkpoints.settings import GENERATION, SETTINGS, TOKENIZER, TOKENIZER_CONFIG
 from tests.checkpoints import tokenizer
 
 pytestmark = pytest.mark.exporter

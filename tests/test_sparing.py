@@ -13,8 +13,8 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter import trace
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.sparing import sparing
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoints import streamed
-from specexport.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.build import build
+from specexport.exporter.checkpoints import streamed
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.quality import reference
 from tests.checkpoints import make_checkpoint, make_heads

@@ -106,8 +106,8 @@ def test_verify_runs_every_rank(
 def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    from specexport.checkpoints.checkpoint import load_checkpoint
-    from specexport.checkpoints.split import same_when_split
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+    from specexport.exporter.checkpoints.split import same_when_split
     from tests.checkpoints import GROUPED, VOCAB, tokenizer
 
     config = Qwen3MoeConfig(

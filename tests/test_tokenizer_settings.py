@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from specexport.checkpoints.checkpoint import load_tokenizer
-from specexport.checkpoints.settings import setting_notes
 from specexport.cli import main
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.checkpoint import load_tokenizer
+from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle

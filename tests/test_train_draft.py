@@ -11,10 +11,10 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.checkpoints.tokens import require_same_tokenizer
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.tokens import require_same_tokenizer
 from specexport.methods.draft_model.train import train_draft
 from specexport.methods.draft_model.train_options import DraftOptions
 from specexport.training.data import seeded

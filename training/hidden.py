@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from specexport.checkpoints.accuracy import HeadAccuracy
 from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.top_k import MAX_TOP_K
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, progress_bar

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoTokenizer
 
 from specexport import __version__
-from specexport.checkpoints.config import load_causal_lm, read_model_config, require_stored, text_sizes
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.quiet import quiet
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
+from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored, text_sizes
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.quiet import quiet
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts

@@ -223,7 +223,7 @@ def _random_model(folder: Path, models: Path, sizes: _Sizes) -> Path:
     """A Llama checkpoint of random weights in fp16, with the demo models' tokenizer."""
     from transformers import LlamaConfig
 
-    from specexport.checkpoints.config import meta_model
+    from specexport.exporter.checkpoints.config import meta_model
 
     folder = folder / "-".join(map(str, sizes.values()))
     if (folder / "model.safetensors").exists():

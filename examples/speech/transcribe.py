@@ -203,8 +203,8 @@ def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, 
     import torch
     from transformers import AutoModelForCausalLM, Wav2Vec2ForCTC
 
-    from specexport.checkpoints.quiet import quiet
     from specexport.exporter.build import build
+    from specexport.exporter.checkpoints.quiet import quiet
     from specexport.exporter.options import BuildOptions
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,10 @@ import torch
 from msgspec import Meta
 from safetensors.torch import save_file
 
-from specexport.checkpoints.config import SINGLE
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.stored import CONFIG, read_config
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.config import SINGLE
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.stored import CONFIG, read_config
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape
 from specexport.methods.dflash.spec import MAX_BLOCK
 from specexport.methods.hidden_states.checkpoint import (

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import onnx_ir as ir
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.outline import ModelOutline
 from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names, returned_names
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
 from specexport.methods.dflash.checkpoint import read_dflash

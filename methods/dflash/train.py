@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
 from specexport.graphs.layers import noted_states
 from specexport.methods.dflash.checkpoint import read_dflash, save_dflash, usual_states

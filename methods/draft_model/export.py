@@ -10,14 +10,14 @@ import numpy as np
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
-from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.reference import as_read, load_reference, reference_logits
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import with_rows
 from specexport.exporter import compose, trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.reference import as_read, load_reference, reference_logits
 from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
 from specexport.exporter.method import (
     Agreement,

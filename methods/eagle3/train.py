@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
-from specexport.checkpoints.accuracy import HeadAccuracy
 from specexport.contract.errors import TrainError
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
 from specexport.graphs.layers import noted_states
 from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3, usual_states

@@ -20,12 +20,12 @@ from msgspec import Meta
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.config import stored_table
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, head_tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.config import stored_table
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
 from specexport.methods.hidden_states.spec import MAX_STATES

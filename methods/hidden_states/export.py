@@ -12,15 +12,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.config import layers_in, outlined
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.outline import ModelOutline
-from specexport.checkpoints.reference import load_reference, reference_logits
 from specexport.contract import tensors
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.tensors import cache_names
 from specexport.exporter import trace
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.config import layers_in, outlined
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.outline import ModelOutline
+from specexport.exporter.checkpoints.reference import load_reference, reference_logits
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.drafts import traced
 from specexport.exporter.method import Agreement, Build, MetaDraft, TargetOutline, Verification

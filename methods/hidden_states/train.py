@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, optimizers

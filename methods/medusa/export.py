@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint
-from specexport.checkpoints.reference import as_read, load_reference, reference_states
 from specexport.contract.folders import expanded
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.reference import as_read, load_reference, reference_states
 from specexport.exporter.method import (
     Added,
     Agreement,

@@ -8,13 +8,13 @@ from typing import ClassVar
 import msgspec
 from tokenizers import Tokenizer
 
-from specexport.checkpoints.reference import as_read, load_reference
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
+from specexport.exporter.checkpoints.reference import as_read, load_reference
 from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
 from specexport.exporter.method import Agreement, Build, MethodExporter, TargetOutline, Verification, vocabulary
 from specexport.graphs.step import StepModule

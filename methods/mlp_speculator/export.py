@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from specexport.checkpoints.reference import load_reference, reference_states
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
@@ -25,6 +24,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.checkpoints.reference import load_reference, reference_states
 from specexport.exporter.drafts import traced
 from specexport.exporter.method import (
     Agreement,

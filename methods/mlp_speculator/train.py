@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.accuracy import HeadAccuracy
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train_options import SpeculatorOptions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from specexport.checkpoints.checkpoint import Checkpoint
 from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.drafts import traced
 from specexport.exporter.method import Added, Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import BuildOptions

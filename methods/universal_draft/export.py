@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import msgspec
 
-from specexport.checkpoints.checkpoint import load_tokenizer
-from specexport.checkpoints.locate import locate
+from specexport.exporter.checkpoints.checkpoint import load_tokenizer
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.drafts import load_draft
 from specexport.exporter.method import Agreement, Build, TargetOutline, Verification
 from specexport.graphs.propose import MAX_CANDIDATES

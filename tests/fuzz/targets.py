@@ -90,7 +90,7 @@ def tree(seed: str, data: bytes | None, folder: Path) -> None:
 
 
 def _checkpoint(seed: str, data: bytes | None, folder: Path, name: str) -> None:
-    from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
 
     model = _copy(seed, folder)
     put(model / name, data)
@@ -120,8 +120,8 @@ def index(seed: str, data: bytes | None, folder: Path) -> None:
 
 def gguf(seed: str, data: bytes | None, folder: Path) -> None:
     """A GGUF file: header, configuration, tokenizer and weights."""
-    from specexport.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-    from specexport.checkpoints.locate import find, locate
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+    from specexport.exporter.checkpoints.locate import find, locate
 
     file = folder / Path(seed).name
     put(file, Path(seed).read_bytes() if data is None else data)

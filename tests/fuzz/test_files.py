@@ -137,7 +137,7 @@ def test_checkpoints(fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, f
 
 def as_gguf(path: Path, done: list[Edit]) -> bytes:
     """Its metadata and the table of its tensors, which are its beginning, or all of it."""
-    from specexport.checkpoints.gguf.header import read_header
+    from specexport.exporter.checkpoints.gguf.header import read_header
 
     raw = path.read_bytes()
     if done[0][0] % 4 == 0:
@@ -149,7 +149,7 @@ def as_gguf(path: Path, done: list[Edit]) -> bytes:
 @pytest.mark.exporter
 def test_gguf_headers(fuzz: Fuzz, checkpoints: Path) -> None:
     """The header alone, in this process: it allocates nothing that the file does not have."""
-    from specexport.checkpoints.gguf.header import read_header
+    from specexport.exporter.checkpoints.gguf.header import read_header
     from tests.gguf_files import make_gguf
 
     path = make_gguf(checkpoints / "header.gguf", checkpoints / "model")

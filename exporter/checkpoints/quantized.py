@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from msgspec import Meta
 
-from specexport.checkpoints.stored import StoredTensor
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.stored import StoredTensor
 
 QUANTIZATION = "quantization_config"
 Kind = Literal["int4", "int8", "fp8"]

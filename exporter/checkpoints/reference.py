@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.checkpoints.config import load_causal_lm, read_model_config
 from specexport.contract.errors import BundleError
 from specexport.contract.model import Model
+from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config
 from specexport.graphs.layers import keep_first_layers
 
 Array = npt.NDArray[Any]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
+from specexport.exporter.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of a configuration that say how many such layers there are."""
@@ -147,7 +147,7 @@ def outline(source: str | Path) -> ModelOutline:
         return described(document)
     except (UnknownSizesError, OSError, ValueError, RecursionError):
         # Imported here: torch takes seconds.
-        from specexport.checkpoints.config import meta_model, outlined
+        from specexport.exporter.checkpoints.config import meta_model, outlined
 
         model = meta_model(folder)
         return outlined(model, model.config)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.checkpoints.reference import reference_logits
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoints.reference import reference_logits
 from specexport.exporter.step_session import StepSession
 from specexport.runtime.bundle import Bundle
 

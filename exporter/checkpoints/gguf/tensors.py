@@ -14,11 +14,11 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from specexport.checkpoints.gguf.blocks import KEPT, scales_of
-from specexport.checkpoints.gguf.header import Header, TensorPlace
-from specexport.checkpoints.quantized import QuantizedTensor, Scales
-from specexport.checkpoints.stored import StoredTensor
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.gguf.blocks import KEPT, scales_of
+from specexport.exporter.checkpoints.gguf.header import Header, TensorPlace
+from specexport.exporter.checkpoints.quantized import QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import StoredTensor
 
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 _UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -44,7 +44,7 @@ def locate(source: str, *, weights: bool = True) -> Path:
     """
     path = find(source, weights=weights)
     if not (path / CONFIG).is_file():
-        from specexport.checkpoints.gguf.folder import describe  # imports torch
+        from specexport.exporter.checkpoints.gguf.folder import describe  # imports torch
 
         describe(path)
     return path

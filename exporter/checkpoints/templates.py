@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from specexport.checkpoints.stored import read_config
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import DEFAULT_TEMPLATE, SettingNote, short
+from specexport.exporter.checkpoints.stored import read_config
 
 _PROCESSOR = ("processor_config.json", "chat_template.json")
 """Where processors have theirs, the first before the second."""

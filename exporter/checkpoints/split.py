@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import torch
 
-from specexport.checkpoints import streamed
-from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.checkpoints.parity import TOLERANCE
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.streamed import read_weights
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints import streamed
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.exporter.checkpoints.parity import TOLERANCE
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.streamed import read_weights
 from specexport.graphs.ops import join_of_ranks, met_by, sum_of_ranks
 
 

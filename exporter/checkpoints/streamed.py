@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.stored import StoredTensor
+from specexport.exporter.checkpoints.stored import StoredTensor
 
 LARGE = 1 << 18
 """Numbers of a tensor that stays in its file, at least."""

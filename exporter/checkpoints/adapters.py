@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoints.locate import ADAPTER
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import StoredTensor
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.locate import ADAPTER
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.stored import StoredTensor
 
 _HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")

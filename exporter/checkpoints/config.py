@@ -17,18 +17,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specexport.checkpoints.adapters import merged
-from specexport.checkpoints.gguf.folder import header_of
-from specexport.checkpoints.gguf.tensors import format_of, tensors_of
-from specexport.checkpoints.locate import ADAPTER, locate, unreadable
-from specexport.checkpoints.locate import INDEX as INDEX
-from specexport.checkpoints.locate import SINGLE as SINGLE
-from specexport.checkpoints.outline import ModelOutline, Parameter
-from specexport.checkpoints.quantized import Kind, dequantized, quantization
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import CONFIG, StoredTensor, require_sane, stored_tensors
-from specexport.checkpoints.streamed import StandIns
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.adapters import merged
+from specexport.exporter.checkpoints.gguf.folder import header_of
+from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
+from specexport.exporter.checkpoints.locate import ADAPTER, locate, unreadable
+from specexport.exporter.checkpoints.locate import INDEX as INDEX
+from specexport.exporter.checkpoints.locate import SINGLE as SINGLE
+from specexport.exporter.checkpoints.outline import ModelOutline, Parameter
+from specexport.exporter.checkpoints.quantized import Kind, dequantized, quantization
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, require_sane, stored_tensors
+from specexport.exporter.checkpoints.streamed import StandIns
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 16 << 20
@@ -212,7 +212,7 @@ def load_causal_lm(
         folder: the checkpoint.
         config: its configuration.
         streamed: leaves large matrices in their files; the model then runs within
-            :func:`~specexport.checkpoints.streamed.read_weights`.
+            :func:`~specexport.exporter.checkpoints.streamed.read_weights`.
         how: more arguments of ``from_pretrained``.
 
     Returns:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from specexport.checkpoints.quantized import Factors, Kind, Scales
+from specexport.exporter.checkpoints.quantized import Factors, Kind, Scales
 
 _Bytes = npt.NDArray[np.uint8]
 _Parts = tuple[Factors, Factors | None]

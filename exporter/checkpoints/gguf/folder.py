@@ -17,11 +17,11 @@ import gguf
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from specexport.checkpoints.gguf.header import Header, as_library_reader, read_header
-from specexport.checkpoints.locate import CONFIG
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.stored import require_sane
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.gguf.header import Header, as_library_reader, read_header
+from specexport.exporter.checkpoints.locate import CONFIG
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.stored import require_sane
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _CONTROL = 3

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from specexport.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.checkpoints.quiet import quiet
-from specexport.checkpoints.streamed import read_weights
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.states import KeptStates, with_rows
 from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.streamed import read_weights
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 

@@ -21,7 +21,7 @@ def stored_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         # Imported here: torch takes seconds.
-        from specexport.checkpoints.checkpoint import load_tokenizer
+        from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 
         return load_tokenizer(folder).tokenizer
     try:

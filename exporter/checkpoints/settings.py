@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from specexport.checkpoints.config import GENERATION
-from specexport.checkpoints.stored import CONFIG
 from specexport.contract.manifest import SettingNote, short
+from specexport.exporter.checkpoints.config import GENERATION
+from specexport.exporter.checkpoints.stored import CONFIG
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]

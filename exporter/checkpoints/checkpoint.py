@@ -15,19 +15,19 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from specexport.checkpoints.config import (
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.model import CacheLayer, StateLayer
+from specexport.exporter.checkpoints.config import (
     load_causal_lm,
     quantized_in,
     read_model_config,
     require_stored,
 )
-from specexport.checkpoints.generation import read_generation
-from specexport.checkpoints.locate import locate
-from specexport.checkpoints.stored import StoredTensor
-from specexport.checkpoints.templates import chat_templates
-from specexport.contract.errors import BuildError
-from specexport.contract.manifest import GenerationDefaults
-from specexport.contract.model import CacheLayer, StateLayer
+from specexport.exporter.checkpoints.generation import read_generation
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.stored import StoredTensor
+from specexport.exporter.checkpoints.templates import chat_templates
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.recurrent import StateProbe, recurrent, take_over
@@ -42,7 +42,7 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", 
 class Checkpoint:
     """A loaded model, in fp32, whose attention goes through :mod:`specexport.graphs.attention`.
 
-    Its large matrices stay in their files (:mod:`specexport.checkpoints.streamed`).
+    Its large matrices stay in their files (:mod:`specexport.exporter.checkpoints.streamed`).
 
     Attributes:
         source: what the user named: a folder or a hub id.

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from specexport.checkpoints.locate import locate
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
 from specexport.verify import engines, logits

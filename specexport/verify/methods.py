@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.checkpoints.locate import locate
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.opening import open_backend

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from specexport.checkpoints.config import GENERATION, read_document
-from specexport.checkpoints.stored import CONFIG
 from specexport.contract.errors import BuildError
 from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Probability
+from specexport.exporter.checkpoints.config import GENERATION, read_document
+from specexport.exporter.checkpoints.stored import CONFIG
 
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
