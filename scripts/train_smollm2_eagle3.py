@@ -36,6 +36,8 @@ _TEMPERATURES = (0.0, 0.7)
 
 
 def _answers(llm: LLM, asked: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
+    if not asked:
+        return []
     params = [
         SamplingParams(max_tokens=_MOST_TOKENS, temperature=temperature, seed=seed + number)
         for number, temperature in enumerate(temperatures)
