@@ -21,7 +21,7 @@ from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.graph import Array, Graph
+from specexport.runtime.backend import Array, Graph
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import machine, new_table, write_report
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda.device_program import DeviceProgram
+from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.stream import completed
 from specexport.tables import Table, show

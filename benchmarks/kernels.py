@@ -20,11 +20,11 @@ from benchmarks import common
 from benchmarks.operators import PAST, runs
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract.errors import BackendError
+from specexport.runtime.backend import Graph
+from specexport.runtime.backends.onnxruntime.kernels import SWITCH, instruction_set, kernels_described
+from specexport.runtime.backends.opening import open_graph
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import Graph
-from specexport.runtime.kernels import SWITCH, instruction_set, kernels_described
-from specexport.runtime.opening import open_graph
 from specexport.tables import show
 
 CHOICES = (4, 1, 2, 3, 6, 8)

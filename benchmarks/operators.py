@@ -24,10 +24,10 @@ from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.model import Model
+from specexport.runtime.backend import Graph
+from specexport.runtime.backends.opening import open_graph
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import Graph
-from specexport.runtime.opening import open_graph
 from specexport.tables import show
 
 PAST, CHOICES = 100, (4, 1, 2, 3, 6, 8)

@@ -8,9 +8,9 @@ import statistics
 from benchmarks import common
 from benchmarks.operators import PAST, runs
 from benchmarks.pair import built, inflated_pair
+from specexport.runtime.backends.opening import open_backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.opening import open_backend
 from specexport.tables import show
 
 

@@ -13,9 +13,9 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.states import cell_rows
+from specexport.runtime.backends.onnxruntime.graph import MINIMUM
+from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores, disable_telemetry
-from specexport.runtime.ort import MINIMUM
-from specexport.runtime.segments import open_whole
 
 _SIZES = {"B": 1, "T": 16, "R": 16, "K": 1, "S": 24, "C": 1}
 """First tokens of a vocabulary are special ones, such as padding, whose embedding is often zero."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.states import KeptStates
+from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores
-from specexport.runtime.segments import open_whole
 
 Array = npt.NDArray[Any]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NAME = "libspecexport.so"
-"""Of the library; ``runtime/kernels.py`` looks for it."""
+"""Of the library; ``runtime/backends/onnxruntime/kernels.py`` looks for it."""
 
 # Never -ffast-math or contraction: a row's bits must not depend on how a compiler groups the sums of a loop.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -ffp-contract=off -Wall -Wextra"

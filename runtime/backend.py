@@ -1,13 +1,166 @@
-"""The interface of inference backends."""
+"""The interfaces of inference backends and of the graphs that they load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from specexport.contract.model import Model
-from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.step_program import LoadedMethod, StepProgram
+import numpy.typing as npt
+
+from specexport.contract import tensors
+from specexport.contract.errors import BackendError
+from specexport.contract.model import CacheLayer, Model
+from specexport.contract.shapes import ShapePoint
+
+if TYPE_CHECKING:
+    from specexport.runtime.step_program import LoadedMethod, StepProgram
+
+Array = npt.NDArray[Any]
+Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
+"""Creates the input and output arrays of a shape point, without the caches."""
+FIRST = range(1)
+"""The window of a single request: the first slot alone."""
+
+
+TILE = 16
+"""The last part of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
+
+
+class Graph(ABC):
+    """A loaded graph with its static buffers and a cache of several slots.
+
+    A run takes a window of neighbouring slots, as many as one of the batch sizes, at one of the bundle's shape points:
+    T tokens; R rows of logits for step graphs; K draft tokens for propose graphs. Inputs are written into the arrays
+    :meth:`inputs` returns; results are read from those :meth:`run` returns; their first dimension is the window's. Both
+    are the same memory call after call: copy what must outlive the next run.
+
+    Attributes:
+        sizes: batch sizes a window may have, ascending; the last is the number of slots.
+        cache_sizes: rows a slot's cache may have, ascending.
+        any_width: whether a draft's run takes any T, as dimensions are free.
+    """
+
+    sizes: tuple[int, ...]
+    any_width: bool = False
+
+    def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
+        self._points = frozenset(points)
+        self._slots = slots
+        self._filled = [0] * slots
+        self.cache_sizes = tuple(sorted({point.cache for point in points}))
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache at its present size."""
+
+    def widths(self, slots: int) -> tuple[int, ...]:
+        """T of the steps of this many slots that compute logits of every token, ascending."""
+        return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
+
+    def step_width(self, slots: int, nodes: int) -> int:
+        """T of a step of this many slots whose largest tree has ``nodes`` nodes."""
+        return next(width for width in self.widths(slots) if width >= nodes)
+
+    def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
+        """K and T of a propose graph's runs of this many slots, ascending."""
+        return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
+
+    def filled(self, slot: int) -> int:
+        """The number of committed rows in a slot's cache."""
+        return self._filled[slot]
+
+    def reusable(self, slot: int, rows: int) -> int:
+        """The number of a slot's first ``rows`` rows that another text may reuse.
+
+        Layers without attention can go back a few tokens only, so with them it is 0 for shorter prefixes.
+        """
+        return min(rows, self._filled[slot])
+
+    @abstractmethod
+    def reserve(self, rows: int) -> None:
+        """Grows every slot's cache to at least ``rows`` rows and keeps its content.
+
+        Raises:
+            BackendError: the bundle has no cache so large.
+        """
+
+    @abstractmethod
+    def shrink_cache(self, rows: int) -> None:
+        """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
+
+    @abstractmethod
+    def copy(self, source: int, to: int, rows: int) -> None:
+        """Copies the first ``rows`` rows of a slot's cache to another one, as far as they are :meth:`reusable`."""
+
+    @abstractmethod
+    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        """Commits the rows of some of the last run's tokens to the cache, one after the other.
+
+        To be called after every run whose rows are used; rows that are in place are not copied.
+
+        Args:
+            slot: one of the run's window.
+            past: the run's ``past_length``.
+            nodes: the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
+        """
+
+    @abstractmethod
+    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
+        """The input arrays of a shape point at the present cache size, by name."""
+
+    @abstractmethod
+    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
+        """Sets ``past_length`` so that the next run overwrites no committed rows.
+
+        To be called before ``past_length`` is set for the slots that take part. The run writes rows into every slot of
+        the window; another slot that is too full for them loses its last rows.
+        """
+
+    @abstractmethod
+    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
+        """Runs at a shape point; returns the outputs by name, without the caches."""
+
+    def chunk(self, most: int, tokens: int) -> int:
+        """T of a run that reads ``tokens`` tokens of a prompt; by default always the largest, ``most``."""
+        return most
+
+    def _cache_size(self, rows: int) -> int:
+        """The smallest cache of at least ``rows`` rows."""
+        size = next((size for size in self.cache_sizes if size >= rows), None)
+        if size is None:
+            raise BackendError(f"{rows} cache rows needed, but the bundle's largest cache has {self.cache_sizes[-1]}")
+        return size
+
+    def _require(self, point: ShapePoint) -> ShapePoint:
+        if point not in self._points:
+            raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
+        return point
+
+    def _protect(self, inputs: Mapping[str, Array], slots: range, most: int) -> None:
+        """Implements :meth:`protect_rows`; ``most`` committed rows leave room for the run's."""
+        if tensors.PAST_LENGTH in inputs:  # none without a cache
+            for at, slot in enumerate(slots):
+                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """How a backend is opened; each backend uses what applies to its device.
+
+    Attributes:
+        name: the backend, as one entry point may serve several names.
+        threads: for CPUs; None for every core that this process may use.
+        gpu_memory_utilization: for GPUs, the share of the device's memory that may be used, other programs' included.
+        keep: cache graphs as a library optimizes them, so that the next opening is faster.
+    """
+
+    name: str
+    threads: int | None
+    gpu_memory_utilization: float
+    keep: bool
 
 
 class Backend(Protocol):
@@ -52,3 +205,12 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees everything that was opened; later calls do nothing."""
+
+
+def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:
+    """Names of the layers' cache inputs, by their heads and row width."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for index, layer in enumerate(layers):
+        names.setdefault((layer.heads, layer.key_size), []).append(tensors.past_key(index))
+        names.setdefault((layer.heads, layer.value_size), []).append(tensors.past_value(index))
+    return names

@@ -9,7 +9,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import GraphSignature, Signature
-from specexport.runtime.graph import Array, Buffers
+from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.params import SamplingParams
 
 _INITIAL_VALUES: dict[str, Callable[[ShapePoint], Array]] = {

@@ -15,10 +15,9 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Backend
+from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.buffers import buffers
 from specexport.runtime.costs import Cost, CostCurve, MethodCosts
-from specexport.runtime.graph import Graph
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView

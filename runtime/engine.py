@@ -24,7 +24,8 @@ from specexport.contract.methods import (
     with_trees,
 )
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Backend
+from specexport.runtime.backend import Backend, Graph
+from specexport.runtime.backends.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.bypass import BypassRunner, bypasses_model, continuation
@@ -32,9 +33,7 @@ from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measur
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
-from specexport.runtime.graph import Graph
 from specexport.runtime.logits import LogitsProcessor, Penalties
-from specexport.runtime.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView

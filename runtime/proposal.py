@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from specexport.contract.methods import Method, MethodOptions
 from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import Array, Graph
 from specexport.runtime.embeds import Embeddings
-from specexport.runtime.graph import Array, Graph
 from specexport.runtime.logits import LogitsProcessor
 from specexport.runtime.logprobs import TokenLogprobs
 from specexport.runtime.params import SamplingParams

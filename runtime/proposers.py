@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specexport.contract.methods import Method, part
-from specexport.runtime.backend import Backend
+from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import Graph
 from specexport.runtime.proposal import Proposer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from specexport.runtime.graph import Graph
+from specexport.runtime.backend import Graph
 from specexport.runtime.proposal import Proposer
 
 ReadChunk = Callable[[int, list[int], int], None]

@@ -22,7 +22,7 @@ MACHINES = ("x86_64", "aarch64")
 GLIBC = "2.17"
 LARGEST = 3_000_000
 """Bytes of a wheel."""
-TRIED = "from specexport.runtime.kernels import kernels_described; print(kernels_described())"
+TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels_described; print(kernels_described())"
 
 
 def main() -> int:

@@ -20,11 +20,11 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import MethodOptions, known, listed, method_type, read_methods
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
 from specexport.runtime.chat import Message
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
 from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
-from specexport.runtime.opening import DEFAULT_UTILIZATION
 from specexport.runtime.speculative import DEFAULT, Speculative
 from specexport.runtime.values import require_text
 

@@ -1,4 +1,4 @@
-"""NCCL over sockets between processes of this host, for targets that GPUs share: for ``specexport.runtime.cuda.nccl``.
+"""NCCL over sockets between processes of this host, for targets that GPUs share.
 
 As with the real one a rank that is gone is waited for until the communicator is closed.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.runtime.cuda import api, backend, ort, trt
-from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.segments import combine
+from specexport.runtime.backends.cuda import api, backend, ort, trt
+from specexport.runtime.backends.cuda.memory import Tensor
+from specexport.runtime.backends.ranks import combine
 from tests.cuda_stand_in import StandIn
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu
 from tests.tensorrt_stand_in import TensorRT
@@ -139,7 +139,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, folder: Path, bundle: Path, cuda: 
 
 def in_a_follower(bundle: str) -> None:
     """What a process does first that runs a rank; others are left alone."""
-    if "specexport.runtime.follower" in sys.orig_argv:
+    if "specexport.runtime.backends.follower" in sys.orig_argv:
         cuda = StandIn()
         module = TensorRT(cuda, Path(bundle))
         api.Cuda.load = lambda: api.Cuda(cuda)  # type: ignore[method-assign,assignment,misc]

@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime as real
 import pytest
 
-from specexport.runtime.cuda import api, ort
+from specexport.runtime.backends.cuda import api, ort
 from tests.cuda_stand_in import StandIn
 
 CUDA = "CUDAExecutionProvider"

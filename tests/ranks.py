@@ -15,6 +15,6 @@ def followers(parent: int | None = None) -> list[int]:
             above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if above == (parent or os.getpid()) and b"specexport.runtime.follower" in words:
+        if above == (parent or os.getpid()) and b"specexport.runtime.backends.follower" in words:
             found.append(int(folder.name))
     return found

@@ -20,8 +20,8 @@ import onnxruntime
 import pytest
 
 from specexport.contract import tensors
-from specexport.runtime.cuda import api, trt
-from specexport.runtime.segments import Segments
+from specexport.runtime.backends.cuda import api, trt
+from specexport.runtime.backends.onnxruntime.segments import Segments
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000

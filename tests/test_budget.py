@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
 from specexport.contract.reading import read_manifest
 from specexport.methods.ngram import Ngram
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
 from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
 from specexport.runtime.choice import Option, best
@@ -97,6 +98,10 @@ def manifest(bundle: Bundles) -> Manifest:
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_choice_is_true() -> None:
+    assert doctest.testmod(choice) == (0, 5)
 
 
 def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest: Manifest) -> None:

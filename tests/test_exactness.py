@@ -17,9 +17,10 @@ import pytest
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine, SamplingParams, kernels
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backends.onnxruntime import kernels
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_session
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.ort import OnnxRuntimeGraph, open_session
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.ways import ways
 

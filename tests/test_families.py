@@ -30,8 +30,8 @@ from specexport.exporter.passes.one_token import fix_drafts
 from specexport.exporter.weights import Storage, WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
-from specexport.runtime.kernels import instruction_set
-from specexport.runtime.ort import open_session
+from specexport.runtime.backends.onnxruntime.graph import open_session
+from specexport.runtime.backends.onnxruntime.kernels import instruction_set
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 
 pytestmark = pytest.mark.exporter

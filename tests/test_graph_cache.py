@@ -13,9 +13,10 @@ import pytest
 from specexport.contract.model import CacheLayer
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams, graph_cache
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backends.onnxruntime import graph_cache
+from specexport.runtime.backends.onnxruntime.cache import Rows
 from specexport.runtime.machine import remove_unused
-from specexport.runtime.ort_cache import Rows
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ways import ways

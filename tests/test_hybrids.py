@@ -33,8 +33,8 @@ from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backends.opening import open_backend
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.opening import open_backend
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers import Opening, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative

@@ -11,9 +11,9 @@ import onnxruntime as ort
 import pytest
 
 from specexport.contract.errors import BackendError
-from specexport.runtime import kernels
-from specexport.runtime.kernels import PackedWeights
-from specexport.runtime.ort import open_session
+from specexport.runtime.backends.onnxruntime import kernels
+from specexport.runtime.backends.onnxruntime.graph import open_session
+from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
 
 onnx = pytest.importorskip("onnx")
 

@@ -15,8 +15,9 @@ import onnxruntime
 import pytest
 
 from specexport.cli import main
-from specexport.runtime import Engine, SamplingParams, kernels
-from specexport.runtime.kernels import PackedWeights
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backends.onnxruntime import kernels
+from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
 
 ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely: "
 MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"

@@ -14,8 +14,8 @@ import onnx.parser
 import pytest
 
 from specexport.contract.errors import BackendError
-from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.cuda.stream import CudaStream
+from specexport.runtime.backends.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.backends.cuda.stream import CudaStream
 from tests import test_gpu_dry_run
 from tests.null_cuda import log
 from tests.null_cuda.bindings import NullRuntime
@@ -89,7 +89,7 @@ def memory(cuda: Cuda, stream: CudaStream) -> Memory:
 
 
 def test_every_function_that_is_called_is_there() -> None:
-    sources = [ROOT / "runtime/cuda/api.py", *(ROOT / "benchmarks/gpu").glob("*.py")]
+    sources = [ROOT / "runtime/backends/cuda/api.py", *(ROOT / "benchmarks/gpu").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     called = set(re.findall(r'call\(\s*"(cuda\w+)"', text)) | set(re.findall(r"_rt\.(cuda\w+)", text))
     assert len(called) > 20

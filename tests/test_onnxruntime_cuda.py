@@ -28,8 +28,8 @@ from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.runtime import EmbedsPrompt, Engine
+from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda import api, ort
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.stream import Completion, completed
 from specexport.verify.graphs import check_graphs

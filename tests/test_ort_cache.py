@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specexport.contract.model import CacheLayer
-from specexport.runtime.ort_cache import GrowingCache
+from specexport.runtime.backends.onnxruntime.cache import GrowingCache
 
 LAYERS = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
 SIZES, SLOTS = (32, 48, 96, 192), 3

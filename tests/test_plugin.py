@@ -16,7 +16,7 @@ import pytest
 onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from specexport.runtime import kernels  # noqa: E402
+from specexport.runtime.backends.onnxruntime import kernels  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 FLOAT = TensorProto.FLOAT
@@ -166,7 +166,8 @@ def test_a_file_of_weights_that_is_cut_short_is_named(tmp_path: Path) -> None:
 def test_weights_that_are_claimed_are_held_by_no_other(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "ours")]
     path = save(tmp_path / "model.onnx", nodes, values("x", "N", 4096), values("y", "N", 4096), w=normal(4096, 4096))
-    held = "import sys; from specexport.runtime import kernels; from pathlib import Path; import onnxruntime as ort\n"
+    held = "import sys; from pathlib import Path; import onnxruntime as ort\n"
+    held += "from specexport.runtime.backends.onnxruntime import kernels\n"
     held += f"kernels.LIBRARY = Path({str(kernels.LIBRARY)!r}); options = ort.SessionOptions()\n"
     held += f"assert kernels.add_kernels(options, 1); session = ort.InferenceSession({str(path)!r}, options)\n"
     held += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')))"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import specexport.contract
-from specexport.contract import methods
+from specexport.contract import methods, plugins
 from specexport.contract.errors import SpecExportError
 from specexport.contract.methods import TextMethod, known, method_type, part
 
@@ -93,25 +93,25 @@ def _broken() -> Any:
 def test_somebody_else_s_package_is_named_if_it_does_not_fit(
     load: Callable[[], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = tuple(methods.entry_points(group=methods.GROUP))
-    monkeypatch.setattr(methods, "entry_points", lambda group: [*ours, _Entry(load)])
-    for cached in (methods._entries, methods.known, methods.method_type):
+    ours = tuple(plugins.entry_points(group=methods.GROUP))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [*ours, _Entry(load)])
+    for cached in (plugins.offered, methods.method_type):
         cached.cache_clear()
     try:
         with pytest.raises(SpecExportError, match=reason):
             method_type("theirs")
     finally:
-        for cached in (methods._entries, methods.known, methods.method_type):
+        for cached in (plugins.offered, methods.method_type):
             cached.cache_clear()
 
 
 def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "entry_points", lambda group: [])
-    methods._entries.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    plugins.offered.cache_clear()
     try:
         with pytest.raises(
             SpecExportError, match=r"without its entry points of specexport\.methods.*; install it again"
         ):
-            methods._entries()
+            plugins.offered(methods.GROUP)
     finally:
-        methods._entries.cache_clear()
+        plugins.offered.cache_clear()

@@ -31,12 +31,13 @@ from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.engines.source import write_segments, write_source
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams, segments
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backends.cuda import nccl
+from specexport.runtime.backends.cuda.memory import Tensor
+from specexport.runtime.backends.cuda.ort import _Exchange
+from specexport.runtime.backends.onnxruntime import segments
+from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda import nccl
-from specexport.runtime.cuda.memory import Tensor
-from specexport.runtime.cuda.ort import _Exchange
-from specexport.runtime.segments import open_whole
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
 from specexport.verify.graphs import check_graphs
@@ -414,7 +415,7 @@ def test_what_is_missing_on_gpus_is_named(gpus: TensorRT, monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"rank 1 ended with status 1 of the 2 processes"):
         Engine.load(gpus.folder, check_hashes=False)
     monkeypatch.setattr(ctypes, "CDLL", _no_library)
-    monkeypatch.setattr("specexport.runtime.cuda.backend.Nccl", nccl.Nccl)
+    monkeypatch.setattr("specexport.runtime.backends.cuda.backend.Nccl", nccl.Nccl)
     words = r"libnccl\.so\.2 cannot be loaded \(not there\).*pip install nvidia-nccl-cu13"
     with pytest.raises(BackendError, match=words):
         Engine.load(gpus.folder, check_hashes=False)

@@ -14,8 +14,8 @@ from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda.executor import Enqueue
-from specexport.runtime.ort import OnnxRuntimeGraph
+from specexport.runtime.backends.cuda.executor import Enqueue
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN

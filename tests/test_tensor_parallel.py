@@ -25,7 +25,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime import ranks as runtime_ranks
+from specexport.runtime.backends import ranks as runtime_ranks
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ranks import followers

@@ -19,7 +19,7 @@ import pytest
 from specexport.contract import engines as ce
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda import api, library, trt
+from specexport.runtime.backends.cuda import api, library, trt
 from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
@@ -125,7 +125,7 @@ import sys
 sys.modules["onnxruntime"] = None  # importing it is an error
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine
-from specexport.runtime.cuda import backend, device_program, trt
+from specexport.runtime.backends.cuda import backend, device_program, trt
 try:
     Engine.load(sys.argv[1])
 except BackendError as error:

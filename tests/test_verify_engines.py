@@ -30,8 +30,8 @@ from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
 from specexport.exporter.engines.options import EngineOptions
+from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.api import Cuda
 from specexport.verify import bundle as module
 from specexport.verify import engines as verify_engines
 from specexport.verify.bundle import verify

@@ -32,8 +32,8 @@ from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Finding
 from benchmarks.gpu.prepared import KINDS, PAIRS, TINY, prepare, unpacked
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.cuda import ort
-from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.backends.cuda import ort
+from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +33,7 @@ from specexport.contract.methods.base import (
     with_draft,
     with_trees,
 )
+from specexport.contract.plugins import load, offered
 from specexport.contract.tree import TokenTree
 
 __all__ = [
@@ -62,33 +62,15 @@ __all__ = [
 ]
 
 GROUP = "specexport.methods"
-_PACKAGE = "specexport"
 _SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
 """What vLLM calls MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
 
 
-@lru_cache(maxsize=1)
-def _entries() -> dict[str, EntryPoint]:
-    """The entry points of installed packages by name, this package's first; looking takes 20 ms and more."""
-
-    def foreign(entry: EntryPoint) -> bool:
-        return not entry.value.startswith(f"{_PACKAGE}.")  # its distribution's name takes 10 ms to read
-
-    found = sorted(entry_points(group=GROUP), key=lambda entry: (foreign(entry), entry.name))
-    if not found or foreign(found[0]):
-        raise SpecExportError(
-            f"the package {_PACKAGE!r} is installed without its entry points of {GROUP}, as by an older version; "
-            "install it again"
-        )
-    return {entry.name: entry for entry in reversed(found)}
-
-
-@lru_cache(maxsize=1)
 def known() -> tuple[str, ...]:
     """The names of all methods: those of this package, then those that other installed packages add."""
-    return tuple(reversed(_entries()))
+    return tuple(offered(GROUP))
 
 
 @lru_cache(maxsize=64)
@@ -102,13 +84,7 @@ def method_type(name: str) -> type[Method]:
         raise SpecExportError(
             f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it"
         )
-    try:
-        kind = _entries()[name].load()
-    except Exception as error:  # a third party's package may raise anything
-        raise SpecExportError(
-            f"the entry point {name!r} of {GROUP} cannot be loaded: {type(error).__name__}: {error}; repair or "
-            "uninstall its package"
-        ) from error
+    kind = load(GROUP, name)
     if not isinstance(kind, type) or not issubclass(kind, Method) or method_name(kind) != name:
         raise SpecExportError(
             f"the entry point {name!r} of {GROUP} is {kind!r}; expected a subclass of Method with tag={name!r}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from specexport.contract import tensors
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.propose import StatesProposer
-from specexport.runtime.graph import Array
+from specexport.runtime.backend import Array
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers import Opening
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specexport.contract import tensors
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.methods.hidden_states.spec import OwnStateDraft
-from specexport.runtime.graph import Array
+from specexport.runtime.backend import Array
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers import Opening
 

@@ -10,8 +10,8 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.methods.lookahead.spec import Lookahead
+from specexport.runtime.backend import Array
 from specexport.runtime.embeds import is_embedding
-from specexport.runtime.graph import Array
 from specexport.runtime.proposal import Proposal, Proposer, SlotProposer, SlotView, Window
 from specexport.runtime.proposers import Opening
 

@@ -12,9 +12,9 @@ from specexport.contract import tensors
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
+from specexport.runtime.backend import Array, Graph
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.embeds import is_embedding
-from specexport.runtime.graph import Array, Graph
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
 from specexport.runtime.proposers import Opening
 from specexport.runtime.sampling import Floats

@@ -8,7 +8,7 @@ from typing import Any
 
 from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
-from specexport.runtime.opening import DEFAULT_UTILIZATION
+from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
 
 SOURCE = "BUNDLE_OR_MODEL"
 SOURCE_HELP = "a bundle, or a model (folder, hub id or .gguf file) that is built on first use"

@@ -20,7 +20,7 @@ from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.runtime.kernels import kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import kernels_described
 from specexport.tables import Table, show
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")

@@ -27,10 +27,10 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.compiler import CompilerLibrary, load_library
 from specexport.exporter.quality import relative_rms
+from specexport.runtime.backends.cuda.api import Cuda
+from specexport.runtime.backends.cuda.library import choose
+from specexport.runtime.backends.cuda.trt import check_version, load_engine
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.library import choose
-from specexport.runtime.cuda.trt import check_version, load_engine
 from specexport.runtime.symlinks import open_linked
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 

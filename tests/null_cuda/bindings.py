@@ -1,7 +1,7 @@
 """``cuda.bindings.runtime`` over the null libcudart, which the real package cannot be given: it brings its own.
 
 Enumerations and statuses are the real package's. Functions have its signatures, which a test compares, and are those
-that ``runtime/cuda/api.py`` and ``benchmarks/gpu`` call.
+that ``runtime/backends/cuda/api.py`` and ``benchmarks/gpu`` call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from cuda.bindings import runtime as real
 
 from specexport.contract import tensors
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.device_program import DeviceProgram
+from specexport.runtime.backends.cuda.api import Cuda
+from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.policy import SpeculationPolicy
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t

@@ -25,7 +25,7 @@ import onnxruntime
 
 from specexport.contract.methods import method_name, method_type
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.cuda.device_program import DeviceProgram
+from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import HostProgram
 from specexport.runtime.stream import completed

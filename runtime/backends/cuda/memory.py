@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from specexport.runtime.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.cuda.stream import CudaStream
-from specexport.runtime.cuda.thread import DeviceThread
-from specexport.runtime.graph import Array
+from specexport.runtime.backend import Array
+from specexport.runtime.backends.cuda.api import Cuda, OutOfDeviceMemoryError
+from specexport.runtime.backends.cuda.stream import CudaStream
+from specexport.runtime.backends.cuda.thread import DeviceThread
 
 ALIGNMENT = 256
 """Bytes; of every region and every array in it, as TensorRT requires."""

@@ -10,7 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.signature import caches, returned
-from specexport.runtime.graph import Array, Buffers
+from specexport.runtime.backend import Array, Buffers
 
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
 _FIELDS = {

@@ -14,9 +14,9 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.program import fill_point, filled_trees, fills
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.cuda.executor import Executor
-from specexport.runtime.cuda.graph import DeviceGraph, Width
-from specexport.runtime.graph import Array
+from specexport.runtime.backend import Array
+from specexport.runtime.backends.cuda.executor import Executor
+from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
 

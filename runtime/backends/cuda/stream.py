@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from specexport.contract.errors import BackendError
-from specexport.runtime.cuda.api import Cuda
+from specexport.runtime.backends.cuda.api import Cuda
 
 
 class CudaStream:

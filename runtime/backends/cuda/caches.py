@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from specexport.contract.model import CacheLayer
-from specexport.runtime.cuda.memory import Device, Memory, MemoryPlan, Tensor, aligned
-from specexport.runtime.graph import caches_by_shape
+from specexport.runtime.backend import caches_by_shape
+from specexport.runtime.backends.cuda.memory import Device, Memory, MemoryPlan, Tensor, aligned
 
 
 @dataclass(frozen=True)

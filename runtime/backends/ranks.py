@@ -20,17 +20,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
+from specexport.contract.tensors import MEETINGS
+from specexport.runtime.backend import FIRST, Array, Graph
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import FIRST, Array, Buffers, Graph
-from specexport.runtime.ort import OnnxRuntimeGraph, open_cached
-from specexport.runtime.segments import Segments, combine
 
 _BLOCK = 1 << 18
 """Numbers that are combined at a time; larger parts are combined piece by piece."""
@@ -43,7 +42,22 @@ ORPHANED = 3
 """Exit status of a rank that ended because another one ended."""
 LENGTH = struct.Struct("<I")
 """Format of the length that precedes each message in a pipe."""
-_FOLLOWER = "specexport.runtime.follower"
+_FOLLOWER = "specexport.runtime.backends.follower"
+
+
+Meet = Callable[[str, Array, Array], None]
+"""Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
+
+
+def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
+    """Sums parts in the order of their ranks, or joins them along the last axis: the tensor's name says which."""
+    _, join = MEETINGS
+    if name.startswith(join):
+        np.concatenate(parts, -1, out=whole)
+        return
+    np.add(parts[0], parts[1], out=whole)
+    for part in parts[2:]:
+        whole += part
 
 
 class RankLostError(BackendError):
@@ -77,7 +91,7 @@ class Meeting:
             peer.setblocking(False)
 
     def __call__(self, name: str, part: Array, whole: Array) -> None:
-        """See :data:`~specexport.runtime.segments.Meet`; sums are in the order of ranks, so equal on all of them."""
+        """See :data:`Meet`; sums are in the order of ranks, so equal on all of them."""
         flat, parts = part.reshape(-1), []
         several = flat.size > _BLOCK
         for start in range(0, flat.size, _BLOCK):
@@ -143,7 +157,7 @@ class Job(msgspec.Struct):
         memory: file descriptor of the shared memory, which it inherits.
         peers: file descriptors of its sockets to the other ranks.
         threads: on the CPU, threads of each rank.
-        keep: on the CPU, see :func:`~specexport.runtime.ort.open_cached`.
+        keep: on the CPU, cache graphs as onnxruntime optimizes them.
         backend: on GPUs, the library that runs the engines; then each rank sees one GPU.
         utilization: on GPUs, the share of the memory that may be used.
         unique_id: on GPUs, identifies the communicator to join.
@@ -218,6 +232,15 @@ class Followers:
                 end.close()
         self.meeting = Meeting(0, ends[0], self._memory)
         self._finalizer = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
+
+    def wait_until_open(self) -> None:
+        """Returns when every rank has opened its part; from then on a silent rank counts as lost.
+
+        Raises:
+            RankLostError: a rank ended.
+        """
+        self.meeting.wait()
+        self.meeting.timeout = _TIMEOUT
 
     def note(self, name: str, *arguments: int) -> None:
         """Has the followers change their caches in the same way before their next run."""
@@ -324,57 +347,3 @@ class Leading(Graph):
         if self._followers.lost is not None:
             self._followers.give_up(self._followers.lost)
         return outputs
-
-
-class LeadingGraph(Leading, OnnxRuntimeGraph):
-    """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
-
-    @classmethod
-    def open(cls, bundle: Bundle, slots: int, buffers: Buffers, threads: int, keep: bool) -> LeadingGraph:
-        """Starts the other ranks, and opens this one's part.
-
-        Args:
-            bundle: a bundle with a split target.
-            slots: number of slots of the cache.
-            buffers: creates the arrays of a shape point.
-            threads: threads of all ranks together.
-            keep: see :func:`~specexport.runtime.ort.open_cached`.
-
-        Raises:
-            BackendError: a rank cannot be started, or its graph is refused.
-        """
-        share = max(1, threads // len(bundle.manifest.target.ranks))
-        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=share, keep=keep))
-        try:
-            graph: LeadingGraph = open_rank(cls, bundle, 0, slots, buffers, share, keep, followers.meeting)
-            graph._followers = followers
-            followers.meeting.wait()
-        except RankLostError as lost:
-            followers.give_up(lost)
-        except BaseException:
-            followers.close()
-            raise
-        followers.meeting.timeout = _TIMEOUT
-        return graph
-
-    def close(self) -> None:
-        """Ends the other ranks."""
-        self._followers.close()
-
-
-def open_rank(
-    kind: type[Any],
-    bundle: Bundle,
-    rank: int,
-    slots: int,
-    buffers: Buffers,
-    threads: int,
-    keep: bool,
-    meeting: Meeting,
-) -> Any:
-    """Opens a rank's part of the target as a graph of the class ``kind``."""
-    model, lowering = bundle.manifest.target, bundle.manifest.lowering
-    files = model.ranks[rank].segments
-    sessions = [open_cached(bundle, model, name, threads, keep) for name in files]
-    segments = Segments(sessions, len(model.ranks), lowering, meeting)
-    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)

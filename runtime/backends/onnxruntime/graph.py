@@ -16,13 +16,13 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import KeptStates
+from specexport.runtime.backend import FIRST, TILE, Array, Buffers, Graph
+from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
+from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
+from specexport.runtime.backends.onnxruntime.graph_check import require_declared
+from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import FIRST, TILE, Array, Buffers, Graph
-from specexport.runtime.graph_cache import GraphCache
-from specexport.runtime.graph_check import require_declared
-from specexport.runtime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
 from specexport.runtime.machine import disable_telemetry
-from specexport.runtime.ort_cache import GrowingCache, Rows
 from specexport.runtime.symlinks import open_linked
 
 _Shape = tuple[int, int, int, int]
@@ -68,7 +68,7 @@ def open_session(
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` of a master graph on the CPU, with the options that the engine uses.
 
-    If :mod:`~specexport.runtime.kernels` are used, the nodes that they claim run on them.
+    If :mod:`~specexport.runtime.backends.onnxruntime.kernels` are used, the nodes that they claim run on them.
 
     Args:
         path: the graph.
@@ -125,7 +125,7 @@ def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: boo
         name: the graph's file.
         threads: number of threads of its operators.
         keep: whether to write missing cache entries: graphs for onnxruntime's kernels
-            (:class:`~specexport.runtime.graph_cache.GraphCache`), packed weights for ours.
+            (:class:`~specexport.runtime.backends.onnxruntime.graph_cache.GraphCache`), packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.
@@ -143,7 +143,7 @@ def files_hash(bundle: Bundle) -> str:
 
 
 class OnnxRuntimeGraph(Graph):
-    """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.graph.Graph`.
+    """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.backend.Graph`.
 
     The session runs the symbolic master, so weights are in memory once, and a step may have any width. A point's input
     and output buffers are allocated once, and bound once a window together with the caches of its slots, which are
@@ -183,7 +183,7 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def not_claimed(self) -> Counter[str]:
-        """See :func:`~specexport.runtime.kernels.not_claimed`."""
+        """See :func:`~specexport.runtime.backends.onnxruntime.kernels.not_claimed`."""
         return not_claimed(self._session)
 
     def reusable(self, slot: int, rows: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import BackendError
-from specexport.runtime.cuda.memory import Tensor
+from specexport.runtime.backends.cuda.memory import Tensor
 
 _NAME = "libnccl.so.2"
 _CAPSULE = b"ncclComm_t"

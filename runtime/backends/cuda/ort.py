@@ -16,11 +16,11 @@ from specexport.contract.model import Model
 from specexport.contract.program import program_sizes
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, MEETINGS
+from specexport.runtime.backends.cuda.executor import CACHE_TYPES, Enqueue
+from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, aligned
+from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.executor import CACHE_TYPES, Enqueue
-from specexport.runtime.cuda.library import Library
-from specexport.runtime.cuda.memory import Device, Region, Tensor, aligned
-from specexport.runtime.cuda.nccl import Communicator
 from specexport.runtime.machine import disable_telemetry
 from specexport.runtime.symlinks import open_linked
 
@@ -245,7 +245,7 @@ def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, 
 
 
 class SessionExecutor:
-    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.cuda.executor.Executor`.
+    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.backends.cuda.executor.Executor`.
 
     A rank's part of a split target has a session a segment, which run one after the other; between them the ranks
     combine their parts through the communicator.

@@ -12,12 +12,12 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.caches import DeviceCache, NewRows
-from specexport.runtime.cuda.executor import Enqueue, Execution, Executor
-from specexport.runtime.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
-from specexport.runtime.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
-from specexport.runtime.cuda.stream import Captured
-from specexport.runtime.graph import FIRST, Array, Buffers, Graph
+from specexport.runtime.backend import FIRST, Array, Buffers, Graph
+from specexport.runtime.backends.cuda.caches import DeviceCache, NewRows
+from specexport.runtime.backends.cuda.executor import Enqueue, Execution, Executor
+from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
+from specexport.runtime.backends.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
+from specexport.runtime.backends.cuda.stream import Captured
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and a function that replaces it by the launch of the captured graph."""
@@ -42,7 +42,7 @@ class DeviceGraph(Graph):
 
     A run copies inputs to the device, runs the graph, copies outputs back, and waits. The first three are one CUDA
     graph a shape point, captured when the model is opened. Nothing is allocated afterwards. An engine that drafts one
-    token a call is called for each (``runtime.cuda.repeat``); lowered portably its rows are copied into the cache
+    token a call is called for each (``repeat.py``); lowered portably its rows are copied into the cache
     between the calls, so each call is captured separately.
 
     With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are

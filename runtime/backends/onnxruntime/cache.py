@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract.model import CacheLayer
-from specexport.runtime.graph import Array, caches_by_shape
+from specexport.runtime.backend import Array, caches_by_shape
 
 _HUGE_PAGE = 2 << 20
 _SPARE = 16

@@ -1,4 +1,4 @@
-"""A process that follows the first rank of a split target: ``python -m specexport.runtime.follower``."""
+"""A process that follows the first rank of a split target: ``python -m specexport.runtime.backends.follower``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import SpecExportError
+from specexport.runtime.backend import BackendOptions, Graph
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
+from specexport.runtime.backends.onnxruntime.ranks import open_rank
+from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
 from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import Graph
-from specexport.runtime.ort import OnnxRuntimeGraph
-from specexport.runtime.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run, open_rank
 
 
 def main() -> int:
@@ -45,9 +46,11 @@ def _opened(job: Job, meeting: Meeting) -> Graph:
     if job.backend is None:
         graph: Graph = open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.threads, job.keep, meeting)
         return graph
-    from specexport.runtime.cuda.backend import CudaBackend
+    from specexport.runtime.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, job.backend, job.utilization).follow(job, arrays, meeting)
+    return CudaBackend(bundle, BackendOptions(job.backend, None, job.utilization, job.keep)).follow(
+        job, arrays, meeting
+    )
 
 
 def _follow(graph: Graph, message: Run) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specexport.contract.model import Model
+from specexport.runtime.backend import BackendOptions, Buffers, Graph
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
+from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.ranks import LeadingGraph
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.kernels import instruction_set, kernels_described
 from specexport.runtime.machine import available_cores, cpu_name
-from specexport.runtime.ort import OnnxRuntimeGraph, open_cached
-from specexport.runtime.ranks import LeadingGraph
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod
 
@@ -21,10 +21,10 @@ class OnnxRuntimeBackend:
     execution = "host"
     fallback = ""
 
-    def __init__(self, bundle: Bundle, threads: int | None, keep: bool = False) -> None:
+    def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         self._bundle = bundle
-        self._threads = threads or available_cores()
-        self._keep = keep
+        self._threads = options.threads or available_cores()
+        self._keep = options.keep
         self._leading: list[LeadingGraph] = []
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specexport.contract.errors import BackendError
 from specexport.runtime.machine import cache_folder, machine_key, remove_unused
 
-LIBRARY = Path(__file__).parent.parent / "kernels" / "libspecexport.so"
+LIBRARY = Path(__file__).parents[3] / "kernels" / "libspecexport.so"
 """Compiled by ``pip install`` where there is a C++ compiler."""
 SWITCH = "SPECEXPORT_KERNELS"
 """Environment variable; 0 runs every graph on onnxruntime's kernels."""

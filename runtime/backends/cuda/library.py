@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
+from specexport.runtime.backends.cuda.api import CudaDevice
+from specexport.runtime.backends.cuda.executor import Executor
+from specexport.runtime.backends.cuda.memory import Device
+from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.api import CudaDevice
-from specexport.runtime.cuda.executor import Executor
-from specexport.runtime.cuda.memory import Device
-from specexport.runtime.cuda.nccl import Communicator
 
 
 def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specexport.contract.engines import ComputedIn
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.cuda.memory import Region, Tensor
+from specexport.runtime.backends.cuda.memory import Region, Tensor
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
 """How work reaches the device: there is none; call by call; a captured graph an engine; a captured graph a step."""

@@ -7,23 +7,23 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from specexport.contract.engines import EngineRuntime
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
+from specexport.runtime.backend import BackendOptions, Buffers, Graph
+from specexport.runtime.backends.cuda.api import Cuda
+from specexport.runtime.backends.cuda.device_program import DeviceProgram
+from specexport.runtime.backends.cuda.executor import Enqueue, Execution, Executor, worst
+from specexport.runtime.backends.cuda.graph import DeviceGraph
+from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.memory import Device
+from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
+from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
+from specexport.runtime.backends.cuda.step_variants import StepVariants
+from specexport.runtime.backends.cuda.steps import Steps
+from specexport.runtime.backends.cuda.trt import EngineLibrary
+from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.cuda.api import Cuda
-from specexport.runtime.cuda.device_program import DeviceProgram
-from specexport.runtime.cuda.executor import Enqueue, Execution, Executor, worst
-from specexport.runtime.cuda.graph import DeviceGraph
-from specexport.runtime.cuda.library import Library
-from specexport.runtime.cuda.memory import Device
-from specexport.runtime.cuda.nccl import Communicator, Nccl
-from specexport.runtime.cuda.ort import OnnxRuntimeLibrary
-from specexport.runtime.cuda.step_variants import StepVariants
-from specexport.runtime.cuda.steps import Steps
-from specexport.runtime.cuda.trt import EngineLibrary
-from specexport.runtime.graph import Buffers, Graph
-from specexport.runtime.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod, StepProgram
 
@@ -55,7 +55,13 @@ class CudaBackend:
         BackendError: a package, a driver or a device is missing.
     """
 
-    def __init__(self, bundle: Bundle, runtime: EngineRuntime, utilization: float) -> None:
+    def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
+        if bundle.manifest.has_states:
+            raise BackendError(
+                f"{options.name} does not run layers without attention yet, which a model of this bundle has"
+            )
+        runtime = next(name for name in ENGINE_RUNTIMES if name == options.name)
+        utilization = options.gpu_memory_utilization
         self._bundle = bundle
         self._utilization = utilization
         self._shared = Device.share(Cuda.load(), utilization)

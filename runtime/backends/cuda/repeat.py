@@ -10,9 +10,9 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
-from specexport.runtime.cuda.executor import Enqueue
-from specexport.runtime.cuda.memory import Device, Tensor
-from specexport.runtime.graph import Array, Buffers
+from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backends.cuda.executor import Enqueue
+from specexport.runtime.backends.cuda.memory import Device, Tensor
 
 PASTS = "pasts"
 """int64 ``[K,B]``, in addition to a propose graph's inputs: the cache rows before each call."""

@@ -10,12 +10,9 @@ import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.graph import Array
-from specexport.runtime.ort import import_onnxruntime, open_session
-
-_SUM, _JOIN = MEETINGS
-Meet = Callable[[str, Array, Array], None]
-"""Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
+from specexport.runtime.backend import Array
+from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime, open_session
+from specexport.runtime.backends.ranks import Meet, combine
 
 
 class Segments:
@@ -114,17 +111,7 @@ class _Binding:
 
 
 def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
-    return (*part[:-1], part[-1] * (ranks if name.startswith(_JOIN) else 1))
-
-
-def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
-    """Sums parts in the order of their ranks, or joins them along the last axis."""
-    if name.startswith(_JOIN):
-        np.concatenate(parts, -1, out=whole)
-        return
-    np.add(parts[0], parts[1], out=whole)
-    for part in parts[2:]:
-        whole += part
+    return (*part[:-1], part[-1] * (ranks if name.startswith(MEETINGS[1]) else 1))
 
 
 class _Declared(NamedTuple):
