@@ -1,7 +1,7 @@
 """Chooses a combination of methods for a step: the one that is expected to commit most tokens a second.
 
-An example. A plain step takes 10 ms, and each further row 0.5 ms; a draft takes 1 ms a token, and a token of its chain is
-accepted with a chance of 0.7 if the one before it was. So K = 4 is expected to gain 0.7 + 0.49 + 0.34 + 0.24 = 1.77
+An example. A plain step takes 10 ms, and each further row 0.5 ms; a draft takes 1 ms a token, and a token of its chain
+is accepted with a chance of 0.7 if the one before it was. So K = 4 is expected to gain 0.7 + 0.49 + 0.34 + 0.24 = 1.77
 tokens, for 2 ms of rows and 4 ms of drafting:
 
 >>> def chain(k):
