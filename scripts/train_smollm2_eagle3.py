@@ -92,6 +92,16 @@ def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int
     return path
 
 
+def some_of_each_kind(texts: Path, count: int) -> Path:
+    """A file of the first ``count`` conversations of each kind: measuring all at every checkpoint would take too long."""
+    kept: dict[str, list[str]] = {}
+    for line in texts.read_text(encoding="utf-8").splitlines(keepends=True):
+        kept.setdefault(json.loads(line)["kind"], []).append(line)
+    path = texts.with_name(f"{texts.stem}-{count}-of-each{texts.suffix}")
+    path.write_text("".join(line for lines in kept.values() for line in lines[:count]), encoding="utf-8")
+    return path
+
+
 def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
     """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
     talks = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
@@ -141,13 +151,14 @@ def main() -> None:
     options = Eagle3Options(
         target=args.target,
         data=[learnt],
-        held_out=str(held_out),
+        held_out=str(some_of_each_kind(held_out, 12)),
         output=args.output,
         overwrite=True,
         work=args.work / "training",
         seq_len=256,
         batch_size=8,
         steps=args.steps,
+        save_every=25,
         warmup=0.03,
         intermediate_size=args.intermediate_size,
         draft_vocab_size=args.vocab,
