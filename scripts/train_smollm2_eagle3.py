@@ -93,7 +93,7 @@ def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int
 
 
 def some_of_each_kind(texts: Path, count: int) -> Path:
-    """A file of the first ``count`` conversations of each kind: measuring all at every checkpoint would take too long."""
+    """A file of the first ``count`` conversations of each kind: measuring all at every checkpoint takes too long."""
     kept: dict[str, list[str]] = {}
     for line in texts.read_text(encoding="utf-8").splitlines(keepends=True):
         kept.setdefault(json.loads(line)["kind"], []).append(line)
