@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specexport.contract.errors import TrainError
 from specexport.contract.folders import writing
+from specexport.training.muon import Muon
 from specexport.training.options import LEARNING_RATES
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -67,8 +68,7 @@ def muon_and_adamw(
     others: list[torch.nn.Parameter] = []
     for parameter in parameters:
         (matrices if parameter.ndim == 2 and id(parameter) not in outside else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw([(others, rate)])]
+    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(others, rate)])]
 
 
 def optimizers(
