@@ -15,7 +15,7 @@ from specexport.contract.engines import BackendName, CompiledEngine, ProgramGrap
 from specexport.contract.generation import NO_RULES, GenerationRules, Length
 from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
-from specexport.contract.signature import GraphSignature, Signature, target_signature
+from specexport.contract.signature import GraphSignature, target_signature
 
 FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
@@ -184,10 +184,7 @@ class Manifest(Strict, frozen=True):
     @property
     def target_signature(self) -> GraphSignature:
         """Of the target's step graph, with what the methods observe of it."""
-        observed: Signature = {}
-        for method in self.methods:
-            observed |= method.target_outputs
-        return target_signature(self.target, observed)
+        return target_signature(self.target, [tensor for method in self.methods for tensor in method.target_outputs])
 
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""

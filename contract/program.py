@@ -54,4 +54,4 @@ def fill_point(method: Method, tree: TokenTree, batch: int) -> ShapePoint:
 def program_sizes(point: ShapePoint, vocab: int) -> dict[str, int]:
     """Every symbolic dimension of such a graph at a shape; N are its tokens, V the width of the target's logits."""
     nodes = point.tokens
-    return point.sizes | {"N": nodes, "drafts": nodes - 1, "drafts + 1": nodes, "V": vocab}
+    return point.sizes | {"N": nodes, "N-1": nodes - 1, "drafts": nodes - 1, "drafts + 1": nodes, "V": vocab}

@@ -1,4 +1,4 @@
-"""What graphs take and return: type and shape of every tensor, for the runtime's buffers and for ``verify`` alike."""
+"""The inputs and outputs of each kind of graph."""
 
 from __future__ import annotations
 
@@ -7,117 +7,161 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specexport.contract import tensors
-from specexport.contract.model import LoweredAs, Model, StateLayer
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.engines import AcceptRule
+from specexport.contract.model import CacheLayer, LoweredAs, Model, StateLayer
 from specexport.contract.states import CELL
-
-Dim = int | str
-"""A size, or a symbol of :attr:`~specexport.contract.shapes.ShapePoint.sizes`."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A tensor's type and shape.
-
-    Attributes:
-        dtype: of its elements.
-        dims: its shape.
-        stage: the stage of a propose graph that makes it; points that run fewer stages have no such output.
-    """
-
-    dtype: Literal["int64", "float32", "bool"]
-    dims: tuple[Dim, ...]
-    stage: int = 0
-
-    def shape(self, point: ShapePoint) -> tuple[int, ...]:
-        """The sizes at a shape point."""
-        return tuple(point.sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
-
-
-Signature = dict[str, Spec]
-"""The inputs or the outputs of a graph by name, caches aside."""
+from specexport.contract.tensors import Dim, Tensor
 
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """Of one graph.
+    """Inputs and outputs of a graph.
 
     Attributes:
-        inputs: caches aside.
-        outputs: caches and new rows aside.
-        fed: symbol of the tokens fed in a call, each of which makes a cache row.
+        inputs: without caches.
+        outputs: without caches and new rows.
+        fed: symbol of the tokens fed in a run, each of which makes a cache row.
     """
 
-    inputs: Signature
-    outputs: Signature
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     fed: Literal["T", "F"] = "T"
 
 
-SAMPLING: Signature = {
-    tensors.TEMPERATURE: Spec("float32", ("B",)),
-    tensors.TOP_K: Spec("int64", ("B",)),
-    tensors.TOP_P: Spec("float32", ("B",)),
-    tensors.MIN_P: Spec("float32", ("B",)),
-}
+STEP_INPUTS = (
+    tensors.INPUT_IDS,
+    tensors.POSITION_IDS,
+    tensors.TREE_MASK,
+    tensors.PAST_LENGTH,
+    tensors.LOGITS_ROWS,
+)
 
 
 def step_signature(
-    outputs: Signature, embedding_size: int | None = None, states: Sequence[StateLayer] = ()
+    outputs: Sequence[Tensor], embedding_size: Dim | None = None, states: Sequence[StateLayer] = ()
 ) -> GraphSignature:
-    """A step graph that makes these outputs, and reads embeddings of H = ``embedding_size`` instead of tokens."""
-    inputs: Signature = {
-        tensors.INPUT_IDS: Spec("int64", ("B", "T")),
-        tensors.POSITION_IDS: Spec("int64", ("B", "T")),
-        tensors.TREE_MASK: Spec("bool", ("B", "T", "T")),
-        tensors.PAST_LENGTH: Spec("int64", ("B",)),
-        tensors.LOGITS_ROWS: Spec("int64", ("B", "R")),
-    }
-    if embedding_size is not None:
-        inputs[tensors.INPUTS_EMBEDS] = Spec("float32", ("B", "T", embedding_size))
-        inputs[tensors.EMBEDS_MASK] = Spec("bool", ("B", "T"))
-    if any(layer.recurrence for layer in states):
-        inputs[tensors.KNOWN_TOKENS] = Spec("int64", ("B",))
-    return GraphSignature(inputs, outputs)
+    """A step graph with these outputs; with an ``embedding_size`` H it can read embeddings instead of tokens."""
+    return GraphSignature((*STEP_INPUTS, *embedding_inputs(embedding_size), *known_tokens(states)), tuple(outputs))
 
 
-def candidates(depths: int, ranks: int) -> Signature:
-    """The output of Medusa heads: the most probable tokens at each depth."""
-    return {tensors.CANDIDATES: Spec("int64", ("B", depths, "R", ranks))}
+def embedding_inputs(embedding_size: Dim | None) -> tuple[Tensor, ...]:
+    """Inputs of a step graph that can read embeddings of H = ``embedding_size``; none if it cannot."""
+    return () if embedding_size is None else (tensors.INPUTS_EMBEDS.sized(H=embedding_size), tensors.EMBEDS_MASK)
 
 
-def target_signature(target: Model, observed: Signature) -> GraphSignature:
-    """The target's step graph; ``observed`` are the outputs that methods ask for beside its logits."""
-    logits = {tensors.LOGITS: Spec("float32", ("B", "R", target.vocab_size))}
-    return step_signature(logits | observed, target.embedding_size, target.states)
+def target_signature(target: Model, observed: Sequence[Tensor]) -> GraphSignature:
+    """The target's step graph; ``observed`` are the outputs that methods read besides its logits."""
+    logits = tensors.LOGITS.sized(V=target.vocab_size)
+    return step_signature((logits, *dict.fromkeys(observed)), target.embedding_size, target.states)
 
 
-def caches(model: Model) -> Signature:
-    """The caches and states a model's graph takes."""
-    made = _of_layers(model, tensors.cache_names(len(model.cache)), "S")
-    if any(layer.recurrence for layer in model.states):
-        made[tensors.CELL_ROWS] = Spec("int64", ("C", "B", CELL))
-    return made | states(model.states)
+def propose_signature(candidates: Dim, states: Sequence[StateLayer] = ()) -> GraphSignature:
+    """The propose graph of a draft that draws a token a pass; ``candidates`` is M of q."""
+    inputs = (
+        tensors.INPUT_IDS,
+        tensors.PAST_LENGTH,
+        tensors.LAST_ROW,
+        tensors.NUM_DRAFT_TOKENS,
+        tensors.UNIFORM,
+        *tensors.SAMPLING,
+        *known_tokens(states),
+    )
+    return GraphSignature(inputs, tuple(tensor.sized(M=candidates) for tensor in tensors.DRAFTED), "F")
 
 
-def states(layers: Sequence[StateLayer]) -> Signature:
-    """What a graph takes of layers without attention."""
-    shapes: list[tuple[Dim, ...]] = []
-    for layer in layers:
-        shapes.append(("B", layer.kept_rows, layer.conv_size))
-        if (state := layer.recurrence) is not None:
-            shapes.append(("B", state.rows, state.update_size))
-            shapes.append(("B", state.heads, state.key_size, state.value_size))
-    return {name: Spec("float32", dims) for name, dims in zip(tensors.state_names(layers), shapes, strict=True)}
+def accept_signature(rule: AcceptRule, candidates: Dim) -> GraphSignature:
+    """The accept graph of a rule; ``candidates`` is M of q, which lossless acceptance reads."""
+    inputs = [
+        tensors.LOGITS.shaped("B", "N", "V"),
+        tensors.PARENTS,
+        tensors.TREE_MASK.shaped("B", "N", "N"),
+        tensors.DRAFT_TOKENS.shaped("B", "N-1"),
+    ]
+    if rule == "lossless":
+        inputs += [tensor.shaped("B", "N-1", candidates) for tensor in (tensors.DRAFT_IDS, tensors.DRAFT_PROBS)]
+        inputs += [tensors.UNIFORM.shaped("B", "N"), *tensors.SAMPLING]
+    elif rule == "typical":
+        inputs += [tensors.UNIFORM.shaped("B", 1), *tensors.SAMPLING, tensors.THRESHOLD, tensors.ALPHA]
+    return GraphSignature(tuple(inputs), (tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH))
 
 
-def returned(model: Model, lowering: LoweredAs, fed: str) -> Signature:
-    """What a model's graph returns of its cache; ``fed`` is the symbol of the tokens fed in a call."""
-    rows = "S" if lowering == "native" else fed
-    names = zip(tensors.returned_state_names(model.states), states(model.states).values(), strict=True)
-    made = {name: Spec("float32", ("B", fed, s.dims[2])) if len(s.dims) == 3 else s for name, s in names}
-    return _of_layers(model, tensors.returned_names(len(model.cache), lowering), rows) | made
+def fill_signature(candidates: Dim, stages: int = 0) -> GraphSignature:
+    """The fill graph of drafts with M = ``candidates``: after a propose graph of K rows, or of some ``stages``."""
+    drafted = [tensor.sized(M=candidates) for tensor in tensors.DRAFTED]
+    if stages:
+        drafted = stage_outputs(candidates, stages, "R")
+    filled = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
+    outputs = tuple(tensor.sized(M=candidates) for tensor in filled)
+    return GraphSignature((*drafted, tensors.TREE_ROWS, tensors.TREE_RANKS), outputs)
 
 
-def _of_layers(model: Model, names: list[str], rows: str) -> Signature:
-    sizes = [(layer.heads, size) for layer in model.cache for size in (layer.key_size, layer.value_size)]
-    return {name: Spec("float32", ("B", heads, rows, size)) for name, (heads, size) in zip(names, sizes, strict=True)}
+def stage_outputs(candidates: Dim, stages: int, rows: Dim) -> list[Tensor]:
+    """``tensors.DRAFTED`` of each stage of an MLP speculator: one row for the first, ``rows`` for the others."""
+    return [
+        tensor.of_stage(stage).shaped("B", rows if stage else 1, *(() if len(tensor.dims) == 2 else (candidates,)))
+        for stage in range(stages)
+        for tensor in tensors.DRAFTED
+    ]
+
+
+COMMIT = GraphSignature((tensors.PAST_LENGTH, tensors.PATH), ())
+"""The commit graph, which also takes the caches and returns them in the same memory."""
+
+
+# --- caches and states ------------------------------------------------------------------------------------------------
+def cache_inputs(model: Model) -> tuple[Tensor, ...]:
+    """The caches and states that a model's graph reads."""
+    return (*caches(model.cache), *cells(model.states), *states(model.states))
+
+
+def cache_outputs(
+    cache: Sequence[CacheLayer], layers: Sequence[StateLayer], lowering: LoweredAs, fed: str
+) -> tuple[Tensor, ...]:
+    """Caches and states that a graph returns: natively whole caches, portably the rows of the tokens ``fed``."""
+    if lowering == "native":
+        return (*caches(cache, tensors.PRESENT_KEY, tensors.PRESENT_VALUE), *new_states(layers, fed))
+    key, value = (tensor.sized(F=fed) for tensor in (tensors.NEW_KEY, tensors.NEW_VALUE))
+    return (*caches(cache, key, value), *new_states(layers, fed))
+
+
+def caches(
+    layers: Sequence[CacheLayer], key: Tensor = tensors.PAST_KEY, value: Tensor = tensors.PAST_VALUE
+) -> tuple[Tensor, ...]:
+    """``past_key.0, past_value.0, past_key.1, ...``, or others of that shape."""
+    return tuple(
+        tensor.at(index).sized(Hkv=layer.heads, D=size)
+        for index, layer in enumerate(layers)
+        for tensor, size in ((key, layer.key_size), (value, layer.value_size))
+    )
+
+
+def cells(layers: Sequence[StateLayer]) -> tuple[Tensor, ...]:
+    """``cell_rows``, if there are recurrent layers."""
+    return (tensors.CELL_ROWS.sized(G=CELL),) if any(layer.recurrence for layer in layers) else ()
+
+
+def known_tokens(layers: Sequence[StateLayer]) -> tuple[Tensor, ...]:
+    """``known_tokens``, if there are recurrent layers."""
+    return (tensors.KNOWN_TOKENS,) if any(layer.recurrence for layer in layers) else ()
+
+
+def states(layers: Sequence[StateLayer]) -> tuple[Tensor, ...]:
+    """``past_conv.0, past_updates.0, past_state.0, past_conv.1, ...``; a convolution alone has the first of them."""
+    return _states(layers, tensors.PAST_CONV, tensors.PAST_UPDATES, tensors.PAST_STATE)
+
+
+def new_states(layers: Sequence[StateLayer], fed: str = "T") -> tuple[Tensor, ...]:
+    """``new_conv.0, new_updates.0, new_state.0, new_conv.1, ...``, as a graph returns them."""
+    conv, updates, state = tensors.NEW_CONV, tensors.NEW_UPDATES, tensors.NEW_STATE
+    return _states(layers, conv.sized(F=fed), updates.sized(F=fed), state)
+
+
+def _states(layers: Sequence[StateLayer], conv: Tensor, updates: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    declared: list[Tensor] = []
+    for index, layer in enumerate(layers):
+        declared.append(conv.at(index).sized(**{"W-1": layer.kept_rows, "C": layer.conv_size}))
+        if (recurrence := layer.recurrence) is not None:
+            sizes = {"H": recurrence.heads, "Dk": recurrence.key_size, "Dv": recurrence.value_size}
+            declared.append(updates.at(index).sized(R=recurrence.rows, U=recurrence.update_size))
+            declared.append(state.at(index).sized(**sizes))
+    return tuple(declared)

@@ -66,7 +66,7 @@ class KeptStates:
         slots: how many.
 
     Attributes:
-        arrays: by the names of ``tensors.state_names``, ``[slots, ...]`` each.
+        arrays: by the names of ``signature.states``, ``[slots, ...]`` each.
         back: how many of a text's last tokens may be taken back.
     """
 

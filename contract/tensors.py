@@ -1,150 +1,296 @@
-"""Every tensor name of every graph in a bundle, with its type, shape and meaning.
+"""Every tensor that goes into a bundle's graphs or comes out of them, declared once: name, type, shape and meaning.
+
+A :class:`Tensor` is its own name, so that it indexes the arrays of a run. :mod:`specexport.contract.signature` says
+which graph has which tensors. Example inputs for tracing, the runtime's buffers and their initial values, the checks of
+opened graphs and the tables of ``docs/graph-contract.md`` follow from both.
 
 Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
 key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
-tokens of a draft distribution or of a head, ``N`` heads, ``L`` layers, ``H`` width of an embedding, ``F`` tokens fed to
-a model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed.
+tokens of a draft distribution or of a head, ``N`` nodes of a tree, ``H`` width of an embedding, ``F`` tokens fed to a
+model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed. ``C`` cells
+of ``G`` tokens each, ``U`` numbers of a token's update: see :mod:`specexport.contract.states`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from specexport.contract.model import LoweredAs, StateLayer
+import numpy as np
+import numpy.typing as npt
+
+Dim = int | str
+"""A size, or a symbol of :attr:`~specexport.contract.shapes.ShapePoint.sizes` or of this module's description."""
+Shape = tuple[int, ...]
+Sizes = Mapping[str, int]
+Initial = Callable[[Shape, Sizes], npt.ArrayLike]
+"""A tensor's initial value at a shape, with the sizes of the graph's symbols."""
+Array = npt.NDArray[Any]
+
+
+class Tensor(str):
+    """A tensor's name, with the rest of its declaration.
+
+    Attributes:
+        dtype: of its elements.
+        dims: its shape.
+        meaning: one line for docs.
+        initial: the value of an input that nothing has been written to; a valid one.
+        field: the manifest's field that its sizes come from.
+        stage: the stage of a propose graph that produces it; points that run fewer stages lack it.
+    """
+
+    __slots__ = ("dims", "dtype", "field", "initial", "meaning", "stage")
+
+    dtype: Literal["int64", "float32", "bool"]
+    dims: tuple[Dim, ...]
+    meaning: str
+    initial: Initial | float
+    field: str
+    stage: int
+
+    def __new__(
+        cls,
+        name: str,
+        dtype: Literal["int64", "float32", "bool"],
+        dims: tuple[Dim, ...],
+        meaning: str = "",
+        initial: Initial | float = 0,
+        field: str = "methods",
+        stage: int = 0,
+    ) -> Tensor:
+        """Declares a tensor."""
+        self = super().__new__(cls, name)
+        self.dtype, self.dims, self.meaning, self.initial = dtype, dims, meaning, initial
+        self.field, self.stage = field, stage
+        return self
+
+    def _with(self, **changes: Any) -> Tensor:
+        declared = {slot: getattr(self, slot) for slot in self.__slots__}
+        return Tensor(**({"name": str(self)} | declared | changes))
+
+    def shaped(self, *dims: Dim) -> Tensor:
+        """The tensor in a graph where it has another shape."""
+        return self._with(dims=dims)
+
+    def sized(self, **sizes: Dim) -> Tensor:
+        """The tensor of a model with these sizes, by symbol."""
+        return self._with(dims=tuple(sizes.get(str(dim), dim) for dim in self.dims))
+
+    def at(self, index: int) -> Tensor:
+        """The tensor of one layer, such as ``past_key.0``."""
+        return self._with(name=f"{self}.{index}")
+
+    def of_stage(self, stage: int) -> Tensor:
+        """The output of one stage of an MLP speculator, such as ``draft_tokens.0``."""
+        return self._with(name=f"{self}.{stage}", stage=stage)
+
+    def shape(self, sizes: Sizes) -> Shape:
+        """The shape for sizes of the symbols."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+    def zeros(self, sizes: Sizes) -> Array:
+        """An array for it, zeroed."""
+        return np.zeros(self.shape(sizes), self.dtype)
+
+    def array(self, sizes: Sizes) -> Array:
+        """An array for it with its initial value."""
+        array = self.zeros(sizes)
+        array[...] = self.initial(array.shape, sizes) if callable(self.initial) else self.initial
+        return array
+
+
+def _range(shape: Shape, _: Sizes) -> npt.ArrayLike:
+    return np.arange(shape[-1])
+
+
+def _chain_mask(shape: Shape, _: Sizes) -> npt.ArrayLike:
+    return np.tri(shape[-1], dtype=np.bool_)
+
 
 # --- step graph (the target's prefill, decode and verify) -------------------------------------------------------------
-INPUT_IDS = "input_ids"  # int64 [B,T]    tokens of this step: a chain, a tree, or a prefill chunk
-POSITION_IDS = "position_ids"  # int64 [B,T]    absolute positions; siblings in a tree share one
-TREE_MASK = "tree_mask"  # bool  [B,T,T]  row t may see column u among the new tokens (ancestors and itself)
-PAST_LENGTH = "past_length"  # int64 [B]      valid cache rows; also the row where this step's rows are written
-LOGITS_ROWS = "logits_rows"  # int64 [B,R]    which of the T tokens logits are computed for (one, in prefill)
-LOGITS = "logits"  # float32 [B,R,V]; not from a draft with Medusa heads
-INPUTS_EMBEDS = "inputs_embeds"  # float32 [B,T,H]  only where prompts may hold embeddings: read instead of tokens
-EMBEDS_MASK = "embeds_mask"  # bool [B,T]     with inputs_embeds: at which of the T positions it is read
-CANDIDATES = "candidates"  # int64 [B,N,R,M]  with Medusa heads: each head's most probable tokens, best first
-HIDDEN = "hidden_states"  # float32 [B,R,H]  with an MLP speculator: what the language-model head reads
-LAYER_STATES = "layer_states"  # see layer_states()
-KNOWN_TOKENS = (
-    "known_tokens"  # int64 [B]  with recurrent layers: how many of the T tokens are text, whatever is accepted
+INPUT_IDS = Tensor("input_ids", "int64", ("B", "T"), "tokens of this run")
+POSITION_IDS = Tensor("position_ids", "int64", ("B", "T"), "absolute positions; siblings in a tree share one")
+TREE_MASK = Tensor(
+    "tree_mask",
+    "bool",
+    ("B", "T", "T"),
+    "row t may see column u among the new tokens: ancestors and itself",
+    _chain_mask,
 )
-CELL_ROWS = "cell_rows"  # int64 [C,B,G]  alike: see contract.states
+PAST_LENGTH = Tensor("past_length", "int64", ("B",), "valid cache rows; this run's rows belong from there on")
+LOGITS_ROWS = Tensor("logits_rows", "int64", ("B", "R"), "which of the T tokens logits are computed for", _range)
+LOGITS = Tensor("logits", "float32", ("B", "R", "V"), "one row for each of `logits_rows`", field="vocab_size")
+INPUTS_EMBEDS = Tensor(
+    "inputs_embeds",
+    "float32",
+    ("B", "T", "H"),
+    "only with `--inputs-embeds`: read instead of tokens",
+    field="embedding_size",
+)
+EMBEDS_MASK = Tensor(
+    "embeds_mask", "bool", ("B", "T"), "at which of the T positions they are read", field="embedding_size"
+)
+CANDIDATES = Tensor(
+    "candidates",
+    "int64",
+    ("B", "heads", "R", "M"),
+    "with Medusa heads: the most probable tokens of each, best first",
+    field="heads and candidates",
+)
+HIDDEN = Tensor(
+    "hidden_states",
+    "float32",
+    ("B", "R", "H"),
+    "with an MLP speculator: what the language-model head reads",
+    field="hidden",
+)
+LAYER_STATES = Tensor(
+    "layer_states",
+    "float32",
+    ("B", "T", "H"),
+    "the residual stream after the first i layers, before the final norm; 0: the embeddings",
+    field="hidden",
+)
+
+# --- caches: each layer has its tensors, with its number behind the name ----------------------------------------------
+PAST_KEY = Tensor("past_key", "float32", ("B", "Hkv", "S", "D"), "keys of the cache", field="cache")
+PAST_VALUE = Tensor("past_value", "float32", ("B", "Hkv", "S", "D"), "values of the cache", field="cache")
+PRESENT_KEY = PAST_KEY._with(name="present_key", meaning="native: the cache with this run's rows, in the same memory")
+PRESENT_VALUE = PAST_VALUE._with(name="present_value", meaning="native: likewise")
+NEW_KEY = Tensor("new_key", "float32", ("B", "Hkv", "F", "D"), "portable: this run's rows alone", field="cache")
+NEW_VALUE = Tensor("new_value", "float32", ("B", "Hkv", "F", "D"), "portable: likewise", field="cache")
+
+# --- layers without attention (specexport.contract.states) ------------------------------------------------------------
+KNOWN_TOKENS = Tensor(
+    "known_tokens",
+    "int64",
+    ("B",),
+    "how many of the T tokens are text, whatever is accepted: 1 in a step, all in a prefill chunk",
+)
+CELL_ROWS = Tensor(
+    "cell_rows",
+    "int64",
+    ("C", "B", "G"),
+    "where each cell finds its tokens' updates, among the kept rows and the T new ones",
+    field="states",
+)
+PAST_CONV = Tensor(
+    "past_conv", "float32", ("B", "W-1", "C"), "inputs of a convolution of width W at the last tokens", field="states"
+)
+PAST_UPDATES = Tensor(
+    "past_updates",
+    "float32",
+    ("B", "R", "U"),
+    "each token's keys and values, and each head's decay (Kimi Linear: one for each number of a key) and strength",
+    field="states",
+)
+PAST_STATE = Tensor("past_state", "float32", ("B", "H", "Dk", "Dv"), "the recurrent state", field="states")
+NEW_CONV = Tensor("new_conv", "float32", ("B", "F", "C"), "inputs of the convolution at the tokens fed", field="states")
+NEW_UPDATES = Tensor("new_updates", "float32", ("B", "F", "U"), "updates of the tokens fed", field="states")
+NEW_STATE = PAST_STATE._with(name="new_state", meaning="the state after all whole cells of known tokens")
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
-NUM_DRAFT_TOKENS = "num_draft_tokens"  # int64 []     K, how many tokens to draft (the loop's trip count)
-LAST_ROW = "last_row"  # int64 [B]    which of the T tokens is the last real one
-UNIFORM = "uniform"  # float32    noise in [0,1): [B,K] for propose, [B,N] for accept
-TEMPERATURE = "temperature"  # float32 [B]  > 0; greedy is expressed as top_k = 1
-TOP_K = "top_k"  # int64 [B]    0 keeps every token
-TOP_P = "top_p"  # float32 [B]  1 keeps every token
-MIN_P = "min_p"  # float32 [B]  0 keeps every token
-DRAFT_TOKENS = "draft_tokens"  # int64 [K,B] out of propose, [B,N-1] into accept
-DRAFT_IDS = "draft_ids"  # int64 [K,B,M] / [B,N-1,M]  the tokens q gives probability to, most probable first
-DRAFT_PROBS = "draft_probs"  # float32, as DRAFT_IDS       q of those tokens; sums to 1 over M
-
-# --- propose graph of an MLP speculator (takes INPUT_IDS [B,1] and the sampling inputs above, with UNIFORM [B,D,T]) ---
-# Of D stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after a
-# tree's depth nothing is read. DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS of stage d are [B,T], [B,T,M], with one row
-# for the first stage.
-HIDDEN_STATE = "hidden_state"  # float32 [B,H]  what the target's head read at the last token in its cache
-LEVEL_PARENTS = "level_parents"  # int64 [B,D,T]  of each node, which one of the level before; not read for the root
-LEVEL_RANKS = "level_ranks"  # int64 [B,D,T]  which of that one's continuations it is: 0 the drawn one, then the best
-
-# --- propose graph of an EAGLE-3 draft (also takes LAYER_STATES [B,T,n*H], those of n layers side by side) ------------
-OWN_STATE = "own_state"  # float32 [B,H]  what the first row sees instead, where READS_OWN says so: a NEXT_STATE
-READS_OWN = "reads_own"  # bool [B]
-NEXT_STATE = "next_state"  # float32 [B,1,H]  what the row after the last one may see
-
-# --- propose graph of a DFlash draft (also takes INPUT_IDS [B,1], a tree's root, and LAYER_STATES as EAGLE-3's does) --
-BLOCK_ROWS = "block_rows"  # int64 [B]  rows of the slot's block: the root and its draft tokens, at most 1 + K
-
+NUM_DRAFT_TOKENS = Tensor(
+    "num_draft_tokens",
+    "int64",
+    (),
+    "K, the loop's trip count; not an input of engines, which run one pass a call",
+    lambda _, sizes: sizes["K"],
+)
+LAST_ROW = Tensor(
+    "last_row", "int64", ("B",), "which of the T tokens is the last real one", lambda _, sizes: sizes["T"] - 1
+)
+UNIFORM = Tensor("uniform", "float32", ("B", "K"), "noise in [0,1): the same noise draws the same tokens")
+TEMPERATURE = Tensor("temperature", "float32", ("B",), "above 0; greedy is `top_k` = 1", 1)
+TOP_K = Tensor("top_k", "int64", ("B",), "0 keeps every token", 1)
+TOP_P = Tensor("top_p", "float32", ("B",), "1 keeps every token", 1)
+MIN_P = Tensor("min_p", "float32", ("B",), "0 keeps every token")
+SAMPLING = (TEMPERATURE, TOP_K, TOP_P, MIN_P)
+DRAFT_TOKENS = Tensor("draft_tokens", "int64", ("K", "B"), "the tokens drawn")
+DRAFT_IDS = Tensor(
+    "draft_ids",
+    "int64",
+    ("K", "B", "M"),
+    "tokens that q gives probability to, most probable first",
+    _range,
+    "candidates",
+)
+DRAFT_PROBS = Tensor(
+    "draft_probs",
+    "float32",
+    ("K", "B", "M"),
+    "q of those tokens; sums to 1 over M",
+    lambda shape, _: np.eye(1, shape[-1]),
+    "candidates",
+)
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """A draft's outputs for its tokens."""
 
-# --- accept graph (logits of the N verified nodes of a tree in, the step's tokens out; also takes TREE_MASK) ----------
-THRESHOLD = "posterior_threshold"  # float32 [B]  epsilon of typical acceptance
-ALPHA = "posterior_alpha"  # float32 [B]  its alpha
-PARENTS = "parents"  # int64 [B,N]    the tree: parent of each node, -1 for the root
-NUM_ACCEPTED = "num_accepted"  # int64 [B]      draft tokens accepted
-TOKENS = "tokens"  # int64 [B,N]    accepted tokens, then the bonus token at index num_accepted, then 0
-PATH = "path"  # int64 [B,N]    their nodes: the root, then the accepted ones, then 0
+# --- propose graph of an MLP speculator -------------------------------------------------------------------------------
+# Of its stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after
+# a tree's depth nothing is read.
+HIDDEN_STATE = Tensor(
+    "hidden_state", "float32", ("B", "H"), "the target's `hidden_states` at the last token in its cache", field="hidden"
+)
+LEVEL_PARENTS = Tensor(
+    "level_parents", "int64", ("B", "stages", "T"), "each node's parent in the level above; not read for the root"
+)
+LEVEL_RANKS = Tensor(
+    "level_ranks",
+    "int64",
+    ("B", "stages", "T"),
+    "which of its parent's continuations it is: 0 the drawn token, then the most probable others",
+)
 
-# --- fill graph (a tree, from DRAFT_TOKENS, DRAFT_IDS and DRAFT_PROBS as propose gives them) --------------------------
-TREE_ROWS = "tree_rows"  # int64 [B,N-1]  of each node but the root, which of the drafted rows says its q
-TREE_RANKS = "tree_ranks"  # int64 [B,N-1]  of each among its siblings
-TREE_TOKENS = "tree_tokens"  # int64 [B,N-1]  into accept as DRAFT_TOKENS, and into the step as INPUT_IDS
-TREE_IDS = "tree_ids"  # int64 [B,N-1,M]  into accept as DRAFT_IDS
-TREE_PROBS = "tree_probs"  # float32, as TREE_IDS; into accept as DRAFT_PROBS
+# --- propose graphs of EAGLE-3, MTP and DFlash drafts -----------------------------------------------------------------
+OWN_STATE = Tensor("own_state", "float32", ("B", "H"), "read by the first row where `reads_own`: a `next_state`")
+READS_OWN = Tensor("reads_own", "bool", ("B",), "whether the draft continues from its own state")
+NEXT_STATE = Tensor("next_state", "float32", ("B", 1, "H"), "state for the row after the last one")
+BLOCK_ROWS = Tensor(
+    "block_rows", "int64", ("B",), "1 + the slot's draft tokens, at most 1 + K: later rows of the block are not seen"
+)
 
-# --- commit graph (takes PAST_LENGTH, PATH and the caches; returns the caches, bound to the same memory) --------------
+# --- accept graph -----------------------------------------------------------------------------------------------------
+THRESHOLD = Tensor("posterior_threshold", "float32", ("B",), "epsilon of typical acceptance")
+ALPHA = Tensor("posterior_alpha", "float32", ("B",), "alpha of typical acceptance")
+PARENTS = Tensor(
+    "parents",
+    "int64",
+    ("B", "N"),
+    "parent of each node, -1 for the root",
+    lambda shape, _: np.arange(-1, shape[-1] - 1),
+)
+NUM_ACCEPTED = Tensor("num_accepted", "int64", ("B",), "draft tokens accepted")
+TOKENS = Tensor("tokens", "int64", ("B", "N"), "accepted tokens, then the bonus token at `num_accepted`, then 0")
+PATH = Tensor("path", "int64", ("B", "N"), "their nodes: the root, the accepted ones, then 0")
 
+# --- fill graph -------------------------------------------------------------------------------------------------------
+TREE_ROWS = Tensor(
+    "tree_rows",
+    "int64",
+    ("B", "N-1"),
+    "the drafted row that has each node's q: its depth less 1; of a speculator its parent, counted through all levels",
+)
+TREE_RANKS = Tensor(
+    "tree_ranks",
+    "int64",
+    ("B", "N-1"),
+    "each node's rank among its siblings: 0 the drawn token, then the most probable",
+)
+TREE_TOKENS = Tensor("tree_tokens", "int64", ("B", "N-1"), "`draft_tokens` of accept, `input_ids` of the step")
+TREE_IDS = Tensor("tree_ids", "int64", ("B", "N-1", "M"), "`draft_ids` of accept")
+TREE_PROBS = Tensor("tree_probs", "float32", ("B", "N-1", "M"), "`draft_probs` of accept")
 
-def past_key(layer: int) -> str:
-    """Static key cache of one layer, float32 ``[B,Hkv,S,D]``; the same memory as ``present_key``."""
-    return f"past_key.{layer}"
-
-
-def past_value(layer: int) -> str:
-    """Static value cache of one layer, alike."""
-    return f"past_value.{layer}"
-
-
-def layer_states(layers: int) -> str:
-    """Of a step graph: the residual stream after its first ``layers`` layers, float32 ``[B,T,H]``; 0: the embeddings.
-
-    After all of them the final norm is still to come.
-    """
-    return f"{LAYER_STATES}.{layers}"
-
-
-def state_names(layers: Sequence[StateLayer]) -> list[str]:
-    """``[past_conv.0, past_updates.0, past_state.0, past_conv.1, ...]``; a convolution alone has the first of them.
-
-    float32 ``[B,kept_rows,C]``, ``[B,R,U]``, of which the row of the token at position p is the one at p modulo their
-    number, and ``[B,H,Dk,Dv]``.
-    """
-    return _of_states(layers, "past_conv", "past_updates", "past_state")
-
-
-def returned_state_names(layers: Sequence[StateLayer]) -> list[str]:
-    """``[new_conv.0, new_updates.0, new_state.0, new_conv.1, ...]``, of the inputs above.
-
-    New rows are float32 ``[B,F,C]`` and ``[B,F,U]``; a state has seen all whole cells of known tokens.
-    """
-    return _of_states(layers, "new_conv", "new_updates", "new_state")
-
-
-def _of_states(layers: Sequence[StateLayer], conv: str, *recurrent: str) -> list[str]:
-    kinds = [(conv, *(recurrent if layer.recurrence is not None else ())) for layer in layers]
-    return [f"{kind}.{index}" for index, names in enumerate(kinds) for kind in names]
-
-
-CACHES = ("past_key.", "past_value.", "present_key.", "present_value.", "new_key.", "new_value.")
-"""What the names of caches and of their rows begin with."""
-STATES = ("past_conv.", "past_updates.", "past_state.", "new_conv.", "new_updates.", "new_state.")
-"""And those of what layers without attention keep."""
+DECLARED: dict[str, Tensor] = {str(tensor): tensor for tensor in tuple(vars().values()) if isinstance(tensor, Tensor)}
+"""All of them by name; a layer's or a stage's without its number."""
+CACHES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "cache")
+"""Prefixes of the names of caches and of their rows."""
+STATES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "states" and tensor is not CELL_ROWS)
+"""Prefixes of the names of what layers without attention keep."""
 MEETINGS = ("sum.", "join.")
-"""And those of what the ranks of a split model put together: added up, or joined along the last axis."""
+"""Prefixes of what the ranks of a split model combine: added up, or joined along the last axis."""
 CARRIED = "carried."
-"""And those of what a later segment of such a model reads of an earlier one."""
+"""Prefix of what a later segment of such a model reads of an earlier one."""
 MEETING_DOMAIN = "specexport"
-"""Of the operators that stand for that until a graph is cut there."""
-
-
-def of_stage(name: str, stage: int) -> str:
-    """An output of one stage of an MLP speculator, such as ``draft_tokens.0``."""
-    return f"{name}.{stage}"
-
-
-def cache_names(layers: int) -> list[str]:
-    """``[past_key.0, past_value.0, past_key.1, ...]``."""
-    return [name(layer) for layer in range(layers) for name in (past_key, past_value)]
-
-
-def returned_names(layers: int, lowering: LoweredAs) -> list[str]:
-    """What a graph returns of its cache: ``[present_key.0, present_value.0, ...]``, or ``[new_key.0, ...]``.
-
-    Lowered natively these are the caches with this call's rows written at ``past_length``; lowered portably the rows
-    alone, float32 ``[B,Hkv,F,D]``, which the runtime copies into the cache.
-    """
-    made = "present" if lowering == "native" else "new"
-    return [f"{made}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+"""Domain of the operators that stand for that until a graph is cut there."""

@@ -24,6 +24,7 @@ from specexport.contract.manifest import (
 )
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.contract.signature import target_signature
 from specexport.exporter.build_plan import PREFILL_CHUNK
 from specexport.exporter.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
@@ -32,10 +33,10 @@ from specexport.exporter.checkpoints.templates import other_template
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
+from specexport.exporter.finite_check import require_finite
 from specexport.exporter.method import Build, exporter_of
 from specexport.exporter.models import WrittenTarget, target_stage
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.sound import require_finite
 from specexport.exporter.stages import RECORDS, Stages
 from specexport.exporter.writing import Progress
 
@@ -96,10 +97,11 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
     target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
     plan, model = target.plan, target.model
     made = _export(Build(folder, options, plan, model.vocab_size, model.max_positions, progress), stages)
-    written = [model, *(one for method in made for one in method.models.values())]
-    for index, one in enumerate(written):
+    written = [(model, target_signature(model, ()))]
+    written += [(drafting, method.signatures[role]) for method in made for role, drafting in method.models.items()]
+    for index, (graph, signature) in enumerate(written):
         progress("running the graphs once", index, len(written))
-        require_finite(folder, one, options.lowering)
+        require_finite(folder, graph, signature, options.lowering)
     progress("running the graphs once", len(written), len(written))
 
     (folder / "tokenizer").mkdir()

@@ -10,11 +10,13 @@ from onnx_ir.tape import Tape
 
 from specexport.contract import tensors
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
-from specexport.contract.tensors import cache_names, returned_names
+from specexport.contract.signature import cache_outputs, caches, propose_signature
+from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
 from specexport.exporter.passes.hoist import hoist_invariants
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
+_DTYPES = {"int64": _INT64, "float32": _FLOAT, "bool": _BOOL}
 
 
 def propose_graph(
@@ -42,11 +44,7 @@ def propose_graph(
     layers = len(shapes)
     given = draft_pass.graph.inputs
     carried = {str(value.name): value.shape for value in given if str(value.name).startswith("row.")}
-    sizes = [(shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
-    caches = [
-        ir.val(name, _FLOAT, ["B", heads, "S", size])
-        for name, (heads, size) in zip(cache_names(layers), sizes, strict=True)
-    ]
+    past = [_value(tensor) for tensor in caches(shapes)]
     drafted = [str(value.name) for value in draft_pass.graph.outputs if str(value.name).startswith("draft_")]
     handed = [] if start is None else list(start.graph.outputs)
     own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
@@ -55,7 +53,8 @@ def propose_graph(
         for value in given
         if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
     ]
-    inputs = {str(value.name): value for value in (*_inputs(), *own, *caches, *kept)}
+    read_first = map(_value, propose_signature("M").inputs)
+    inputs = {str(value.name): value for value in (*read_first, *own, *past, *kept)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
     body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *carried], drafted)
     if start is not None:
@@ -83,16 +82,15 @@ def propose_graph(
     )
     hoist_invariants(graph, tape.nodes[-1])
     rows, stacked = made[: -len(drafted)][-len(carried) :], made[-len(drafted) :]
-    returned, new_names = [], returned_names(layers, lowering)
-    for row, (heads, size), past, new in zip(rows[: 2 * layers], sizes, caches, new_names, strict=True):
+    returned = []
+    outputs = map(_value, cache_outputs(shapes, (), lowering, "F"))
+    for row, cache, output in zip(rows[: 2 * layers], past, outputs, strict=True):
         if lowering == "portable":
-            row.name, row.dtype, row.shape = new, _FLOAT, ir.Shape(["B", heads, "F", size])
+            row.name, row.dtype, row.shape = output.name, _FLOAT, output.shape
             returned.append(row)
         else:
-            written = ir.val(new, _FLOAT, past.shape)
-            returned.append(
-                tape.op("TensorScatter", [past, row, inputs[tensors.PAST_LENGTH]], {"axis": -2}, output=written)
-            )
+            scattered = [cache, row, inputs[tensors.PAST_LENGTH]]
+            returned.append(tape.op("TensorScatter", scattered, {"axis": -2}, output=output))
     for row, (name, shape) in list(zip(rows, carried.items(), strict=True))[2 * layers :]:
         row.name, row.dtype, row.shape = name.replace("row.", "new_", 1), _FLOAT, shape
         if shape is not None and len(shape) == 3:
@@ -105,19 +103,8 @@ def propose_graph(
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
 
 
-def _inputs() -> list[ir.Value]:
-    """The propose graph's inputs, caches aside."""
-    return [
-        ir.val(tensors.INPUT_IDS, _INT64, ["B", "T"]),
-        ir.val(tensors.PAST_LENGTH, _INT64, ["B"]),
-        ir.val(tensors.LAST_ROW, _INT64, ["B"]),
-        ir.val(tensors.NUM_DRAFT_TOKENS, _INT64, []),
-        ir.val(tensors.UNIFORM, _FLOAT, ["B", "K"]),
-        ir.val(tensors.TEMPERATURE, _FLOAT, ["B"]),
-        ir.val(tensors.TOP_K, _INT64, ["B"]),
-        ir.val(tensors.TOP_P, _FLOAT, ["B"]),
-        ir.val(tensors.MIN_P, _FLOAT, ["B"]),
-    ]
+def _value(tensor: Tensor) -> ir.Value:
+    return ir.val(str(tensor), _DTYPES[tensor.dtype], list(tensor.dims))
 
 
 def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:

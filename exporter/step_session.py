@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model
+from specexport.contract.signature import caches, embedding_inputs
 from specexport.contract.states import KeptStates
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores
@@ -31,40 +32,36 @@ class StepSession:
     def __init__(self, file: Callable[[str], Path], lowering: LoweredAs, model: Model, rows: int, fill: float) -> None:
         self._session = open_whole(file, model, lowering, available_cores())
         self._names = [output.name for output in self._session.get_outputs()]
-        self._embedding_size = model.embedding_size
+        self._embeddings = embedding_inputs(model.embedding_size)
         self._caches = {
-            name: np.full((1, layer.heads, rows, size), fill, np.float32)
-            for index, layer in enumerate(model.cache)
-            for name, size in ((tensors.past_key(index), layer.key_size), (tensors.past_value(index), layer.value_size))
+            str(cache): np.full(cache.shape({"B": 1, "S": rows}), fill, np.float32) for cache in caches(model.cache)
         }
         self._states = KeptStates(model.states, 1)
-        self._made: tuple[int, list[Array]] = (0, [])  # rows of the last call, and what was there before it
+        self._last: tuple[int, list[Array]] = (0, [])  # cache rows before the last call, and its new rows
 
-    def logits(self, given: Mapping[str, Array]) -> Array:
+    def logits(self, inputs: Mapping[str, Array]) -> Array:
         """Runs the graph once; its rows are in the cache for the next call.
 
         Args:
-            given: the graph's inputs, caches aside; embeddings may be left out, and without recurrent layers
+            inputs: the graph's, without caches; embeddings may be left out, and without recurrent layers
                 ``known_tokens`` is not read.
 
         Returns:
             float32 ``[R,V]``.
         """
-        tokens, none = given[tensors.INPUT_IDS].shape[1], {}
-        if self._embedding_size is not None:
-            none[tensors.INPUTS_EMBEDS] = np.zeros((1, tokens, self._embedding_size), np.float32)
-            none[tensors.EMBEDS_MASK] = np.zeros((1, tokens), np.bool_)
-        past = int(given[tensors.PAST_LENGTH][0])
-        own, blocks, parts = self._states_given(past, tokens)
-        if tensors.CELL_ROWS not in own:
-            given = {name: array for name, array in given.items() if name != tensors.KNOWN_TOKENS}
-        every = {**none, **given, **own, **self._caches}
-        outputs = dict(zip(self._names, self._session.run(None, every), strict=True))
+        tokens = inputs[tensors.INPUT_IDS].shape[1]
+        embeddings = {str(tensor): tensor.zeros({"B": 1, "T": tokens}) for tensor in self._embeddings}
+        past = int(inputs[tensors.PAST_LENGTH][0])
+        states, blocks, parts = self._state_inputs(past, tokens)
+        feed = {**embeddings, **inputs, **states, **self._caches}
+        if tensors.CELL_ROWS not in states:
+            feed.pop(tensors.KNOWN_TOKENS, None)
+        outputs = dict(zip(self._names, self._session.run(None, feed), strict=True))
         for name, part in parts.items():
             part[:] = outputs[name]
-        if tensors.CELL_ROWS in own:
-            self._states.ran(range(1), [past], given[tensors.KNOWN_TOKENS].tolist())
-        self._made = past, blocks
+        if tensors.CELL_ROWS in states:
+            self._states.ran(range(1), [past], inputs[tensors.KNOWN_TOKENS].tolist())
+        self._last = past, blocks
         for name, cache in self._caches.items():
             if (whole := outputs.get(name.replace("past_", "present_", 1))) is not None:
                 self._caches[name] = whole
@@ -74,15 +71,15 @@ class StepSession:
         logits: Array = outputs[tensors.LOGITS][0]
         return logits
 
-    def _states_given(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
-        """What layers without attention are given, and room for the rows they make.
+    def _state_inputs(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
+        """Inputs of layers without attention, and buffers for their new rows.
 
-        How much of the last call became text shows only now.
+        How much of the last call became text is known only now.
         """
-        before, made = self._made
+        before, rows = self._last
         if past == 0:
             self._states.clear(0)
         elif past > before:
-            self._states.commit(0, before, range(past - before), made, 0)
+            self._states.commit(0, before, range(past - before), rows, 0)
         blocks, parts = self._states.outputs(1, tokens)
         return {**self._states.arrays, **self._states.cells(range(1), [past], tokens)}, blocks, parts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,10 +13,20 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
-from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import states
-from specexport.contract.states import CELL, cell_rows
-from specexport.contract.tensors import cache_names, returned_names, returned_state_names
+from specexport.contract.signature import (
+    COMMIT,
+    STEP_INPUTS,
+    accept_signature,
+    cache_outputs,
+    caches,
+    cells,
+    embedding_inputs,
+    fill_signature,
+    known_tokens,
+    new_states,
+    states,
+)
+from specexport.contract.tensors import Tensor
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.passes.epsilon import keep_epsilons
@@ -37,57 +46,37 @@ PROGRAM_OPSET = 18
 """Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
 of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
 
-# Sizes to trace with: all different from one another and from 0 and 1, which torch.export would specialise on.
-B, T, S, DONE = 2, 5, 24, 4
+_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
+"""Sizes to trace with: in a graph all different from one another and from 0 and 1, which torch.export would specialise
+on."""
 
-Inputs = dict[str | tuple[str, ...], tuple[Any, Any]]
-"""A module's inputs by name: an example of each and its symbolic dimensions (``torch.export.Dim``). Where an input is a
-list of tensors, its key is their names."""
+Inputs = Sequence[Tensor | Sequence[Tensor]]
+"""A module's inputs in the order of its parameters, a sequence for a list of tensors."""
+PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"), tensors.PAST_LENGTH)
+"""The first inputs of every draft's pass, which draws one token."""
 
 
-def trace_step(module: StepModule, shapes: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
-    """The step graph of a target, or of a draft with Medusa heads (``specexport.contract.tensors``).
+def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
+    """The step graph of a target, or of a draft with Medusa heads; see :func:`~specexport.contract.signature`.
 
     With an ``embedding_size`` H it reads embeddings in the place of tokens too.
     """
-    b, t, r = (torch.export.Dim(name) for name in "BTR")
-    position_ids = torch.arange(T)[None].repeat(B, 1)
-    inputs: Inputs = {
-        tensors.INPUT_IDS: (torch.ones(B, T, dtype=torch.int64), {0: b, 1: t}),
-        tensors.POSITION_IDS: (position_ids, {0: b, 1: t}),
-        tensors.TREE_MASK: (torch.ones(B, T, T, dtype=torch.bool).tril(), {0: b, 1: t, 2: t}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.LOGITS_ROWS: (torch.tensor([[0, 1, 2]] * B), {0: b, 1: r}),
-    }
     layers = list(module.states.values())
-    inputs |= cache_inputs(cache_names(len(shapes)), shapes, S, b, "S", _states(layers, b))
-    if embedding_size is not None:
-        inputs[tensors.INPUTS_EMBEDS] = (torch.zeros(B, T, embedding_size), {0: b, 1: t})
-        inputs[tensors.EMBEDS_MASK] = (torch.zeros(B, T, dtype=torch.bool), {0: b, 1: t})
-    made = [*module.made, *returned_names(len(shapes), module.lowering), *returned_state_names(layers)]
-    return trace_module(module.model, module, inputs, made, module.lowering)
+    inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
+    outputs = [*module.made, *cache_outputs(cache, layers, module.lowering, "T")]
+    return trace_module(module.model, module, inputs, outputs, module.lowering)
 
 
-def trace_draft_pass(draft: DraftPass, shapes: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
+def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
     """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
 
-    Its inputs are the propose graph's; ``row.*`` are the cache rows made so far and not written yet, and alike what
-    layers without attention made.
+    Its inputs are the propose graph's, and the rows of the passes before (:func:`row_inputs`).
     """
-    b, t = torch.export.Dim("B"), torch.export.Dim("T")
     layers = list(draft.states.values())
-    rows, more = row_names(len(shapes)), _state_rows(layers, b)
-    inputs: Inputs = {
-        tensors.INPUT_IDS: (torch.ones(B, T, dtype=torch.int64), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.UNIFORM: (torch.full((B,), 0.5), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        **sampling_inputs(b),
-        **cache_inputs(cache_names(len(shapes)), shapes, S, b, "S", _states(layers, b)),
-        **cache_inputs(rows, shapes, DONE, b, "R", more),
-    }
-    outputs = [*tensors.DRAFTED, *(f"{name}.grown" for name in (*rows, *more))]
-    return trace_module(draft.model, draft, inputs, outputs, lowering)
+    rows = row_inputs(cache, layers)
+    inputs: Inputs = [*PASS_INPUTS, *tensors.SAMPLING, _past(cache, layers), rows]
+    return trace_module(draft.model, draft, inputs, [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)], lowering)
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
@@ -95,121 +84,44 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
 
     Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
     """
-    nodes, vocab = 5, 40
-    b, drafts, v = (torch.export.Dim(name) for name in ("B", "drafts", "V"))
-    n = drafts + 1
-    inputs: Inputs = {
-        tensors.LOGITS: (torch.randn(B, nodes, vocab), {0: b, 1: n, 2: v}),
-        tensors.PARENTS: (torch.tensor([[-1, 0, 0, 1, 1]] * B), {0: b, 1: n}),
-        tensors.TREE_MASK: (torch.ones(B, nodes, nodes, dtype=torch.bool).tril(), {0: b, 1: n, 2: n}),
-        tensors.DRAFT_TOKENS: (torch.ones(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
+    modules: dict[AcceptRule, Callable[[], torch.nn.Module]] = {
+        "greedy": GreedyModule,
+        "lossless": lambda: AcceptModule(max_children),
+        "typical": TypicalModule,
     }
-    module: torch.nn.Module = GreedyModule()
-    if rule == "lossless":
-        module = AcceptModule(max_children)
-        ids = torch.arange(candidates).repeat(B, nodes - 1, 1)
-        inputs[tensors.DRAFT_IDS] = (ids, {0: b, 1: drafts})
-        inputs[tensors.DRAFT_PROBS] = (torch.full(ids.shape, 1 / candidates), {0: b, 1: drafts})
-        inputs[tensors.UNIFORM] = (torch.full((B, nodes), 0.5), {0: b, 1: n})
-        inputs |= sampling_inputs(b)
-    elif rule == "typical":
-        module = TypicalModule()
-        inputs[tensors.UNIFORM] = (torch.full((B, 1), 0.5), {0: b})
-        inputs |= sampling_inputs(b)
-        inputs |= {name: (torch.full((B,), 0.3), {0: b}) for name in (tensors.THRESHOLD, tensors.ALPHA)}
-    outputs = [tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH]
-    return trace_module(module, module, inputs, outputs, "native", PROGRAM_OPSET)
+    module, signature = modules[rule](), accept_signature(rule, candidates)
+    return trace_module(module, module, signature.inputs, signature.outputs, "native", PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
     """The fill graph (see ``specexport.graphs.program``); ``candidates`` is M."""
-    depth, nodes = 3, 6
-    b, drafts = torch.export.Dim("B"), torch.export.Dim("drafts")
-
-    def made(*shape: int) -> list[torch.Tensor]:
-        ids = torch.arange(candidates).repeat(*shape, 1)
-        return [torch.zeros(shape, dtype=torch.int64), ids, torch.full(ids.shape, 1 / candidates)]
-
-    inputs: Inputs
-    if stages:
-        rows = [{0: b}] + [{0: b, 1: torch.export.Dim("R")}] * (stages - 1)
-        of_stages = zip(*(made(B, depth if stage else 1) for stage in range(stages)), strict=True)
-        names = [tuple(tensors.of_stage(kind, stage) for stage in range(stages)) for kind in tensors.DRAFTED]
-        inputs = {name: (list(of_kind), rows) for name, of_kind in zip(names, of_stages, strict=True)}
-    else:
-        k = torch.export.Dim("K")
-        inputs = {name: (tensor, {0: k, 1: b}) for name, tensor in zip(tensors.DRAFTED, made(depth, B), strict=True)}
-    inputs |= {
-        tensors.TREE_ROWS: (torch.ones(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
-        tensors.TREE_RANKS: (torch.zeros(B, nodes - 1, dtype=torch.int64), {0: b, 1: drafts}),
-    }
-    outputs = [tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS]
+    signature, count = fill_signature(candidates, stages), len(tensors.DRAFTED)
+    inputs: Inputs = signature.inputs
+    if stages:  # a list of each kind
+        drafted, rest = signature.inputs[: count * stages], signature.inputs[count * stages :]
+        inputs = [*(drafted[kind::count] for kind in range(count)), *rest]
     module = StagesFillModule() if stages else FillModule()
-    return trace_module(module, module, inputs, outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, module, inputs, signature.outputs, "native", PROGRAM_OPSET)
 
 
-def trace_commit(shapes: Sequence[CacheLayer]) -> ir.Model:
+def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
-    b, n = torch.export.Dim("B"), torch.export.Dim("N")
-    inputs: Inputs = {
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.PATH: (torch.zeros(B, T, dtype=torch.int64), {0: b, 1: n}),
-        **cache_inputs(cache_names(len(shapes)), shapes, S, b, "S"),
-    }
     module = CommitModule()
-    return trace_module(module, module, inputs, returned_names(len(shapes), "native"))
+    return trace_module(module, module, [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
 
 
-def row_names(layers: int) -> list[str]:
-    """The draft pass's new cache rows, ``[row.key.0, row.value.0, ...]``."""
-    return [f"row.{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
+    """What a pass reads of the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
+
+    Of layers without attention these are rows and states as that pass returned them.
+    """
+    keys, values = (Tensor(f"row.{kind}", "float32", ("B", "Hkv", "R", "D")) for kind in ("key", "value"))
+    kept = [Tensor(name.replace("new_", "row.", 1), "float32", name.dims) for name in new_states(layers, "R")]
+    return (*caches(cache, keys, values), *kept)
 
 
-def cache_inputs(
-    names: list[str],
-    shapes: Sequence[CacheLayer],
-    rows: int,
-    batch: Any,
-    symbol: str,
-    more: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({}),
-) -> Inputs:
-    """Keys and values of every layer, and ``more`` behind them; ``symbol`` names their rows."""
-    caches = [torch.zeros(B, s.heads, rows, size) for s in shapes for size in (s.key_size, s.value_size)]
-    examples = [*caches, *(example for example, _ in more.values())]
-    dims = [*[{0: batch, 2: torch.export.Dim(symbol)}] * len(caches), *(dims for _, dims in more.values())]
-    return {(*names, *more): (examples, dims)}
-
-
-def _state_rows(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
-    """What a pass takes of an earlier one for layers without attention, by name: rows made so far, and states."""
-    made: dict[str, tuple[torch.Tensor, Any]] = {}
-    for name, spec in states(layers).items():
-        sizes, dims = list(spec.shape(ShapePoint(B, T, S))), {0: batch}
-        if len(sizes) == 3:
-            sizes[1], dims[1] = DONE, torch.export.Dim("R")
-        made[name.replace("past_", "row.", 1)] = torch.zeros(sizes), dims
-    return made
-
-
-def _states(layers: Sequence[StateLayer], batch: Any) -> dict[str, tuple[torch.Tensor, Any]]:
-    """What a graph takes for layers without attention, by name."""
-    made: dict[str, tuple[torch.Tensor, Any]] = {}
-    if any(layer.recurrence for layer in layers):
-        cells = torch.from_numpy(cell_rows([3, 6], [0, 0], 2 * CELL, 4 * CELL))
-        made[tensors.KNOWN_TOKENS] = torch.tensor([1, 2]), {0: batch}
-        made[tensors.CELL_ROWS] = cells, {0: torch.export.Dim("C"), 1: batch}
-    sizes = ShapePoint(B, T, S)
-    return made | {name: (torch.zeros(spec.shape(sizes)), {0: batch}) for name, spec in states(layers).items()}
-
-
-def sampling_inputs(batch: Any) -> Inputs:
-    """The sampling parameters, a number a slot each."""
-    return {
-        tensors.TEMPERATURE: (torch.ones(B), {0: batch}),
-        tensors.TOP_K: (torch.zeros(B, dtype=torch.int64), {0: batch}),
-        tensors.TOP_P: (torch.full((B,), 0.9), {0: batch}),
-        tensors.MIN_P: (torch.zeros(B), {0: batch}),
-    }
+def _past(cache: Sequence[CacheLayer], layers: Sequence[StateLayer]) -> tuple[Tensor, ...]:
+    return (*caches(cache), *known_tokens(layers), *cells(layers), *states(layers))
 
 
 @uncollected()
@@ -217,7 +129,7 @@ def trace_module(
     model: torch.nn.Module,
     module: torch.nn.Module,
     inputs: Inputs,
-    outputs: list[str],
+    outputs: Sequence[str],
     lowering: LoweredAs = "native",
     opset: int | None = None,
 ) -> ir.Model:
@@ -231,11 +143,12 @@ def trace_module(
         lowering: which operators attention is made of.
         opset: None for the lowering's.
     """
-    examples, dims = zip(*inputs.values(), strict=True)
-    leaves = torch.utils._pytree.tree_leaves(examples)
-    names = [name for key in inputs for name in ([key] if isinstance(key, str) else key)]
-    # torch.export takes inputs that are one tensor for one input, and leaves the others unread.
-    assert len({id(leaf) for leaf in leaves}) == len(leaves) == len(names)
+    flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
+    names = list(map(str, flat))
+    dimensions = _dimensions({dim for tensor in flat for dim in tensor.dims if isinstance(dim, str)})
+    examples = tuple(_nested(_example, entry) for entry in inputs)
+    dims = tuple(_nested(lambda tensor: _dynamic(tensor, dimensions), entry) for entry in inputs)
+    outputs = list(map(str, outputs))
     native = lowering == "native"
 
     def make() -> ir.Model:
@@ -267,7 +180,7 @@ def trace_module(
         return program.model
 
     module.eval()
-    about = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves], dims, names, outputs, lowering, opset)
+    about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
     traced = kept_trace(module, about, make)
     canonical_weights(traced)
     merge_linear(traced)
@@ -281,6 +194,27 @@ def trace_module(
         passes.TopologicalSortPass(),
     )(traced)
     return traced
+
+
+def _nested(of: Callable[[Tensor], Any], entry: Tensor | Sequence[Tensor]) -> Any:
+    return of(entry) if isinstance(entry, Tensor) else list(map(of, entry))
+
+
+def _example(tensor: Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape(_SIZES), dtype=_DTYPES[tensor.dtype])
+
+
+def _dynamic(tensor: Tensor, dimensions: Mapping[str, Any]) -> dict[int, Any]:
+    return {axis: dimensions[dim] for axis, dim in enumerate(tensor.dims) if isinstance(dim, str)}
+
+
+def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
+    """``torch.export.Dim`` of each symbol; torch derives a dimension from a smaller one only, so N from N-1."""
+    dimensions: dict[str, Any] = {symbol: torch.export.Dim(symbol) for symbol in symbols if symbol != "N-1"}
+    if "N-1" in symbols:
+        drafts = torch.export.Dim("drafts")
+        dimensions |= {"N-1": drafts, "N": drafts + 1}
+    return dimensions
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:

@@ -203,14 +203,14 @@ class StepStates:
     Args:
         layers: by their index among all layers of the model.
         past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, where one of them is recurrent, and those
-            of ``tensors.state_names``.
+            of ``signature.states``.
         past_length: int64 ``[B]``.
         rows: of a pass: ends with what the pass before returned, where the rows of a layer are ``[B,P,C]`` and
             ``[B,P,U]`` of the P tokens that were read before; ``cell_rows`` are of all passes' tokens then.
 
     Attributes:
         given: how many of those inputs there are.
-        returned: what the graph returns, of ``tensors.returned_state_names``, once the model ran; a pass's rows are
+        returned: what the graph returns, of ``signature.new_states``, once the model ran; a pass's rows are
             those before, too.
     """
 

@@ -151,7 +151,7 @@ class StepModule(torch.nn.Module):
         with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
-        known = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
+        known: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
         known |= {name: noted[count].float() for name, count in self.noted.items()}
         for addition in self.additions.values():
             known |= addition(hidden, logits)

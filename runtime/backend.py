@@ -13,6 +13,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer, Model
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.signature import caches
 
 if TYPE_CHECKING:
     from specexport.runtime.step_program import LoadedMethod, StepProgram
@@ -210,7 +211,7 @@ class Backend(Protocol):
 def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:
     """Names of the layers' cache inputs, by their heads and row width."""
     names: dict[tuple[int, int], list[str]] = {}
-    for index, layer in enumerate(layers):
-        names.setdefault((layer.heads, layer.key_size), []).append(tensors.past_key(index))
-        names.setdefault((layer.heads, layer.value_size), []).append(tensors.past_value(index))
+    for cache in caches(layers):
+        _, heads, _, size = cache.dims
+        names.setdefault((int(heads), int(size)), []).append(str(cache))
     return names

@@ -1,47 +1,28 @@
-"""The input and output arrays of graphs, caches aside, as their signatures say."""
+"""The input and output arrays of graphs, without caches, by their signatures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import numpy as np
+from collections.abc import Mapping
 
 from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import GraphSignature, Signature
+from specexport.contract.signature import GraphSignature
 from specexport.runtime.backend import Array, Buffers
 from specexport.runtime.params import SamplingParams
-
-_INITIAL_VALUES: dict[str, Callable[[ShapePoint], Array]] = {
-    tensors.TREE_MASK: lambda point: np.tri(point.tokens, dtype=np.bool_),
-    tensors.LOGITS_ROWS: lambda point: np.arange(point.rows),
-    tensors.LAST_ROW: lambda point: np.array(point.tokens - 1),
-    tensors.NUM_DRAFT_TOKENS: lambda point: np.array(point.drafts),
-    tensors.TEMPERATURE: lambda point: np.array(1.0),
-    tensors.TOP_K: lambda point: np.array(1),
-    tensors.TOP_P: lambda point: np.array(1.0),
-}
-"""Initial input values; other inputs start as zeros."""
 
 
 def buffers(signature: GraphSignature) -> Buffers:
     """Returns a function that creates a graph's arrays at a shape point."""
 
     def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
-        inputs = _arrays(signature.inputs, point)
-        for name in inputs.keys() & _INITIAL_VALUES.keys():
-            inputs[name][...] = _INITIAL_VALUES[name](point)
-        return inputs, _arrays(signature.outputs, point)
+        sizes = point.sizes
+        outputs = (tensor for tensor in signature.outputs if not tensor.stage or tensor.stage < point.drafts)
+        return (
+            {str(tensor): tensor.array(sizes) for tensor in signature.inputs},
+            {str(tensor): tensor.zeros(sizes) for tensor in outputs},
+        )
 
     return make
-
-
-def _arrays(signature: Signature, point: ShapePoint) -> dict[str, Array]:
-    return {
-        name: np.zeros(spec.shape(point), spec.dtype)
-        for name, spec in signature.items()
-        if not spec.stage or spec.stage < point.drafts
-    }
 
 
 def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from specexport import LLM
 from specexport.cli import main
-from specexport.contract import tensors
+from specexport.contract import signature, tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
 from specexport.contract.reading import read_manifest
@@ -177,7 +177,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     make, wide = buffers(method.signatures["dflash"]), draft.fc.in_features
     names = [one.name for one in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)
-    caches = {name: np.zeros(shape, np.float32) for name in tensors.cache_names(len(cache))}
+    caches = {name: np.zeros(shape, np.float32) for name in signature.caches(cache)}
     draw = np.random.default_rng(4)
     states = draw.normal(0, 1.5, (2, 12, wide)).astype(np.float32)
     roots = draw.integers(0, VOCAB, 2)

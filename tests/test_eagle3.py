@@ -175,7 +175,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     make = buffers(method.signatures["eagle3"])
     names = [one.name for one in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)
-    caches = {name(0): np.zeros(shape, np.float32) for name in (tensors.past_key, tensors.past_value)}
+    caches = {name.at(0): np.zeros(shape, np.float32) for name in (tensors.PAST_KEY, tensors.PAST_VALUE)}
     draw = np.random.default_rng(4)
     states = draw.normal(0, 1.5, (2, 12, 3 * H)).astype(np.float32)
     texts = draw.integers(0, VOCAB, (2, 13))
@@ -388,7 +388,7 @@ def test_build_inspect_verify_and_bench(
     (method,) = manifest.methods
     assert isinstance(method, Eagle3)
     assert (method.states, method.hidden, method.rows, method.candidates) == ((0, 1, 2), H, 9, 64)
-    assert {tensors.layer_states(count) for count in (0, 1, 2)} <= manifest.target_signature.outputs.keys()
+    assert {tensors.LAYER_STATES.at(count) for count in (0, 1, 2)} <= {*manifest.target_signature.outputs}
     assert main(["inspect", str(out)]) == 0
     assert "eagle3, states after 0, 1, 2 of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)

@@ -21,6 +21,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.reading import check_files, read_manifest
+from specexport.contract.signature import caches
 from specexport.exporter.build import build
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
@@ -261,10 +262,9 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
         tensors.PAST_LENGTH: np.array([40]),
         tensors.LOGITS_ROWS: np.arange(tokens)[None],
     }
-    for layer, shape in enumerate(model.cache):
-        for name, size in ((tensors.past_key(layer), shape.key_size), (tensors.past_value(layer), shape.value_size)):
-            rows = random.standard_normal((1, shape.heads, cache, size)).astype(np.float16)
-            feed[name] = rows if float16 else rows.astype(np.float32)
+    for tensor in caches(model.cache):
+        rows = random.standard_normal(tensor.shape({"B": 1, "S": cache})).astype(np.float16)
+        feed[tensor] = rows if float16 else rows.astype(np.float32)
     return feed
 
 

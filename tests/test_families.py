@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
+from specexport.contract.signature import caches
 from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
@@ -79,7 +80,7 @@ class Graph:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.batch = batch
         sizes = [(c.heads, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
-        names = trace.cache_names(len(checkpoint.cache))
+        names = caches(checkpoint.cache)
         # What was never written must never be read: it would show at once.
         self.caches = {
             name: np.full((batch, heads, rows, size), 1e6, np.float32)

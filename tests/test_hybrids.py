@@ -15,7 +15,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from specexport.contract import tensors
+from specexport.contract import signature, tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
 from specexport.contract.model import Recurrence, StateLayer
 from specexport.contract.reading import read_manifest
@@ -138,12 +138,12 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
             at = [torch.arange(begin, begin + count).clamp(max=tokens - 1) for begin in pasts]
             part = Updates(*(x if x is None else torch.stack([x[b, at[b]] for b in (0, 1)]) for x in updates))
             own = {tensors.KNOWN_TOKENS: np.array([known, max(0, known - (past == 0))])}
-            own |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in tensors.state_names(layers)}
+            own |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in signature.states(layers)}
             states = StepStates({0: layers[0]}, [torch.from_numpy(a.copy()) for a in own.values()], torch.tensor(pasts))
             states.convolve(0, torch.zeros(2, 3, count), 3)
             found.append(states.read(part)[:, :stays])
             blocks, parts = kept.outputs(2, count)
-            for n, made in zip(tensors.returned_state_names(layers), states.returned, strict=True):
+            for n, made in zip(signature.new_states(layers), states.returned, strict=True):
                 parts[n][:] = made
             kept.ran(range(2), pasts, own[tensors.KNOWN_TOKENS].tolist())
             kept.commit(0, past, range(stays), blocks, 0)

@@ -27,7 +27,7 @@ TOKENS, ROWS = [5, 9, 2, 31, 7], 16
 @pytest.mark.parametrize(("family", "lowering"), [("llama", "native"), ("gpt2", "native"), ("gemma2", "portable")])
 def test_a_step_says_what_goes_from_layer_to_layer(tmp_path: Path, family: str, lowering: LoweredAs) -> None:
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / family, family)))
-    names = [tensors.layer_states(count) for count in (0, 1, 2)]
+    names = [tensors.LAYER_STATES.at(count) for count in (0, 1, 2)]
     module = StepModule(loaded.model, outputs=[tensors.LOGITS, *names], lowering=lowering)
     ir.save(trace.trace_step(module, loaded.cache), tmp_path / "step.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
@@ -40,8 +40,8 @@ def test_a_step_says_what_goes_from_layer_to_layer(tmp_path: Path, family: str, 
         tensors.LOGITS_ROWS: np.array([[len(TOKENS) - 1]]),
     }
     for layer, shape in enumerate(loaded.cache):
-        for name, size in ((tensors.past_key, shape.key_size), (tensors.past_value, shape.value_size)):
-            given[name(layer)] = np.zeros((1, shape.heads, ROWS, size), np.float32)
+        for name, size in ((tensors.PAST_KEY, shape.key_size), (tensors.PAST_VALUE, shape.value_size)):
+            given[name.at(layer)] = np.zeros((1, shape.heads, ROWS, size), np.float32)
     made = session.run(names, given)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, attn_implementation="eager").eval()

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from specexport.contract import tensors
+from specexport.contract import signature, tensors
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
@@ -79,7 +79,7 @@ def test_filling_a_tree_from_stages_is_what_the_proposer_does() -> None:
         given = {tensors.TREE_ROWS: rows[None], tensors.TREE_RANKS: np.array([tree.ranks[1:]])}
         for kind, made in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
             parts = np.split(made, [1 + stage * width for stage in range(stages - 1)])
-            given |= {tensors.of_stage(kind, stage): part[None] for stage, part in enumerate(parts)}
+            given |= {kind.of_stage(stage): part[None] for stage, part in enumerate(parts)}
         tokens, node_ids, q = (array[0] for array in fill.run(None, given))
         for node, (row, rank) in enumerate(zip(rows, tree.ranks[1:], strict=True)):
             others = [token for token in ids[row] if token != drafted[row]]
@@ -97,9 +97,8 @@ def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> No
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
     kept = (3, 4)
     caches = {
-        name: random.standard_normal((2, shape.heads, rows, size)).astype(np.float32)
-        for layer, shape in enumerate(shapes)
-        for name, size in ((tensors.past_key(layer), shape.key_size), (tensors.past_value(layer), shape.value_size))
+        name: random.standard_normal(name.shape({"B": 2, "S": rows})).astype(np.float32)
+        for name in signature.caches(shapes)
     }
     found = session.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
     names = [value.name for value in session.get_outputs()]

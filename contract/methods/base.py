@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from specexport.contract.model import Model, Size, StoredAs, Strict
 from specexport.contract.shapes import CATCH_UP_TOKENS
-from specexport.contract.signature import GraphSignature, Signature
+from specexport.contract.signature import GraphSignature
 from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tensors import Tensor
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
@@ -150,9 +151,9 @@ class Method:
         return {}
 
     @property
-    def target_outputs(self) -> Signature:
+    def target_outputs(self) -> tuple[Tensor, ...]:
         """The target's outputs that it observes, beside the logits."""
-        return {}
+        return ()
 
     @property
     def support(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specexport.contract import tensors
+from specexport.contract import signature, tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.states import KeptStates, with_rows
@@ -100,7 +100,7 @@ def _through_lowering(
         known = count if done == 0 else 1  # what follows is taken for draft tokens
         cells = kept.cells(slot, [done], count)
         own = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
-        own |= {name: kept.arrays[name].copy() for name in tensors.state_names(layers)}
+        own |= {name: kept.arrays[name].copy() for name in signature.states(layers)}
         out = step(
             ids,
             torch.from_numpy(shape.depths)[None] + done,
@@ -114,7 +114,7 @@ def _through_lowering(
         made = out[1 : 1 + len(past)]
         past = list(made) if lowering == "native" else _with_rows(past, made, done)
         blocks, parts = kept.outputs(1, count)
-        for name, new in zip(tensors.returned_state_names(layers), out[1 + len(past) :], strict=True):
+        for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
             parts[name][:] = new.numpy()
         kept.ran(slot, [done], [known])
         kept.commit(0, done, range(count), blocks, 0)

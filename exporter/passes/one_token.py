@@ -24,7 +24,7 @@ def fix_drafts(model: ir.Model, drafts: int) -> None:
         assert drafts == 1
         _first_pass(model, loop)
     elif model.graph.outputs[0].name not in tensors.DRAFTED:
-        kept = {tensors.of_stage(kind, stage) for kind in tensors.DRAFTED for stage in range(drafts)}
+        kept = {kind.of_stage(stage) for kind in tensors.DRAFTED for stage in range(drafts)}
         model.graph.outputs[:] = [value for value in model.graph.outputs if value.name in kept]
     passes.RemoveUnusedNodesPass()(model)
 

@@ -12,7 +12,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import CacheLayer, LoweredAs
-from specexport.contract.tensors import cache_names, returned_names
+from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
 from specexport.methods.dflash.checkpoint import read_dflash
 from specexport.methods.dflash.graph import DFlashDraft, DFlashModule, block_lowering
-from specexport.methods.dflash.spec import DFlash, DFlashOptions
+from specexport.methods.dflash.spec import DFlash, DFlashOptions, block_inputs
 from specexport.methods.hidden_states.export import StatesDraftExporter
 
 
@@ -67,19 +67,8 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
 
 def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:
     """The propose graph of a DFlash draft (:class:`~specexport.methods.dflash.graph.DFlashModule`)."""
-    b, t, k = (torch.export.Dim(name) for name in "BTK")
-    drafted = 7
-    inputs: trace.Inputs = {
-        tensors.INPUT_IDS: (torch.ones(trace.B, 1, dtype=torch.int64), {0: b}),
-        tensors.LAYER_STATES: (torch.ones(trace.B, trace.T, draft.fc.in_features), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        tensors.BLOCK_ROWS: (torch.tensor([4, 8]), {0: b}),
-        tensors.UNIFORM: (torch.full((trace.B, drafted), 0.5), {0: b, 1: k}),
-        **trace.sampling_inputs(b),
-        **trace.cache_inputs(cache_names(len(shapes)), shapes, trace.S, b, "S"),
-    }
-    outputs = [*tensors.DRAFTED, *returned_names(len(shapes), lowering)]
+    inputs: trace.Inputs = [*block_inputs(draft.fc.in_features), caches(shapes)]
+    outputs = [*tensors.DRAFTED, *cache_outputs(shapes, (), lowering, "F")]
     attention = draft.layers[0].get_submodule("self_attn")
     traced = trace.trace_module(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
     for value in traced.graph.outputs:

@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, RankedMethod, SourceKind
-from specexport.contract.signature import GraphSignature, Spec
+from specexport.contract.signature import GraphSignature
 from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.hidden_states.spec import StatesDraft, StatesDraftOptions
 
@@ -64,12 +65,7 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     def signatures(self) -> dict[str, GraphSignature]:
         """See :class:`Method`: the propose graph, rows of T tokens and a block of 1 + K."""
         (chain,) = super().signatures.values()
-        inputs = chain.inputs | {
-            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
-            tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden)),
-            tensors.BLOCK_ROWS: Spec("int64", ("B",)),
-        }
-        del inputs[tensors.NUM_DRAFT_TOKENS]
+        inputs = block_inputs(len(self.states) * self.hidden)
         return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
 
     def validate_tree(self, tree: TokenTree) -> str | None:
@@ -78,3 +74,16 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
         )
         # What it knows at a depth does not depend on the tokens before it, so that any node may have children.
         return RankedMethod.validate_tree(self, tree) or short
+
+
+def block_inputs(states: Dim) -> tuple[Tensor, ...]:
+    """Inputs of the propose graph, which reads the target's states of a width, side by side."""
+    return (
+        tensors.INPUT_IDS.shaped("B", 1),
+        tensors.LAYER_STATES.sized(H=states),
+        tensors.LAST_ROW,
+        tensors.PAST_LENGTH,
+        tensors.BLOCK_ROWS,
+        tensors.UNIFORM,
+        *tensors.SAMPLING,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from specexport.contract import tensors
 from specexport.contract.methods.base import (
     DEFAULT_DRAFT_TOKENS,
     CheckpointOptions,
@@ -14,7 +13,7 @@ from specexport.contract.methods.base import (
     SourceKind,
 )
 from specexport.contract.model import Model
-from specexport.contract.signature import SAMPLING, GraphSignature, Spec
+from specexport.contract.signature import GraphSignature, propose_signature
 from specexport.contract.suggestions import SMALLER, Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
@@ -45,22 +44,7 @@ class ChainDraft(RankedMethod, frozen=True, kw_only=True):
     @property
     def signatures(self) -> dict[str, GraphSignature]:
         """See :class:`Method`: the propose graph, first a pass over T tokens, then one of a single token each."""
-        inputs = {
-            tensors.INPUT_IDS: Spec("int64", ("B", "T")),
-            tensors.PAST_LENGTH: Spec("int64", ("B",)),
-            tensors.LAST_ROW: Spec("int64", ("B",)),
-            tensors.NUM_DRAFT_TOKENS: Spec("int64", ()),
-            tensors.UNIFORM: Spec("float32", ("B", "K")),
-            **SAMPLING,
-        }
-        if self.draft is not None and any(layer.recurrence for layer in self.draft.states):
-            inputs[tensors.KNOWN_TOKENS] = Spec("int64", ("B",))
-        outputs = {
-            tensors.DRAFT_TOKENS: Spec("int64", ("K", "B")),
-            tensors.DRAFT_IDS: Spec("int64", ("K", "B", self.candidates)),
-            tensors.DRAFT_PROBS: Spec("float32", ("K", "B", self.candidates)),
-        }
-        return {self.role: GraphSignature(inputs, outputs, "F")}
+        return {self.role: propose_signature(self.candidates, () if self.draft is None else self.draft.states)}
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         spine = "only the most probable token of each depth can have children"

@@ -14,7 +14,8 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.model import CacheLayer, LoweredAs
-from specexport.contract.tensors import cache_names
+from specexport.contract.signature import caches
+from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import layers_in, outlined
@@ -31,7 +32,7 @@ from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
-from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions
+from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 
 P = TypeVar("P", bound=StatesDraftOptions)
 S = TypeVar("S", bound=StatesDraft)
@@ -180,25 +181,12 @@ def trace_own_state(
 
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """
-    b, t, r = (torch.export.Dim(name) for name in "BTR")
-    H = draft.hidden
-    names, attention = trace.row_names(len(shapes)), draft.layers[0].get_submodule("self_attn")
-    states: trace.Inputs = {
-        tensors.LAYER_STATES: (torch.ones(trace.B, trace.T, draft.reads), {0: b, 1: t}),
-        tensors.OWN_STATE: (torch.ones(trace.B, H), {0: b}),
-        tensors.READS_OWN: (torch.zeros(trace.B, dtype=torch.bool), {0: b}),
-    }
+    attention = draft.layers[0].get_submodule("self_attn")
+    states = own_state_inputs(draft.reads, draft.hidden)
     first = trace.trace_module(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
-    inputs: trace.Inputs = {
-        tensors.INPUT_IDS: (torch.ones(trace.B, trace.T, dtype=torch.int64), {0: b, 1: t}),
-        tensors.LAST_ROW: (torch.tensor([1, 2]), {0: b}),
-        tensors.UNIFORM: (torch.full((trace.B,), 0.5), {0: b}),
-        tensors.PAST_LENGTH: (torch.tensor([3, 6]), {0: b}),
-        "hidden": (torch.ones(trace.B, trace.T, H), {0: b, 1: t}),
-        "real": (torch.ones(trace.B, trace.DONE), {0: b, 1: r}),
-        **trace.sampling_inputs(b),
-        **trace.cache_inputs(cache_names(len(shapes)), shapes, trace.S, b, "S"),
-        **trace.cache_inputs(names, shapes, trace.DONE, b, "R"),
-    }
-    outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in names)]
+    hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
+    real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
+    rows = trace.row_inputs(shapes)
+    inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, *tensors.SAMPLING, caches(shapes), rows]
+    outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]
     return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)

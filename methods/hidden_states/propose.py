@@ -58,7 +58,7 @@ class StatesProposer(Proposer):
         self._dynamic: Dynamic | None = None
         if method.dynamic_tree:
             self._dynamic = "any" if method.branching == 2 else "spine"
-        self._names = [tensors.layer_states(count) for count in method.states]
+        self._names = [tensors.LAYER_STATES.at(count) for count in method.states]
         self.observes = frozenset(self._names)
         self._texts: dict[int, list[int]] = {}
         self._shown: dict[int, _Shown] = {}

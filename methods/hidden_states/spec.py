@@ -9,7 +9,8 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.methods.base import MethodOptions
 from specexport.contract.model import Size
-from specexport.contract.signature import GraphSignature, Signature, Spec
+from specexport.contract.signature import GraphSignature
+from specexport.contract.tensors import Dim, Tensor
 from specexport.methods.draft_model.spec import ChainDraft
 
 MAX_STATES = 16
@@ -43,8 +44,8 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
     rows: Size
 
     @property
-    def target_outputs(self) -> Signature:
-        return {tensors.layer_states(count): Spec("float32", ("B", "T", self.hidden)) for count in self.states}
+    def target_outputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensors.LAYER_STATES.at(count).sized(H=self.hidden) for count in self.states)
 
     @property
     def catch_up(self) -> int:
@@ -76,10 +77,11 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
     @property
     def signatures(self) -> dict[str, GraphSignature]:
         (chain,) = super().signatures.values()
-        states = {tensors.LAYER_STATES: Spec("float32", ("B", "T", len(self.states) * self.hidden))}
-        inputs = states | {
-            tensors.OWN_STATE: Spec("float32", ("B", self.draft_hidden)),
-            tensors.READS_OWN: Spec("bool", ("B",)),
-        }
-        outputs = {tensors.NEXT_STATE: Spec("float32", ("B", 1, self.draft_hidden))}
-        return {self.role: GraphSignature(chain.inputs | inputs, chain.outputs | outputs, chain.fed)}
+        inputs = own_state_inputs(len(self.states) * self.hidden, self.draft_hidden)
+        outputs = (*chain.outputs, tensors.NEXT_STATE.sized(H=self.draft_hidden))
+        return {self.role: GraphSignature((*chain.inputs, *inputs), outputs, chain.fed)}
+
+
+def own_state_inputs(states: Dim, hidden: Dim) -> tuple[Tensor, ...]:
+    """The target's states of a width, side by side, and the draft's own state."""
+    return tensors.LAYER_STATES.sized(H=states), tensors.OWN_STATE.sized(H=hidden), tensors.READS_OWN

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from specexport.contract.methods.base import BYTES, CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
 from specexport.contract.model import Positive, Size, StoredAs
-from specexport.contract.signature import Signature, candidates
 from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tensors import CANDIDATES, Tensor
 from specexport.contract.tree import TokenTree
 
 _PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
@@ -55,8 +55,8 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
         return Suggestion("medusa", tree, why, 1)
 
     @property
-    def target_outputs(self) -> Signature:
-        return candidates(self.heads, self.candidates)
+    def target_outputs(self) -> tuple[Tensor, ...]:
+        return (CANDIDATES.sized(heads=self.heads, M=self.candidates),)
 
     @property
     def stored_in_target(self) -> StoredAs | None:

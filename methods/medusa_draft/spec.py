@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
-from specexport.contract.signature import GraphSignature, candidates, step_signature
+from specexport.contract.signature import GraphSignature, step_signature
+from specexport.contract.tensors import CANDIDATES
 from specexport.contract.tree import TokenTree
 
 
@@ -56,7 +57,7 @@ class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:
-        return {"draft": step_signature(candidates(self.heads + 1, self.candidates))}
+        return {"draft": step_signature([CANDIDATES.sized(heads=self.heads + 1, M=self.candidates)])}
 
     @property
     def draft_width(self) -> int:

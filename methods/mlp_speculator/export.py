@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_plan import BuildPlan
@@ -44,7 +44,7 @@ from specexport.methods.mlp_speculator.checkpoint import (
     require_fit,
 )
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
-from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorOptions
+from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
 _STAGE_ACCURACY = 0.6
 """Stands in for how often a stage is right after tokens that were."""
@@ -185,19 +185,8 @@ class ReferenceSpeculator:
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
-    stages = len(speculator)
-    b, t = torch.export.Dim("B"), torch.export.Dim("T")
-    levels = (trace.B, stages, trace.T)
-    inputs: trace.Inputs = {
-        tensors.HIDDEN_STATE: (torch.ones(trace.B, speculator.hidden), {0: b}),
-        tensors.INPUT_IDS: (torch.ones(trace.B, 1, dtype=torch.int64), {0: b}),
-        tensors.LEVEL_PARENTS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
-        tensors.LEVEL_RANKS: (torch.zeros(levels, dtype=torch.int64), {0: b, 2: t}),
-        tensors.UNIFORM: (torch.full(levels, 0.5), {0: b, 2: t}),
-        **trace.sampling_inputs(b),
-    }
-    outputs = [tensors.of_stage(kind, stage) for stage in range(stages) for kind in tensors.DRAFTED]
-    module = SpeculatorModule(speculator)
+    inputs = speculator_inputs(len(speculator), speculator.hidden)
+    outputs, module = stage_outputs("M", len(speculator), "T"), SpeculatorModule(speculator)
     return trace.trace_module(module, module, inputs, outputs, lowering)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.shapes import window
+from specexport.contract.tensors import Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime.backend import Array, Graph
@@ -120,8 +121,8 @@ def _proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
     tree = view.tree
     levels = _levels(tree)
 
-    def rows(name: str) -> Array:
-        parts = [made[tensors.of_stage(name, stage)][at, :count] for stage, count in enumerate(levels.counts)]
+    def rows(name: Tensor) -> Array:
+        parts = [made[name.of_stage(stage)][at, :count] for stage, count in enumerate(levels.counts)]
         return np.concatenate(parts)
 
     # The first node of a level is the one below the best guesses.

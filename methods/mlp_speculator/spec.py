@@ -10,8 +10,9 @@ from specexport.contract import tensors
 from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
 from specexport.contract.model import Model, Size
 from specexport.contract.shapes import uncached_points
-from specexport.contract.signature import SAMPLING, GraphSignature, Signature, Spec
+from specexport.contract.signature import GraphSignature, stage_outputs
 from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 
 MAX_STAGES = 16
@@ -78,30 +79,13 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
 
     @property
-    def target_outputs(self) -> Signature:
-        return {tensors.HIDDEN: Spec("float32", ("B", "R", self.hidden))}
+    def target_outputs(self) -> tuple[Tensor, ...]:
+        return (tensors.HIDDEN.sized(H=self.hidden),)
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:
-        levels = Spec("int64", ("B", self.stages, "T"))
-        inputs = {
-            tensors.HIDDEN_STATE: Spec("float32", ("B", self.hidden)),
-            tensors.INPUT_IDS: Spec("int64", ("B", 1)),
-            tensors.LEVEL_PARENTS: levels,
-            tensors.LEVEL_RANKS: levels,
-            tensors.UNIFORM: Spec("float32", levels.dims),
-            **SAMPLING,
-        }
-        outputs: Signature = {}
-        for stage in range(self.stages):
-            rows = "T" if stage else 1
-            for name, dtype, dims in (
-                (tensors.DRAFT_TOKENS, "int64", ("B", rows)),
-                (tensors.DRAFT_IDS, "int64", ("B", rows, self.candidates)),
-                (tensors.DRAFT_PROBS, "float32", ("B", rows, self.candidates)),
-            ):
-                outputs[tensors.of_stage(name, stage)] = Spec(dtype, dims, stage)  # type: ignore[arg-type]
-        return {"speculator": GraphSignature(inputs, outputs)}
+        inputs = speculator_inputs(self.stages, self.hidden)
+        return {"speculator": GraphSignature(inputs, tuple(stage_outputs(self.candidates, self.stages, "T")))}
 
     def describe(self) -> str:
         return f"mlp_speculator, {self.stages} stages"
@@ -119,3 +103,15 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         if any(point.drafts >= deepest and point.tokens >= widest for point in points):
             return None
         return f"no shape point of the speculator fills trees {deepest} deep and {widest} nodes with children wide"
+
+
+def speculator_inputs(stages: Dim, hidden: Dim) -> tuple[Tensor, ...]:
+    """Inputs of the propose graph of so many stages."""
+    return (
+        tensors.HIDDEN_STATE.sized(H=hidden),
+        tensors.INPUT_IDS.shaped("B", 1),
+        tensors.LEVEL_PARENTS.sized(stages=stages),
+        tensors.LEVEL_RANKS.sized(stages=stages),
+        tensors.UNIFORM.shaped("B", stages, "T"),
+        *tensors.SAMPLING,
+    )

@@ -229,10 +229,10 @@ def _aligned(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
     slots = np.arange(len(parents))[:, None]
     equal, outputs = np.ones((len(parents), 1), np.bool_), dict(outputs)
     for stage in range(1, parents.shape[1]):
-        above = tensors.of_stage(tensors.DRAFT_IDS, stage - 1)
+        above = tensors.DRAFT_IDS.of_stage(stage - 1)
         expected, actual = (side[above][slots, parents[:, stage], ranks[:, stage]] for side in (reference, outputs))
         equal = equal[slots, parents[:, stage]] & (expected == actual)
-        for name in (tensors.of_stage(kind, stage) for kind in tensors.DRAFTED):
+        for name in (kind.of_stage(stage) for kind in tensors.DRAFTED):
             rows = equal if outputs[name].ndim == equal.ndim else equal[..., None]
             outputs[name] = np.where(rows, outputs[name], reference[name])
     return outputs

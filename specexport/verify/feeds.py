@@ -78,9 +78,11 @@ class GraphRun:
             if value.name.startswith(tensors.CACHES):
                 rows = self.random.standard_normal(shape, np.float32)
                 feed[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
-            else:
+            elif value.name in values:
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
                 feed[value.name] = np.broadcast_to(values[value.name], shape).astype(dtype)
+            else:
+                feed[value.name] = tensors.DECLARED[value.name].shaped(*shape).array(sizes)
         return feed
 
 
@@ -88,11 +90,8 @@ def _model(call: GraphRun) -> _Values:
     """Inputs of a step graph or a propose graph; drawing is greedy, reported probabilities are not."""
     assert isinstance(call.of, Model)
     tokens = call.point.tokens
-    values: _Values = {
-        # The least noise draws the most probable token, whatever the rounding of the others.
-        tensors.UNIFORM: 0.0,
-        **_SAMPLING,
-    }
+    # The least noise, its initial value, draws the most probable token, whatever the rounding of the others.
+    values: _Values = {**_SAMPLING}
     for value in call.graph.input:
         if value.name in (tensors.HIDDEN_STATE, tensors.LAYER_STATES, tensors.OWN_STATE):
             rows = (tokens,) if value.name == tensors.LAYER_STATES else ()
@@ -115,10 +114,7 @@ def _model(call: GraphRun) -> _Values:
         tensors.TREE_MASK: call.tree.mask,
         tensors.PAST_LENGTH: call.past,
         tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
-        tensors.LAST_ROW: tokens - 1,
         tensors.BLOCK_ROWS: call.point.drafts + 1,
-        tensors.READS_OWN: False,
-        tensors.NUM_DRAFT_TOKENS: call.point.drafts,
     }
 
 
@@ -159,7 +155,7 @@ def _fill(call: GraphRun) -> _Values:
         ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(rows)])
         drawn, probs = ids[:, call.random.integers(candidates)], call.random.dirichlet(np.ones(candidates), rows)
         for kind, array in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
-            values |= {tensors.of_stage(kind, stage): array} if stages else {kind: array[:, None]}
+            values |= {kind.of_stage(stage): array} if stages else {kind: array[:, None]}
     return values
 
 
@@ -169,10 +165,5 @@ def _commit(call: GraphRun) -> _Values:
     return {tensors.PAST_LENGTH: call.past, tensors.PATH: np.pad(path, (0, len(nodes) - len(path)))}
 
 
-_SAMPLING: _Values = {
-    tensors.TEMPERATURE: 0.8,
-    tensors.TOP_K: 0,
-    tensors.TOP_P: 0.95,
-    tensors.MIN_P: 0.0,
-}
+_SAMPLING: _Values = {tensors.TEMPERATURE: 0.8, tensors.TOP_K: 0, tensors.TOP_P: 0.95}
 _INPUTS: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}

@@ -10,14 +10,12 @@ from onnx import TensorProto
 
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
-from specexport.contract.signature import Dim, Signature, caches, returned
-from specexport.contract.tensors import CARRIED, MEETINGS
+from specexport.contract.signature import cache_inputs, cache_outputs
+from specexport.contract.tensors import CARRIED, MEETINGS, Dim, Tensor
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.symlinks import without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
-Shapes = dict[str, tuple[str, tuple[Dim, ...]]]
-"""Type and shape of each input or output."""
 
 
 def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
@@ -49,9 +47,10 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
             produced = (value for graph in graphs for value in graph.output)
             final = [value for value in produced if not value.name.startswith((CARRIED, *MEETINGS))]
             path = bundle.file(files.segments[0])
-            _check_interface(path, _shapes(signature.inputs | caches(model.of_rank(0))), "input", inputs.values())
-            outputs = signature.outputs | returned(model.of_rank(0), lowering, signature.fed)
-            _check_interface(path, _shapes(outputs), "output", final)
+            part = model.of_rank(0)
+            _check_interface(path, (*signature.inputs, *cache_inputs(part)), "input", inputs.values())
+            returned = cache_outputs(part.cache, part.states, lowering, signature.fed)
+            _check_interface(path, (*signature.outputs, *returned), "output", final)
         progress(done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
         weights = [bundle.file(model.of_rank(engine.rank).weights)]
@@ -90,7 +89,8 @@ def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphP
     return model.graph
 
 
-def _check_interface(path: Path, expected: Shapes, kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
+def _check_interface(path: Path, declared: Iterable[Tensor], kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
+    expected = {str(tensor): (tensor.dtype, tensor.dims) for tensor in declared}
     actual = {value.name: _signature(value) for value in values}
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):
@@ -121,7 +121,3 @@ def _signature(value: onnx.ValueInfoProto) -> tuple[str, tuple[Dim, ...]]:
 
 def _words(signature: tuple[str, tuple[Dim, ...]] | None) -> str:
     return "absent" if signature is None else f"{signature[0]}[{', '.join(map(str, signature[1]))}]"
-
-
-def _shapes(signature: Signature) -> Shapes:
-    return {name: (spec.dtype, spec.dims) for name, spec in signature.items()}

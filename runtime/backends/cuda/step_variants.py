@@ -13,6 +13,7 @@ from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, Pro
 from specexport.contract.manifest import Manifest
 from specexport.contract.program import fill_point, filled_trees, fills
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.backends.cuda.executor import Executor
@@ -87,52 +88,32 @@ class StepVariant:
 
         Slots without a part in a step keep those of an earlier step, which are always valid.
         """
-        nodes, drafts, rule = self.nodes, self.nodes - 1, self.accept.rule
-        arrays: dict[str, Array] = {
-            tensors.PARENTS: np.arange(-1, drafts)[None],
-            tensors.TREE_MASK: np.tri(nodes, dtype=np.bool_)[None],
+        arrays = {
+            str(tensor): tensor.array(self._sizes)
+            for tensor in accept_signature(self.accept.rule, self.accept.candidates).inputs
+            if tensor != tensors.LOGITS and (self.drafting is None or tensor not in tensors.DRAFTED)
         }
-        if rule != "greedy":
-            arrays |= {
-                tensors.UNIFORM: np.zeros((1, nodes if rule == "lossless" else 1), np.float32),
-                tensors.TEMPERATURE: np.ones(1, np.float32),
-                tensors.TOP_K: np.ones(1, np.int64),
-                tensors.TOP_P: np.ones(1, np.float32),
-                tensors.MIN_P: np.zeros(1, np.float32),
-            }
-        if rule == "typical":
-            arrays |= {name: np.zeros(1, np.float32) for name in (tensors.THRESHOLD, tensors.ALPHA)}
-        if self.drafting is None:
-            arrays[tensors.DRAFT_TOKENS] = np.zeros((1, drafts), np.int64)
-            if rule == "lossless":
-                support = (1, drafts, self.accept.candidates)
-                arrays[tensors.DRAFT_IDS] = np.broadcast_to(np.arange(support[-1]), support).copy()
-                arrays[tensors.DRAFT_PROBS] = np.broadcast_to(np.eye(1, support[-1], dtype=np.float32), support).copy()
-        elif self.drafting.fill is not None:
-            arrays[tensors.TREE_ROWS] = np.zeros((1, drafts), np.int64)
+        if self.drafting is not None and self.drafting.fill is not None:
+            arrays[tensors.TREE_ROWS] = tensors.TREE_ROWS.array(self._sizes)
             arrays[tensors.TREE_RANKS] = np.array([self.drafting.tree.ranks[1:]], np.int64)
         return arrays
 
     def outputs(self) -> dict[str, Array]:
         """The accept graph's outputs for a slot."""
-        return {
-            tensors.NUM_ACCEPTED: np.zeros(1, np.int64),
-            tensors.TOKENS: np.zeros((1, self.nodes), np.int64),
-            tensors.PATH: np.zeros((1, self.nodes), np.int64),
-        }
+        outputs = accept_signature(self.accept.rule, self.accept.candidates).outputs
+        return {str(tensor): tensor.zeros(self._sizes) for tensor in outputs}
 
     def between(self) -> dict[str, Array]:
         """One slot's draft, which stays on the device: the fill graph's outputs, or a chain's."""
         if self.drafting is None:
             return {}
-        drafts, support = self.nodes - 1, self.drafting.candidates
-        filled = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
-        tokens, ids, probs = tensors.DRAFTED if self.drafting.fill is None else filled
-        return {
-            tokens: np.zeros((1, drafts), np.int64),
-            ids: np.zeros((1, drafts, support), np.int64),
-            probs: np.zeros((1, drafts, support), np.float32),
-        }
+        filled = fill_signature(self.drafting.candidates).outputs
+        names = tensors.DRAFTED if self.drafting.fill is None else filled
+        return {str(name): tensor.zeros(self._sizes) for name, tensor in zip(names, filled, strict=True)}
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"B": 1, "N": self.nodes, "N-1": self.nodes - 1}
 
 
 class StepVariants:

@@ -125,7 +125,7 @@ class Steps:
         staged_inputs = Staged(self._device, inputs, self._memory["inputs"])
         step = DeviceStep(staged_inputs, Staged(self._device, outputs, self._memory["outputs"]))
         verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
-        drafted = {name: step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
+        drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
         if variant.drafting is not None:
@@ -156,11 +156,11 @@ class Steps:
             else:
                 sort = [functools.partial(self._by_slot, results[name], to) for name, to in filled.items()]
             return dict(filled), [[run, *sort, functools.partial(self._pass_on, verify, filled[tensors.DRAFT_TOKENS])]]
-        shape = {name: step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
+        shape = {str(name): step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
         fill = self._prepare(drafting.fill, drafting.at, {**results, **shape, **filled})
         pass_on = functools.partial(self._pass_on, verify, filled[tensors.TREE_TOKENS])
         names = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
-        drafted = {as_drafted: filled[name] for as_drafted, name in zip(tensors.DRAFTED, names, strict=True)}
+        drafted = {str(as_drafted): filled[name] for as_drafted, name in zip(tensors.DRAFTED, names, strict=True)}
         return drafted, [[run], [fill, pass_on]]
 
     def _by_slot(self, source: Tensor, to: Tensor) -> None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specexport.contract import tensors
 from specexport.contract.errors import BundleError
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.signature import caches, returned
+from specexport.contract.signature import cache_inputs, cache_outputs
+from specexport.contract.tensors import DECLARED, Tensor
 from specexport.runtime.backend import Array, Buffers
 
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
-_FIELDS = {
-    tensors.LOGITS: "vocab_size",
-    tensors.DRAFT_IDS: "candidates",
-    tensors.DRAFT_PROBS: "candidates",
-    tensors.CANDIDATES: "heads and candidates",
-    tensors.HIDDEN: "hidden",
-    tensors.LAYER_STATES: "hidden",
-    tensors.HIDDEN_STATE: "hidden",
-    tensors.INPUTS_EMBEDS: "embedding_size",
-    tensors.EMBEDS_MASK: "embedding_size",
-}
-"""The manifest's field that a tensor's sizes come from; those of caches come from ``cache``."""
 _Shapes = Mapping[str, tuple[str, tuple[int | str | None, ...]]]
 
 
@@ -45,16 +33,17 @@ def require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs
     # The smallest of the points with all stages.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)
-    _compare(path, "input", session.get_inputs(), _of(inputs) | _fixed(caches(model)))
-    _compare(path, "output", session.get_outputs(), _of(outputs) | _fixed(returned(model, lowering, "F")))
+    _compare(path, "input", session.get_inputs(), _of(inputs) | _declared(cache_inputs(model)))
+    returned = cache_outputs(model.cache, model.states, lowering, "F")
+    _compare(path, "output", session.get_outputs(), _of(outputs) | _declared(returned))
 
 
 def _of(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int | str | None, ...]]]:
     return {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
 
 
-def _fixed(signature: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int | str | None, ...]]]:
-    return {name: (spec.dtype, spec.dims) for name, spec in signature.items()}
+def _declared(signature: Iterable[Tensor]) -> dict[str, tuple[str, tuple[int | str | None, ...]]]:
+    return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
 
 
 def _compare(path: Path, kind: str, declared: Sequence[Any], expected: _Shapes) -> None:
@@ -63,9 +52,9 @@ def _compare(path: Path, kind: str, declared: Sequence[Any], expected: _Shapes) 
         if name in expected and name in actual and _matches(actual[name], expected[name]):
             continue
         stem, _, index = name.partition(".")
-        field = f"cache[{index}]" if f"{stem}." in tensors.CACHES else _FIELDS.get(stem, "methods")
-        if f"{stem}." in tensors.STATES:
-            field = f"states[{index}]"
+        field = DECLARED[stem].field if stem in DECLARED else "methods"
+        if field in ("cache", "states"):
+            field = f"{field}[{index}]"
         raise BundleError(
             f"{path}: {kind} {name!r} is {_words(actual.get(name))}, but {_words(expected.get(name))} by {field} of "
             "the manifest; build the bundle again"
