@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import onnx
 import torch
 
-from specexport.contract.engines import COMPILERS, ProgramGraph
+from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
@@ -26,6 +26,7 @@ from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
 from specexport.exporter.build_plan import PREFILL_CHUNK
+from specexport.exporter.build_state import Build, WrittenTarget
 from specexport.exporter.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
@@ -34,11 +35,12 @@ from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.finite_check import require_finite
-from specexport.exporter.method import Build, exporter_of
-from specexport.exporter.models import WrittenTarget, target_stage
+from specexport.exporter.method import exporter_of
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.stages import RECORDS, Stages
-from specexport.exporter.writing import Progress
+from specexport.exporter.pipeline import Stage, run_stages
+from specexport.exporter.progress import Progress
+from specexport.exporter.records import RECORDS, Records
+from specexport.exporter.target import build_target
 
 
 def build(
@@ -53,8 +55,8 @@ def build(
 
     Args:
         options: what to build.
-        progress: see :data:`Progress`.
-        compiled: called with what became of the engines, if the bundle is to have some.
+        progress: see :data:`~specexport.exporter.progress.Progress`.
+        compiled: called with the engines' report, if the bundle is to have some.
 
     Returns:
         The bundle's folder.
@@ -64,61 +66,104 @@ def build(
     """
     report = progress or (lambda *_: None)
     options = options.for_checkpoint()
+    _require_output(options)
+    if options.engines is not None and options.engines.runtime in COMPILERS:
+        library = load_library(options.engines.runtime)  # at once: a build takes long
+        if options.tensor_parallel > 1:
+            require_collectives(library, options.engines.capabilities)
+    with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
+        state = run_stages(Build(options, folder, report, Records(folder, _built_with())), STAGES, report)
+        if compiled is not None and state.engines is not None:
+            compiled(state.engines)
+        state.records.close()
+    return options.output
+
+
+def _require_output(options: BuildOptions) -> None:
     output = options.output
     if output.exists() and not options.overwrite:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
-    if options.engines is not None and options.engines.runtime in COMPILERS:
-        library = load_library(options.engines.runtime)  # whether it is there should not be found out at the end
-        if options.tensor_parallel > 1:
-            require_collectives(library, options.engines.capabilities)
-    with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
-        stages = Stages(folder, _built_with())
-        manifest = _fill(folder, options, stages, report)
-        if options.engines is not None:
-            found = compile_graphs(folder, manifest, options.engines, report)
-            if compiled is not None:
-                compiled(found)
-        stages.close()
-    return output
 
 
-def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progress) -> Manifest:
-    path = locate(options.target)
-    tokenizer = load_tokenizer(path)
+def find_target(build: Build) -> None:
+    """Finds the target's checkpoint, and reads its tokenizer."""
+    build.source = locate(build.options.target)
+    build.tokenizer = load_tokenizer(build.source)
+
+
+def check_methods(build: Build) -> None:
+    """Refuses methods that need the same folder of the bundle, or checkpoints that do not fit the target's."""
     writers: dict[str, str] = {}
-    for method in options.methods:
+    for method in build.options.methods:
         stage = exporter_of(method).stage
         if stage is not None and (other := writers.setdefault(stage, method.name)) != method.name:
             raise BuildError(f"{other!r} and {method.name!r} both have a {stage}; a bundle has one, so ask for one")
-    for method in options.methods:
-        exporter_of(method).check(method, path, tokenizer.tokenizer)
-    target = stages.run("target", WrittenTarget, lambda: target_stage(folder, options, tokenizer, progress))
-    plan, model = target.plan, target.model
-    made = _export(Build(folder, options, plan, model.vocab_size, model.max_positions, progress), stages)
-    written = [(model, target_signature(model, ()))]
-    written += [(drafting, method.signatures[role]) for method in made for role, drafting in method.models.items()]
-    for index, (graph, signature) in enumerate(written):
-        progress("running the graphs once", index, len(written))
-        require_finite(folder, graph, signature, options.lowering)
-    progress("running the graphs once", len(written), len(written))
+    for method in build.options.methods:
+        exporter_of(method).check(method, build.source, build.tokenizer.tokenizer)
 
-    (folder / "tokenizer").mkdir()
-    text = tokenizer.tokenizer.to_str(pretty=True)
-    (folder / "tokenizer" / "tokenizer.json").write_text(text, encoding="utf-8")
-    templates = _write_templates(folder, tokenizer.chat_templates)
-    program: tuple[ProgramGraph, ...] = ()
-    if options.backend != "onnxruntime" and options.tensor_parallel == 1:
-        progress("tracing the step program", 0, 1)
-        program = write_program(folder, made, target.model.cache, options.lowering)
-        progress("tracing the step program", 1, 1)
+
+def write_target(build: Build) -> None:
+    """Loads, checks, traces, rewrites and writes the target; see the stages in ``exporter/target.py``."""
+    build.target = build.records.run("target", WrittenTarget, lambda: build_target(build))
+
+
+def write_drafts(build: Build) -> None:
+    """Does the same with the models of methods."""
+    methods: list[Method] = []
+    for method in build.plan.methods:
+        exporter = exporter_of(method)
+        if exporter.stage is not None:
+            method = build.records.run(exporter.stage, Method, functools.partial(exporter.export, method, build))
+        methods.append(method)
+    build.methods = tuple(methods)
+
+
+def check_graphs(build: Build) -> None:
+    """Runs every graph once, and refuses numbers that are not finite."""
+    graphs = [(build.target.model, target_signature(build.target.model, ()))]
+    graphs += [(model, method.signatures[role]) for method in build.methods for role, model in method.models.items()]
+    for index, (model, signature) in enumerate(graphs):
+        build.progress("running the graphs once", index, len(graphs))
+        require_finite(build.folder, model, signature, build.options.lowering)
+    build.progress("running the graphs once", len(graphs), len(graphs))
+
+
+def write_tokenizer(build: Build) -> None:
+    """Writes the tokenizer and the chat templates."""
+    folder = build.folder / "tokenizer"
+    folder.mkdir()
+    text = build.tokenizer.tokenizer.to_str(pretty=True)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    build.templates = {}
+    for name, source in build.tokenizer.chat_templates.items():
+        stem = "chat_template" if name == DEFAULT_TEMPLATE else f"additional_chat_templates/{name}"
+        file = folder / f"{stem}.jinja"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+        build.templates[name] = file.relative_to(build.folder).as_posix()
+
+
+def trace_program(build: Build) -> None:
+    """Traces the step program, which keeps a step on a device."""
+    build.program = ()
+    if build.options.backend != "onnxruntime" and build.options.tensor_parallel == 1:
+        with build.during("tracing the step program"):
+            cache = build.target.model.cache
+            build.program = write_program(build.folder, build.methods, cache, build.options.lowering)
+
+
+def describe_bundle(build: Build) -> None:
+    """Writes the manifest."""
     from specexport import __version__
 
+    options, plan, tokenizer, target = build.options, build.plan, build.tokenizer, build.target
     end = tokenizer.eos_token_id
-    if end is not None and end >= model.vocab_size:
+    if end is not None and end >= build.vocab_size:
         end = None
-    named = other_template(path, tokenizer.chat_templates)
+    template = other_template(build.source, tokenizer.chat_templates)
+    templates = dict(build.templates)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -130,7 +175,7 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
         prefill_chunk=PREFILL_CHUNK,
         batch_sizes=plan.batches,
         target=target.model,
-        methods=tuple(made),
+        methods=build.methods,
         tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
             eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
@@ -144,49 +189,49 @@ def _fill(folder: Path, options: BuildOptions, stages: Stages, progress: Progres
             posterior_threshold=options.posterior_threshold,
             posterior_alpha=options.posterior_alpha,
         ),
-        files=_file_entries(folder, stages.files, progress),
-        program=program,
-        notes=(*setting_notes(path, end, target.eos_token_ids), *(() if named is None else (named,))),
+        files=_file_entries(build),
+        program=build.program,
+        notes=(*setting_notes(build.source, end, target.eos_token_ids), *(() if template is None else (template,))),
     )
-    write_manifest(folder, manifest)
-    return read_manifest(folder)
+    write_manifest(build.folder, manifest)
+    build.manifest = read_manifest(build.folder)
 
 
-def _export(build: Build, stages: Stages) -> list[Method]:
-    """The methods, with the models of their own; those that the stages have on record are not exported again."""
-    made: list[Method] = []
-    for method in build.plan.methods:
-        exporter = exporter_of(method)
-        if exporter.stage is not None:
-            export = functools.partial(exporter.export, method, build)
-            made.append(stages.run(exporter.stage, Method, export))
-        else:
-            made.append(method)
-    return made
-
-
-def _write_templates(folder: Path, sources: dict[str, str]) -> dict[str, str]:
-    """The files of chat templates by name."""
-    files = {}
-    for name, source in sources.items():
-        place = "chat_template" if name == DEFAULT_TEMPLATE else f"additional_chat_templates/{name}"
-        files[name] = f"tokenizer/{place}.jinja"
-        (folder / files[name]).parent.mkdir(exist_ok=True)
-        (folder / files[name]).write_text(source, encoding="utf-8")
-    return files
+def compile_engines(build: Build) -> None:
+    """Compiles engines for GPUs, if the options say so."""
+    build.engines = None
+    if build.options.engines is not None:
+        build.engines = compile_graphs(build.folder, build.manifest, build.options.engines, build.progress)
 
 
 def _built_with() -> dict[str, str]:
     return {"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__}
 
 
-def _file_entries(folder: Path, known: Sequence[FileEntry], progress: Progress) -> tuple[FileEntry, ...]:
-    """Entries of every file; ``known`` are those of files that stages hashed already."""
-    entries = {entry.path: entry for entry in known}
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and RECORDS not in path.parts)
+def _file_entries(build: Build) -> tuple[FileEntry, ...]:
+    """Entries of every file; those of recorded stages are hashed already."""
+    entries = {entry.path: entry for entry in build.records.files}
+    files = sorted(path for path in build.folder.rglob("*") if path.is_file() and RECORDS not in path.parts)
     for index, path in enumerate(files):
-        name = path.relative_to(folder).as_posix()
+        name = path.relative_to(build.folder).as_posix()
         if name not in entries:
-            entries[name] = file_entry(folder, name)
-        progress("hashing files", index + 1, len(files))
+            entries[name] = file_entry(build.folder, name)
+        build.progress("hashing files", index + 1, len(files))
     return tuple(entry for _, entry in sorted(entries.items()))
+
+
+STAGES: tuple[Stage[Build], ...] = (
+    Stage(find_target, ensures=("source", "tokenizer")),
+    Stage(check_methods, needs=("source", "tokenizer")),
+    Stage(write_target, needs=("source", "tokenizer"), ensures=("target",)),
+    Stage(write_drafts, needs=("source", "target"), ensures=("methods",)),
+    Stage(check_graphs, needs=("target", "methods")),
+    Stage(write_tokenizer, needs=("tokenizer",), ensures=("templates",)),
+    Stage(trace_program, needs=("target", "methods"), ensures=("program",)),
+    Stage(
+        describe_bundle,
+        needs=("source", "tokenizer", "target", "methods", "templates", "program"),
+        ensures=("manifest",),
+    ),
+    Stage(compile_engines, needs=("manifest",), ensures=("engines",)),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -21,6 +21,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transfo
 from specexport.exporter.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.streamed import read_weights
+from specexport.exporter.progress import Progress
 from specexport.exporter.quantize import fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
 from specexport.exporter.weights import RoundedTensor, block_for
 
@@ -36,8 +37,6 @@ _LEAST, _LARGEST = -8, 7
 _SMALLEST = 1 << 13
 """Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.kept_traces`)."""
 _MAX_FILE = 1 << 26
-
-Progress = Callable[[str, int, int], None]
 
 
 def calibration_text(path: Path | None) -> str:

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokens import require_same_tokenizer
-from specexport.exporter.method import Build
 from specexport.exporter.writing import Part, write_models
 
 
@@ -31,9 +31,8 @@ def load_draft(source: str, build: Build) -> Checkpoint:
     Raises:
         BuildError: it was made for shorter texts, or cannot be lowered.
     """
-    build.progress("loading the draft", 0, 1)
-    draft = load_checkpoint(source)
-    build.progress("loading the draft", 1, 1)
+    with build.during("loading the draft"):
+        draft = load_checkpoint(source)
     if draft.states and build.options.backend != "onnxruntime":
         raise BuildError(
             f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
@@ -45,9 +44,8 @@ def load_draft(source: str, build: Build) -> Checkpoint:
             f"max_seq_len is {longest}, but the draft {draft.source} was made for {draft.max_positions} positions; "
             f"pass --max-seq-len {draft.max_positions} or choose another draft"
         )
-    build.progress("checking the draft's lowering", 0, 1)
-    parity.same_as_eager(draft, build.options.lowering)
-    build.progress("checking the draft's lowering", 1, 1)
+    with build.during("checking the draft's lowering"):
+        parity.same_as_eager(draft, build.options.lowering)
     return draft
 
 
@@ -55,13 +53,9 @@ def write_draft(
     draft: Checkpoint, build: Build, name: str, tracer: Callable[[], ir.Model], points: tuple[ShapePoint, ...]
 ) -> Model:
     """Traces a draft's graph and writes it into the bundle's folder ``draft``."""
-    build.progress("tracing the draft", 0, 1)
-    part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
-    build.progress("tracing the draft", 1, 1)
-    options = build.options
-    (model,) = write_models(
-        build.folder, "draft", [part], draft, options.proposing, None, options.lowering, build.progress
-    )
+    with build.during("tracing the draft"):
+        part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
+    (model,) = write_models(build, "draft", [part], draft, build.options.proposing)
     return model
 
 

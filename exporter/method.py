@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from specexport.contract.manifest import Manifest
     from specexport.exporter.build_plan import BuildPlan
+    from specexport.exporter.build_state import Build
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
     from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions
-    from specexport.exporter.writing import Part, Progress
+    from specexport.exporter.writing import Part
     from specexport.graphs.step import Addition
     from specexport.runtime.bundle import Bundle
 
@@ -49,23 +50,6 @@ class TargetOutline:
     hidden: int
     path: Path
     proposing: StoredAs
-
-
-@dataclass(frozen=True)
-class Build:
-    """A build whose target is known.
-
-    Attributes:
-        vocab_size: V of the target.
-        max_positions: longest text that the target was made for, in tokens.
-    """
-
-    folder: Path
-    options: BuildOptions
-    plan: BuildPlan
-    vocab_size: int
-    max_positions: int
-    progress: Progress
 
 
 class Agreement(Protocol):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 import torch
 
 from specexport.contract import tensors
@@ -27,13 +26,10 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
+from specexport.exporter import pipeline
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.kept_traces import kept_trace
-from specexport.exporter.passes.epsilon import keep_epsilons
-from specexport.exporter.passes.linear import canonical_weights, merge_linear
-from specexport.exporter.passes.names import name_weights
-from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.exporter.simplify import simplify
+from specexport.exporter.pipeline import run_passes
 from specexport.exporter.sparing import sparing
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.ops import translations
@@ -126,7 +122,7 @@ def _past(cache: Sequence[CacheLayer], layers: Sequence[StateLayer]) -> tuple[Te
 
 @uncollected()
 def trace_module(
-    model: torch.nn.Module,
+    rotary: torch.nn.Module,
     module: torch.nn.Module,
     inputs: Inputs,
     outputs: Sequence[str],
@@ -136,7 +132,7 @@ def trace_module(
     """Traces a module.
 
     Args:
-        model: the part of it that has rotary embeddings.
+        rotary: the part of it that has rotary embeddings.
         module: what is traced.
         inputs: see :data:`Inputs`.
         outputs: names.
@@ -149,13 +145,12 @@ def trace_module(
     examples = tuple(_nested(_example, entry) for entry in inputs)
     dims = tuple(_nested(lambda tensor: _dynamic(tensor, dimensions), entry) for entry in inputs)
     outputs = list(map(str, outputs))
-    native = lowering == "native"
 
     def make() -> ir.Model:
         with (
             quiet(),
             sparing(),
-            fused_rotary(model) if native else contextlib.nullcontext(),
+            fused_rotary(rotary) if lowering == "native" else contextlib.nullcontext(),
             torch.no_grad(),
         ):
             try:
@@ -174,26 +169,14 @@ def trace_module(
             except torch.onnx.OnnxExporterError as error:
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
-            keep_epsilons(program.model)
-            simplify(program.model)
-        name_weights(program.model, _aliases(module))
+            run_passes(program.model, pipeline.exported(_aliases(module)))
         return program.model
 
     module.eval()
     about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
-    traced = kept_trace(module, about, make)
-    canonical_weights(traced)
-    merge_linear(traced)
-    if native:
-        fuse_rms_norm(traced)
-    ir.passes.Sequential(
-        passes.CommonSubexpressionEliminationPass(),
-        passes.LiftConstantsToInitializersPass(),
-        passes.RemoveUnusedNodesPass(),
-        passes.ClearMetadataAndDocStringPass(),
-        passes.TopologicalSortPass(),
-    )(traced)
-    return traced
+    model = kept_trace(module, about, make)
+    run_passes(model, pipeline.traced(lowering))
+    return model
 
 
 def _nested(of: Callable[[Tensor], Any], entry: Tensor | Sequence[Tensor]) -> Any:

@@ -228,7 +228,7 @@ class WeightsFile:
 
     def externalize(
         self,
-        graph: ir.Graph,
+        model: ir.Model,
         stored: Storage,
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
@@ -236,19 +236,19 @@ class WeightsFile:
         """Moves the weights of a graph, and of the graphs inside it, into the file.
 
         Args:
-            graph: changed in place.
+            model: changed in place.
             stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
             heads: how Medusa heads are; None for ``stored``.
             checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
         """
         self._tensors = checkpoint or {}
-        self._quantized = {name for name, one in self._tensors.items() if isinstance(one, QuantizedTensor)}
-        for one in (graph, *graph.subgraphs()):
-            routers = _routers(one)
-            of_heads = set() if heads is None else needed_only_for(one, tensors.CANDIDATES)
-            for value in list(one.initializers.values()):
+        self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}
+        for graph in (model.graph, *model.graph.subgraphs()):
+            routers = _routers(graph)
+            of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
+            for value in list(graph.initializers.values()):
                 storage = heads if heads is not None and value in of_heads else stored
-                self._move(one, value, _EXACT if value in routers else storage)
+                self._move(graph, value, _EXACT if value in routers else storage)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
         tensor = value.const_value

@@ -1,84 +1,85 @@
-"""A traced model written: one weights file, and its graphs."""
+"""Writes traced models: a weights file, and the graphs that share it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
-from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
+from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.passes.experts import lower_experts
+from specexport.exporter.pipeline import run_passes, written
 from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
-
-Progress = Callable[[str, int, int], None]
-"""Called with a step's name, how much of it is done, and how much there is in all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A traced graph of a checkpoint: all of its layers or the first ones."""
+    """A traced graph of a checkpoint: all of its layers or the first ones.
+
+    Attributes:
+        name: of its file.
+        points: the shapes it runs at.
+    """
 
     name: str
     model: ir.Model
-    at: tuple[ShapePoint, ...]
+    points: tuple[ShapePoint, ...]
     cache: tuple[CacheLayer, ...]
     parameters: int
 
 
 def write_models(
-    folder: Path,
-    role: str,
-    parts: list[Part],
-    checkpoint: Checkpoint,
-    stored: Storage,
-    heads: Storage | None,
-    lowering: LoweredAs,
-    progress: Progress,
+    build: Build, role: str, parts: list[Part], checkpoint: Checkpoint, stored: Storage, heads: Storage | None = None
 ) -> list[Model]:
-    """Writes one weights file and masters into a folder of the bundle, ``role``, and describes them."""
-    (folder / role).mkdir(parents=True)
+    """Writes one weights file and the graphs that share it.
+
+    Args:
+        build: the build.
+        role: the folder of the bundle.
+        parts: the graphs; rewritten in place.
+        checkpoint: theirs.
+        stored: how matrices are stored.
+        heads: how those of Medusa heads are; None for ``stored``.
+
+    Returns:
+        The manifest's entry of each part.
+    """
+    folder, title = build.folder / role, f"writing the {role}'s weights ({stored.kind})"
+    folder.mkdir(parents=True)
     total = 4 * checkpoint.parameters
     done = 0
 
     def advance(size: int) -> None:
         nonlocal done
         done = min(total, done + size)
-        progress(f"writing the {role}'s weights ({stored.kind})", done, total)
+        build.progress(title, done, total)
 
-    reports = []
-    with WeightsFile(folder / role / "weights.bin", advance) as weights:
+    models: list[Model] = []
+    with WeightsFile(folder / "weights.bin", advance) as weights:
         for part in parts:
-            lower_experts(part.model, branches=stored.branches)
-            weights.externalize(part.model.graph, stored, heads, checkpoint.tensors)
-            reports.append(weights.report)
             weights.report = WeightsReport()
-    progress(f"writing the {role}'s weights ({stored.kind})", total, total)
-    made = []
-    for part, report in zip(parts, reports, strict=True):
-        passes.RemoveUnusedNodesPass()(part.model)
-        for node in ir.traversal.RecursiveGraphIterator(part.model.graph):
-            node.name = node.outputs[0].name  # else some count what the process made before
-        master = folder / role / f"{part.name}.onnx"
-        ir.save(part.model, master)
-        made.append(
-            Model(
-                family=checkpoint.family,
-                source=_absolute(checkpoint.source),
-                parameters=part.parameters,
-                vocab_size=checkpoint.vocab_size,
-                max_positions=checkpoint.max_positions,
-                precision=_precision_info(stored, report, checkpoint),
-                cache=part.cache,
-                weights=f"{role}/weights.bin",
-                graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=part.at),
+            store = partial(weights.externalize, stored=stored, heads=heads, checkpoint=checkpoint.tensors)
+            run_passes(part.model, written(store, branches=stored.branches))
+            ir.save(part.model, folder / f"{part.name}.onnx")
+            models.append(
+                Model(
+                    family=checkpoint.family,
+                    source=_absolute(checkpoint.source),
+                    parameters=part.parameters,
+                    vocab_size=checkpoint.vocab_size,
+                    max_positions=checkpoint.max_positions,
+                    precision=_precision_info(stored, weights.report, checkpoint),
+                    cache=part.cache,
+                    weights=f"{role}/weights.bin",
+                    graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=part.points),
+                )
             )
-        )
-    return made
+    build.progress(title, total, total)
+    return models
 
 
 def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:

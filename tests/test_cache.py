@@ -22,7 +22,7 @@ from specexport.contract.folders import written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import read_methods
 from specexport.contract.reading import check_files, read_manifest
-from specexport.exporter.stages import RECORDS, Stages
+from specexport.exporter.records import RECORDS, Records
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import DICE
 
@@ -320,7 +320,7 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
     runs: list[str] = []
 
     def build(folder: Path, built_with: dict[str, str], name: str = "target") -> Facts:
-        stages = Stages(folder, built_with)
+        records = Records(folder, built_with)
 
         def make() -> Facts:
             runs.append(name)
@@ -328,8 +328,8 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
             (folder / name / "weights.bin").write_bytes(b"weights")
             return Facts(7)
 
-        made = stages.run(name, Facts, make)
-        assert [entry.path for entry in stages.files] == [f"{name}/weights.bin"]
+        made = records.run(name, Facts, make)
+        assert [entry.path for entry in records.files] == [f"{name}/weights.bin"]
         return made
 
     assert build(tmp_path, {"torch": "2"}) == build(tmp_path, {"torch": "2"}) == Facts(7)
@@ -351,21 +351,22 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
     assert len(runs) == count + 1
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "half").touch()
-    stages = Stages(tmp_path, {"torch": "3"})
-    stages.close()
+    records = Records(tmp_path, {"torch": "3"})
+    records.close()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_an_unfinished_build_goes_on_after_its_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.exporter import drafts, models
+    from specexport.exporter import drafts
+    from specexport.exporter import target as exporter_target
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
     options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "calibrate": False}
     loaded: list[str] = []
-    real = models.load_checkpoint
+    real = exporter_target.load_checkpoint
 
     def load(source: str) -> Any:
         loaded.append(source)
@@ -373,7 +374,7 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
             raise KeyboardInterrupt
         return real(source)
 
-    for module in (models, drafts):
+    for module in (exporter_target, drafts):
         monkeypatch.setattr(module, "load_checkpoint", load)
     with pytest.raises(KeyboardInterrupt):
         LLM(target, speculative_config={"model": draft}, **options)

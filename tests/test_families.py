@@ -355,7 +355,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     model = ir.load(step_graph)
     matrices = sum(_weight_shape(node) is not None for node in model.graph)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage("int8", 32))
+        weights.externalize(model, Storage("int8", 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
     report = weights.report

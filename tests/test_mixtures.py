@@ -121,7 +121,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
     """And the router stays in fp32."""
     model = ir.load(family.folder / "step.onnx")
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage(kind, 32))
+        weights.externalize(model, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
     assert not weights.report.left
@@ -154,7 +154,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
     loaded = load_checkpoint(str(folder))
     model = _step_graph(loaded, branches=FORMS[form])
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage(kind, 32))
+        weights.externalize(model, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
     branches = [graph for graph in model.graph.subgraphs() if graph.name == "chosen"]
     read = sum(value.const_value.nbytes for one in branches for value in one.initializers.values()) * USED / 16

@@ -138,7 +138,7 @@ def test_a_stored_graph_computes_what_the_original_does(
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
     model = _model(embedding, weight, tied=tied)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "model.onnx")
     ids = rng.integers(0, VOCAB, (2, 5))
@@ -158,7 +158,7 @@ def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, p
     embedding = np.random.default_rng(0).standard_normal((VOCAB, K)).astype(np.float32)
     model = _model(embedding, np.eye(K, dtype=np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
     looked_up = next(node for node in model.graph if node.op_type == "MatMul").inputs[0]
     assert looked_up is not None
     looked_up.type = ir.TensorType(ir.DataType.FLOAT)
@@ -186,7 +186,7 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
     stack.const_value, stack.shape = ir.Tensor(experts, name="stack"), ir.Shape(experts.shape)
     model.graph.register_initializer(stack)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
     passes.RemoveUnusedNodesPass()(model)
     if restored:
         restore_tables(model, lambda name, dtype, array: ir.tensor(array, dtype, name=name))
@@ -201,7 +201,7 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage("int8", 32))
+        weights.externalize(model, Storage("int8", 32))
     assert set(weights.report.left) == {"table", "weight"}
     assert "24" in weights.report.left["weight"]
 
@@ -209,7 +209,7 @@ def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path:
 def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model.graph, Storage("fp16", 32))
+        weights.externalize(model, Storage("fp16", 32))
     assert list(weights.report.left) == ["weight"]
 
 
@@ -274,6 +274,6 @@ def test_heads_are_stored_as_what_proposes(tmp_path: Path) -> None:
         weight.shape, weight.type = ir.Shape((128, 128)), ir.TensorType(ir.DataType.FLOAT)
         model.graph.register_initializer(weight)
     with WeightsFile(tmp_path / "weights.bin", lambda size: None) as weights:
-        weights.externalize(model.graph, Storage("int4", 128), Storage("int4", 32))
+        weights.externalize(model, Storage("int4", 128), Storage("int4", 32))
     blocks = [node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "DequantizeLinear"]
     assert blocks == [128, 32]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,9 +32,7 @@ from specexport.exporter.engines.options import (
 )
 from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
 from specexport.exporter.engines.source import write_segments, write_source
-
-Progress = Callable[[str, int, int], None]
-"""Called with a step's name, how much of it is done, and how much there is in all."""
+from specexport.exporter.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
 from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.cut import cut
-from specexport.exporter.passes.collectives import join_along_first, use_collectives
-from specexport.exporter.passes.compute_type import compute_in
-from specexport.exporter.passes.flatten_products import flatten_products
-from specexport.exporter.passes.lookup_tables import restore_tables
-from specexport.exporter.passes.one_token import fix_drafts
+from specexport.exporter.passes.sizes import fix_sizes
+from specexport.exporter.pipeline import for_device, run_passes
 from specexport.exporter.weights import INLINE_BYTES, WeightsFile
-
-_NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 def write_source(
@@ -55,12 +49,6 @@ def write_source(
         raise BuildError(
             f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
         )
-    if drafts:
-        fix_drafts(model, drafts)
-    if ranks:
-        (use_collectives if compiled else join_along_first)(model, ranks)
-    interface = [value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)]
-    caches = {name for name in interface if name.startswith(tensors.CACHES)}
     converted = output.with_suffix(".bin")
     with WeightsFile(converted) as file:
 
@@ -69,13 +57,7 @@ def write_source(
                 return ir.tensor(array, dtype, name=name)
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
-        if compiled:
-            restore_tables(model, store)
-        if compiled and "B" not in sizes:
-            flatten_products(model.graph)
-        if compute in _NARROW:
-            compute_in(model, _NARROW[compute], caches, store, narrow_norms=not compiled)
-    _fix(model.graph, sizes)
+        run_passes(model, for_device(compute, drafts, sizes, store, compiled=compiled, ranks=ranks))
     model.graph.name = output.stem
     ir.save(model, output)
     if not converted.stat().st_size:
@@ -102,15 +84,7 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
             "choose --backend onnxruntime, or build without --tensor-parallel"
         ) from None
     for at, segment in enumerate(segments):
-        _fix(segment.graph, sizes)
+        fix_sizes(segment, sizes)
         written.append(source.with_name(f"{source.stem}.{at:03}.onnx"))
         ir.save(segment, written[-1])
     return written
-
-
-def _fix(graph: ir.Graph, sizes: dict[str, int]) -> None:
-    """Gives symbolic dimensions of a graph's inputs and outputs their sizes; those not named stay symbolic."""
-    for value in (*graph.inputs, *graph.outputs):
-        if value.shape is not None:
-            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
-            value.shape = ir.Shape(dims)

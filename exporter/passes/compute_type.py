@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract.errors import BuildError
-from specexport.contract.tensors import MEETING_DOMAIN
+from specexport.contract.tensors import CACHES, MEETING_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
@@ -30,15 +30,12 @@ Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
 """Keeps a converted constant: its name, type and content."""
 
 
-def compute_in(
-    model: ir.Model, narrow: ir.DataType, caches: set[str], store: Store, *, narrow_norms: bool = False
-) -> None:
-    """Lets a float32 graph without inner graphs compute in ``narrow``.
+def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_norms: bool = False) -> None:
+    """Lets a float32 graph without inner graphs compute in ``narrow``, caches included; other inputs stay float32.
 
     Args:
         model: changed in place.
         narrow: ``FLOAT16`` or ``BFLOAT16``.
-        caches: the inputs and outputs that become narrow; all others keep their types.
         store: called with each constant that has to be converted.
         narrow_norms: whether norms are given the narrow type and make it, for backends whose kernels sum in float32
             all the same (ONNX Runtime's on GPUs); else they are float32 between two casts.
@@ -49,7 +46,8 @@ def compute_in(
     passes.ShapeInferencePass()(model)
     wide = _WIDE if narrow_norms else _WIDE | _NORMS
     narrowing = _Narrowing(model.graph, narrow, wide, store)
-    narrowing.run(caches)
+    interface = (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs))
+    narrowing.run({name for name in interface if name.startswith(CACHES)})
     passes.RemoveUnusedNodesPass()(model)
     split = any(node.domain == MEETING_DOMAIN for node in model.graph)
     for node in model.graph:

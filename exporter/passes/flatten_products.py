@@ -12,11 +12,12 @@ import onnx_ir as ir
 from specexport.exporter.passes.editing import constant, op
 
 
-def flatten_products(graph: ir.Graph) -> None:
+def flatten_products(model: ir.Model) -> None:
     """Rewrites every product of a ``[B,T,K]`` input with a weight; ranks and constant sizes of values must be known.
 
     Reshapes get the numbers of heads that are known as constants: through another reshape TensorRT does not find them.
     """
+    graph = model.graph
     for node in list(graph):
         if node.op_type == "Reshape":
             _put_known_sizes(graph, node)

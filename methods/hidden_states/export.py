@@ -17,14 +17,14 @@ from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import caches
 from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import layers_in, outlined
-from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.checkpoints.reference import load_reference, reference_logits
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.drafts import traced
-from specexport.exporter.method import Agreement, Build, MetaDraft, TargetOutline, Verification
+from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
 from specexport.exporter.writing import Part, write_models
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import noted_states
@@ -94,21 +94,15 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         return msgspec.structs.replace(planned, rows=1 + max(tree.depth for tree in planned.token_trees()))
 
     def export(self, method: S, build: Build) -> S:
-        build.progress(f"loading the {self.title}", 0, 1)
         source, positions = self.source(method, build.options.target), build.max_positions
-        outline = self.read(source)
-        target = locate(build.options.target)
-        draft = outline.load(target, layers_in(target), positions)
-        checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
-        build.progress(f"loading the {self.title}", 1, 1)
-        build.progress(f"tracing the {self.title}", 0, 1)
-        graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
-        part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
-        build.progress(f"tracing the {self.title}", 1, 1)
-        options = build.options
-        (model,) = write_models(
-            build.folder, method.role, [part], checkpoint, options.proposing, None, options.lowering, build.progress
-        )
+        with build.during(f"loading the {self.title}"):
+            outline = self.read(source)
+            draft = outline.load(build.source, layers_in(build.source), positions)
+            checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
+        with build.during(f"tracing the {self.title}"):
+            graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
+            part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
+        (model,) = write_models(build, method.role, [part], checkpoint, build.options.proposing)
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 

@@ -24,15 +24,10 @@ from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.reference import load_reference, reference_states
 from specexport.exporter.drafts import traced
-from specexport.exporter.method import (
-    Agreement,
-    Build,
-    MethodExporter,
-    TargetOutline,
-    Verification,
-)
+from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification
 from specexport.exporter.writing import Part, write_models
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
@@ -94,26 +89,16 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         return plan.at_caches([(batch, width, 0, depth) for depth, width, batch in shapes], (0,))
 
     def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
-        build.progress("loading the speculator", 0, 1)
-        outline = read_speculator(method.model)
-        stages = load_speculator(outline)
-        # Nobody would read what those behind the deepest tree say.
-        stages.keep_first(max(tree.depth for tree in method.token_trees()))
-        checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
-        build.progress("loading the speculator", 1, 1)
-        build.progress("tracing the speculator", 0, 1)
-        graph = traced(checkpoint, lambda: trace_speculator(stages, build.options.lowering))
-        build.progress("tracing the speculator", 1, 1)
-        (model,) = write_models(
-            build.folder,
-            "speculator",
-            [Part("propose", graph, self.points(method, build.plan), (), checkpoint.parameters)],
-            checkpoint,
-            build.options.proposing,
-            None,
-            build.options.lowering,
-            build.progress,
-        )
+        with build.during("loading the speculator"):
+            outline = read_speculator(method.model)
+            stages = load_speculator(outline)
+            # Stages after the deepest tree's depth would never be read.
+            stages.keep_first(max(tree.depth for tree in method.token_trees()))
+            checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
+        with build.during("tracing the speculator"):
+            graph = traced(checkpoint, lambda: trace_speculator(stages, build.options.lowering))
+        part = Part("propose", graph, self.points(method, build.plan), (), checkpoint.parameters)
+        (model,) = write_models(build, "speculator", [part], checkpoint, build.options.proposing)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:

@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import msgspec
 
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.drafts import load_draft
-from specexport.exporter.method import Agreement, Build, TargetOutline, Verification
+from specexport.exporter.method import Agreement, TargetOutline, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
 from specexport.methods.draft_model.spec import DraftModel

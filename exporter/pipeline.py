@@ -1,0 +1,171 @@
+"""The order of a build: what a stage is, and the passes over a graph, from what torch exports to what a device runs.
+
+A new rewrite is a file in ``exporter/passes`` and a line here. The lists follow each other: :func:`exported`, whose
+graphs are kept in the cache folder; :func:`traced`, after which a draft's pass may be put into a loop
+(``exporter/compose.py``); :func:`written`; and, for GPUs, :func:`for_device`. Stages are listed in
+``exporter/build.py`` and, for the target, in ``exporter/target.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from specexport.contract.engines import ComputedIn
+from specexport.contract.model import LoweredAs
+from specexport.exporter.passes.collectives import join_along_first, use_collectives
+from specexport.exporter.passes.compute_type import Store, compute_in
+from specexport.exporter.passes.epsilon import keep_epsilons
+from specexport.exporter.passes.experts import lower_experts
+from specexport.exporter.passes.flatten_products import flatten_products
+from specexport.exporter.passes.linear import canonical_weights, merge_linear
+from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.passes.names import name_weights
+from specexport.exporter.passes.one_token import fix_drafts
+from specexport.exporter.passes.rms_norm import fuse_rms_norm
+from specexport.exporter.passes.sizes import fix_sizes
+from specexport.exporter.progress import Progress, during
+from specexport.exporter.simplify import simplify
+
+NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+class Form(enum.Flag):
+    """Properties of a graph, which passes need and ensure."""
+
+    NONE = 0
+    EXPORTED = enum.auto()
+    """As ``torch.onnx.export`` returns it, with local functions and constants in nodes."""
+    SIMPLE = enum.auto()
+    """Constants are folded, and initializers."""
+    NAMED = enum.auto()
+    """Weights have the names of the checkpoint."""
+    PRODUCTS = enum.auto()
+    """Every product with a weight is ``MatMul(x, W[K,N])``."""
+    STANDARD = enum.auto()
+    """All operators are ONNX's, but for those where ranks meet."""
+    STORED = enum.auto()
+    """Weights are in the weights file, quantized where they are to be."""
+    STRAIGHT = enum.auto()
+    """There are no graphs inside the graph: neither loops nor branches."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite of a graph, in place.
+
+    Attributes:
+        rewrite: rewrites.
+        needs: what the graph must be.
+        ensures: what it is besides, afterwards.
+    """
+
+    rewrite: Callable[[ir.Model], object]
+    needs: Form
+    ensures: Form = Form.NONE
+
+
+Passes = tuple[Pass, ...]
+
+
+def run_passes(model: ir.Model, passes: Passes) -> None:
+    """Rewrites a graph."""
+    for step in passes:
+        step.rewrite(model)
+
+
+def exported(aliases: Mapping[str, str]) -> Passes:
+    """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
+    return (
+        Pass(keep_epsilons, needs=Form.EXPORTED),
+        Pass(simplify, needs=Form.EXPORTED, ensures=Form.SIMPLE),
+        Pass(partial(name_weights, aliases=aliases), needs=Form.SIMPLE, ensures=Form.NAMED),
+    )
+
+
+def traced(lowering: LoweredAs) -> Passes:
+    """From there to a master graph, or to a pass of a draft."""
+    return (
+        Pass(canonical_weights, needs=Form.NAMED, ensures=Form.PRODUCTS),
+        Pass(merge_linear, needs=Form.PRODUCTS),
+        *([Pass(fuse_rms_norm, needs=Form.SIMPLE)] if lowering == "native" else []),
+        Pass(common.CommonSubexpressionEliminationPass(), needs=Form.SIMPLE),
+        Pass(common.LiftConstantsToInitializersPass(), needs=Form.SIMPLE),
+        Pass(common.RemoveUnusedNodesPass(), needs=Form.SIMPLE),
+        Pass(common.ClearMetadataAndDocStringPass(), needs=Form.SIMPLE),
+        Pass(common.TopologicalSortPass(), needs=Form.SIMPLE),
+    )
+
+
+def written(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
+    """From a master graph to its file; ``store`` moves the weights into theirs, ``branches`` gives each expert one."""
+    return (
+        Pass(partial(lower_experts, branches=branches), needs=Form.PRODUCTS, ensures=Form.STANDARD),
+        Pass(store, needs=Form.STANDARD | Form.PRODUCTS, ensures=Form.STORED),
+        Pass(common.RemoveUnusedNodesPass(), needs=Form.STORED),
+        Pass(_name_nodes, needs=Form.STORED),
+    )
+
+
+def for_device(
+    compute: ComputedIn, drafts: int, sizes: Mapping[str, int], store: Store, *, compiled: bool, ranks: int
+) -> Passes:
+    """From a master's file to the graph that a device runs; see :func:`~specexport.exporter.engines.source`."""
+    passes: list[Pass] = []
+    if drafts:
+        passes.append(Pass(partial(fix_drafts, drafts=drafts), needs=Form.STORED, ensures=Form.STRAIGHT))
+    if ranks:
+        meet = use_collectives if compiled else join_along_first
+        passes.append(Pass(partial(meet, ranks=ranks), needs=Form.STORED))
+    if compiled:
+        passes.append(Pass(partial(restore_tables, store=store), needs=Form.STORED))
+    if compiled and "B" not in sizes:
+        passes.append(Pass(flatten_products, needs=Form.PRODUCTS | Form.STRAIGHT))
+    if compute in NARROW:
+        narrow = partial(compute_in, narrow=NARROW[compute], store=store, narrow_norms=not compiled)
+        passes.append(Pass(narrow, needs=Form.STRAIGHT))
+    return (*passes, Pass(partial(fix_sizes, sizes=sizes), needs=Form.STORED))
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Names nodes after their outputs: other names count what the process has traced before."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.name = node.outputs[0].name
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Stage(Generic[S]):
+    """A stage of a build, a function of the build's state.
+
+    Attributes:
+        run: sets attributes of the state.
+        needs: attributes that it reads.
+        ensures: attributes that it sets.
+        title: for the progress; None if it reports its own.
+    """
+
+    run: Callable[[S], None]
+    needs: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ()
+    title: str | None = None
+
+
+def run_stages(state: S, stages: Sequence[Stage[S]], progress: Progress) -> S:
+    """Runs stages in their order; returns the state."""
+    for stage in stages:
+        if stage.title is None:
+            stage.run(state)
+        else:
+            with during(progress, stage.title):
+                stage.run(state)
+    return state

@@ -1,0 +1,257 @@
+"""The target of a bundle, from its checkpoint to its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass, field
+
+import msgspec
+import onnx_ir as ir
+
+from specexport.contract import tensors
+from specexport.contract.errors import BackendError, BuildError
+from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
+from specexport.contract.model import Model, RankFiles
+from specexport.contract.states import with_rows
+from specexport.contract.tree import TokenTree
+from specexport.exporter import quality, trace
+from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.build_state import Build, WrittenTarget
+from specexport.exporter.calibration import calibrate, calibration_text
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
+from specexport.exporter.cut import cut
+from specexport.exporter.drafts import traced
+from specexport.exporter.method import Added, TargetOutline, exporter_of
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
+from specexport.exporter.pipeline import Stage, run_stages
+from specexport.exporter.weights import QUANTIZED
+from specexport.exporter.writing import Part, write_models
+from specexport.graphs.step import StepModule
+
+DEFAULT_MAX_SEQ_LEN = 2048
+
+
+@dataclass
+class TargetBuild:
+    """The target while it is built. Stages set the attributes after ``build``.
+
+    Attributes:
+        checkpoint: until it is released.
+        calibration: the text that it is rounded for, in tokens; empty where it is not.
+        plan: the plan of the bundle.
+        sample: the checkpoint's logits over a sample text; None where nothing is rounded.
+        added: what each method adds, in the order of the plan's methods.
+        parts: the step graph, and graphs of methods that share its weights; none of a target that is split.
+        written: the result.
+    """
+
+    build: Build
+    checkpoint: Checkpoint = field(init=False)
+    calibration: list[int] = field(init=False)
+    plan: BuildPlan = field(init=False)
+    sample: quality.Reference | None = field(init=False)
+    added: list[Added | None] = field(init=False)
+    parts: list[Part] = field(init=False)
+    written: WrittenTarget = field(init=False)
+
+    @property
+    def options(self) -> BuildOptions:
+        """What to build."""
+        return self.build.options
+
+    @property
+    def embedding_size(self) -> int | None:
+        """H where prompts may hold embeddings."""
+        if not self.options.inputs_embeds:
+            return None
+        return int(self.checkpoint.model.get_input_embeddings().weight.shape[1])
+
+
+def build_target(build: Build) -> WrittenTarget:
+    """Runs the target's stages."""
+    return run_stages(TargetBuild(build), STAGES, build.progress).written
+
+
+def load(target: TargetBuild) -> None:
+    """Loads the checkpoint."""
+    target.checkpoint = load_checkpoint(target.options.target)
+
+
+def read_calibration_text(target: TargetBuild) -> None:
+    """Reads the text to round for, if any: a fault in it shows before anything takes long."""
+    text = calibration_text(target.options.calibration_data) if target.options.calibrated else ""
+    target.calibration = target.build.tokenizer.tokenizer.encode(text).ids
+
+
+def plan(target: TargetBuild) -> None:
+    """Decides trees, widths and cache sizes."""
+    options, checkpoint = target.options, target.checkpoint
+    hidden = int(checkpoint.model.get_output_embeddings().weight.shape[1])
+    outline = TargetOutline(
+        checkpoint.vocab_size,
+        checkpoint.parameters,
+        checkpoint.layers,
+        hidden,
+        checkpoint.path,
+        options.proposing.kind,
+    )
+    methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
+    if checkpoint.states:
+        methods = tuple(_chains(method, options.methods[at], checkpoint) for at, method in enumerate(methods))
+        if options.backend != "onnxruntime":
+            raise BuildError(
+                f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run on "
+                "the CPU alone yet; build it with --backend onnxruntime"
+            )
+    target.plan = BuildPlan.of(methods, options, _max_seq_len(options, checkpoint))
+
+
+def _chains(method: Method, asked: MethodOptions, target: Checkpoint) -> Method:
+    """A method for a target whose states go through a text token by token: with chains instead of trees.
+
+    Raises:
+        BuildError: trees with branches were asked for, or it has no others.
+    """
+    branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
+    if (branching and asked.trees) or method.own_widths:
+        raise BuildError(
+            f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
+            f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "
+            "out"
+        )
+    chains = dict.fromkeys(TokenTree.chain(tree.depth + 1) for tree in method.token_trees())
+    return with_trees(method, tuple(chains)) if branching else method
+
+
+def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
+    if options.max_seq_len is None:
+        return min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
+    if options.max_seq_len > target.max_positions:
+        raise BuildError(
+            f"max_seq_len is {options.max_seq_len}, but {target.source} was made for {target.max_positions} positions; "
+            f"pass --max-seq-len {target.max_positions} or less"
+        )
+    return options.max_seq_len
+
+
+def run_sample(target: TargetBuild) -> None:
+    """Runs the checkpoint over the text on which rounding is measured."""
+    target.sample = None
+    if target.options.precision in QUANTIZED:
+        with target.build.during("reading the target's sample text"):
+            tokens = target.build.tokenizer.tokenizer.encode(quality.default_text()).ids
+            target.sample = quality.reference(target.checkpoint, tokens)
+
+
+def check(target: TargetBuild) -> None:
+    """Compares our lowering with plain transformers."""
+    parity.same_as_eager(target.checkpoint, target.options.lowering)
+    if target.options.inputs_embeds:
+        parity.same_as_eager(target.checkpoint, target.options.lowering, embeds=True)
+    if target.options.tensor_parallel > 1:
+        same_when_split(target.checkpoint, target.options.tensor_parallel)
+
+
+def trace_target(target: TargetBuild) -> None:
+    """Traces the step graph, and what methods add to it; a split target is traced rank by rank as it is written."""
+    options = target.options
+    target.added = [
+        exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
+        for method in target.plan.methods
+    ]
+    beside = [added.graph for added in target.added if added is not None and added.graph is not None]
+    if beside and options.tensor_parallel > 1:
+        raise BuildError(
+            f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
+            "split; choose a draft of its own"
+        )
+    target.parts = [_step(target, target.checkpoint), *beside] if options.tensor_parallel == 1 else []
+
+
+def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
+    """The step graph of the target, or of a rank's part."""
+    additions = [added.outputs for added in target.added if added is not None and added.outputs is not None]
+    outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
+    whole = target.checkpoint
+    states = dict(zip(whole.states, with_rows(list(whole.states.values()), target.plan.widths[-1]), strict=True))
+    module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
+    graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
+    return Part("step", graph, target.plan.target_points(), checkpoint.cache, whole.parameters)
+
+
+def round_for_text(target: TargetBuild) -> None:
+    """Rounds matrices to int4 for a text, if the options say so."""
+    if target.options.calibrated:
+        block_size = target.options.stored.block_size or DEFAULT_BLOCK_SIZE
+        target.checkpoint = calibrate(target.checkpoint, target.calibration, block_size, target.build.progress)
+
+
+def write(target: TargetBuild) -> None:
+    """Writes the weights and graphs."""
+    options, checkpoint = target.options, target.checkpoint
+    if options.tensor_parallel > 1:
+        models = iter([_write_ranks(target)])
+    else:
+        models = iter(write_models(target.build, "target", target.parts, checkpoint, options.stored, options.proposing))
+    model = next(models)
+    methods = tuple(
+        method if added is None or added.graph is None else with_draft(method, next(models))
+        for method, added in zip(target.plan.methods, target.added, strict=True)
+    )
+    states = with_rows(list(checkpoint.states.values()), target.plan.widths[-1])
+    target.written = WrittenTarget(
+        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=states),
+        plan=msgspec.structs.replace(target.plan, methods=methods),
+        eos_token_ids=checkpoint.eos_token_ids,
+        generation=checkpoint.generation,
+    )
+
+
+def _write_ranks(target: TargetBuild) -> Model:
+    """The target in as many parts, each cut where the ranks meet."""
+    models, files = [], []
+    build, options = target.build, target.options
+    for rank in range(options.tensor_parallel):
+        role = f"target/rank-{rank}"
+        part = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
+        (model,) = write_models(build, role, [part], target.checkpoint, options.stored, options.proposing)
+        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(part.model))}
+        for name, segment in segments.items():
+            ir.save(segment, build.folder / name)
+        models.append(model)
+        files.append(RankFiles(weights=model.weights, master=model.graph.master, segments=tuple(segments)))
+    return msgspec.structs.replace(models[0], cache=target.checkpoint.cache, ranks=tuple(files))
+
+
+def release(target: TargetBuild) -> None:
+    """Releases the checkpoint: its graph, and drafts, are loaded next."""
+    del target.checkpoint, target.added, target.parts
+    gc.collect()
+
+
+def measure(target: TargetBuild) -> None:
+    """Measures what rounding did to the logits; not where there is no onnxruntime, which builds do not need."""
+    if target.sample is None:
+        return
+    model = target.written.model
+    with target.build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
+        measured = quality.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
+        model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=measured))
+    target.written = msgspec.structs.replace(target.written, model=model)
+
+
+STAGES: tuple[Stage[TargetBuild], ...] = (
+    Stage(load, ensures=("checkpoint",), title="loading the target"),
+    Stage(read_calibration_text, ensures=("calibration",)),
+    Stage(plan, needs=("checkpoint",), ensures=("plan",)),
+    Stage(run_sample, needs=("checkpoint",), ensures=("sample",)),
+    Stage(check, needs=("checkpoint",), title="checking the target's lowering"),
+    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "parts"), title="tracing the target"),
+    Stage(round_for_text, needs=("checkpoint", "calibration"), ensures=("checkpoint",)),
+    Stage(write, needs=("checkpoint", "plan", "added", "parts"), ensures=("written",)),
+    Stage(release, needs=("checkpoint", "added", "parts")),
+    Stage(measure, needs=("written", "sample"), ensures=("written",)),
+)
