@@ -15,7 +15,7 @@ from specexport.contract.shapes import batch_points
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.engines.options import EngineOptions, check_batches, check_stored
-from specexport.exporter.weights import PRECISIONS, Precision, Storage
+from specexport.exporter.storage import PRECISIONS, Precision, Storage
 
 LOWERINGS: tuple[LoweredAs, ...] = ("native", "portable")
 DEFAULT_BLOCK_SIZE = 32

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,8 @@ Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
 _LARGEST_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
+_CHUNK_ELEMENTS = 4 << 20
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
 """Of powers of two that fp16 holds."""
 
@@ -234,3 +237,23 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
     """Whether fp16 holds all of these numbers exactly."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(scale.astype(np.float16).astype(np.float32), scale))
+
+
+def scales_of_rows(
+    array: npt.NDArray[_Scalar], start: int, end: int, axis: int, block: int | None
+) -> npt.NDArray[_Scalar]:
+    """Scales or zero points of some rows of a matrix, one for each of its weights along ``axis``."""
+    if block is None:
+        return array
+    return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
+
+
+def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.NDArray[_Scalar]]:
+    """Consecutive rows, a few megabytes at a time, as contiguous arrays."""
+    if array.ndim == 0:
+        yield array
+        return
+    width = max(1, array.size // max(1, array.shape[0]))
+    rows = max(1, _CHUNK_ELEMENTS // width // multiple) * multiple
+    for start in range(0, array.shape[0], rows):
+        yield np.ascontiguousarray(array[start : start + rows])

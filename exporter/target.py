@@ -27,7 +27,7 @@ from specexport.exporter.drafts import traced
 from specexport.exporter.method import Added, TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.weights import QUANTIZED
+from specexport.exporter.storage import QUANTIZED
 from specexport.exporter.writing import Part, write_models
 from specexport.graphs.step import StepModule
 

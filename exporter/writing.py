@@ -13,7 +13,8 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.pipeline import run_passes, written
-from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
+from specexport.exporter.storage import QUANTIZED, Storage, WeightsReport
+from specexport.exporter.weights import WeightsFile
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from specexport.exporter.calibration import calibrate, calibration_text, gptq, p
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.quantize import fit_blocks
-from specexport.exporter.weights import RoundedTensor
+from specexport.exporter.storage import RoundedTensor
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter

@@ -23,7 +23,7 @@ from specexport.exporter.checkpoints.gguf.header import read_header
 from specexport.exporter.checkpoints.locate import find, locate
 from specexport.exporter.checkpoints.quantized import QuantizedTensor
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.weights import Precision
+from specexport.exporter.storage import Precision
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify

@@ -24,7 +24,9 @@ from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.weights import Precision, Storage, WeightsFile, of_experts
+from specexport.exporter.storage import Precision, Storage
+from specexport.exporter.weight_roles import of_experts
+from specexport.exporter.weights import WeightsFile
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
 from tests.engine_bundles import SMALL

@@ -24,7 +24,7 @@ from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import EngineOptions
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.weights import Precision
+from specexport.exporter.storage import Precision
 from specexport.verify.bundle import verify
 from tests.quantized import FORMATS, make_mxfp4, make_quantized
 

@@ -27,7 +27,8 @@ from specexport.exporter.quantize import (
     quantize_blocks,
     quantize_columns,
 )
-from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile
+from specexport.exporter.storage import QUANTIZED, Storage
+from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
