@@ -165,7 +165,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
         BuildError: it is there already, another process writes it, or it cannot be written; names the path.
     """
     output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow a link to where it points
-    made = [parent for parent in output.parents if not parent.exists()]
+    created = [parent for parent in output.parents if not parent.exists()]
     try:
         with writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                         remove(folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            for parent in made:
+            for parent in created:
                 parent.rmdir()
         raise
 
@@ -210,12 +210,12 @@ def _recover(output: Path, retired: Path) -> None:
         remove(stale)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(path: Path, other: Path) -> bool:
     """Exchanges the names of two folders in one act; whether the system can."""
     if sys.platform != "linux":
         return False
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(path), os.fsencode(other)
     return exchange is not None and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 

@@ -168,7 +168,9 @@ class Manifest(Strict, frozen=True):
     @property
     def models(self) -> dict[str, Model]:
         """Every model by its role: ``target``, and those of the methods."""
-        return {"target": self.target} | {role: model for one in self.methods for role, model in one.models.items()}
+        return {"target": self.target} | {
+            role: model for method in self.methods for role, model in method.models.items()
+        }
 
     @property
     def has_states(self) -> bool:

@@ -111,10 +111,10 @@ class StateLayer(Strict, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of a slot."""
-        own = 0
+        recurrent = 0
         if (state := self.recurrence) is not None:
-            own = state.heads * state.key_size * state.value_size + state.rows * state.update_size
-        return 4 * (self.kept_rows * self.conv_size + own)
+            recurrent = state.heads * state.key_size * state.value_size + state.rows * state.update_size
+        return 4 * (self.kept_rows * self.conv_size + recurrent)
 
 
 class QuantizedBefore(Strict, frozen=True):
@@ -226,12 +226,12 @@ class Model(Strict, frozen=True):
         """What a rank has of it: a share of the heads, and its own files. Of what is not split, all of it."""
         if not self.ranks:
             return self
-        own, replace = self.ranks[rank], msgspec.structs.replace
+        files, replace = self.ranks[rank], msgspec.structs.replace
         return replace(
             self,
             cache=tuple(replace(layer, heads=layer.heads // len(self.ranks)) for layer in self.cache),
-            weights=own.weights,
-            graph=replace(self.graph, master=own.master),
+            weights=files.weights,
+            graph=replace(self.graph, master=files.master),
             engines=tuple(engine for engine in self.engines if engine.rank == rank),
             ranks=(),
         )

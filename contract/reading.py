@@ -351,10 +351,10 @@ def check_files(
                 "bundle again"
             )
         if hashes:
-            found = sha256(path)
-            if found != entry.sha256:
+            digest = sha256(path)
+            if digest != entry.sha256:
                 raise BundleError(
-                    f"{path}: sha256 is {found}, expected {entry.sha256}; the file was altered, copy or build the "
+                    f"{path}: sha256 is {digest}, expected {entry.sha256}; the file was altered, copy or build the "
                     "bundle again"
                 )
         if progress:

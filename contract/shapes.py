@@ -59,7 +59,9 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
             KeyError: no symbolic dimension is called so.
         """
         terms = [term.strip().split("*") for term in str(dim).split("+")]
-        return sum(math.prod(int(one) if one.isdecimal() else self.sizes[one] for one in term) for term in terms)
+        return sum(
+            math.prod(int(factor) if factor.isdecimal() else self.sizes[factor] for factor in term) for term in terms
+        )
 
     def __str__(self) -> str:
         rows = f".r{self.rows}" if self.rows else ""

@@ -33,8 +33,8 @@ def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple
 
     def kept(layer: StateLayer) -> StateLayer:
         state = layer.recurrence
-        own = None if state is None else msgspec.structs.replace(state, rows=rows)
-        return msgspec.structs.replace(layer, recurrence=own, back=back)
+        recurrence = None if state is None else msgspec.structs.replace(state, rows=rows)
+        return msgspec.structs.replace(layer, recurrence=recurrence, back=back)
 
     return tuple(map(kept, layers))
 
@@ -126,26 +126,26 @@ class KeptStates:
 
     def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
         """To be called after a step of these slots, of whose tokens so many were known to be text."""
-        made = self._new_states.get(len(slots), {})
+        new_states = self._new_states.get(len(slots), {})
         for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
             seen = (end + more) // CELL * CELL
             if seen > self._seen[slot]:
                 self._seen[slot] = seen
                 for name, state in self._states.items():
-                    state[slot] = made[name.replace("past_", "new_", 1)][at]
+                    state[slot] = new_states[name.replace("past_", "new_", 1)][at]
 
-    def commit(self, slot: int, past: int, nodes: Sequence[int], made: Sequence[Array], at: int) -> None:
+    def commit(self, slot: int, past: int, nodes: Sequence[int], blocks: Sequence[Array], at: int) -> None:
         """Keeps the rows of those tokens of a step that became text.
 
         Args:
             slot: theirs.
             past: how many tokens were there before.
             nodes: which of the step's tokens they are.
-            made: of :meth:`outputs`.
+            blocks: of :meth:`outputs`.
             at: the slot's place in them.
         """
         self._written[slot] = max(self._written[slot] if past else 0, past + len(nodes))
-        for block, new in zip(self._blocks, made, strict=True):
+        for block, new in zip(self._blocks, blocks, strict=True):
             rows = block.shape[2]
             last = list(nodes[-rows:])
             first = past + len(nodes) - len(last)

@@ -169,10 +169,10 @@ class TokenTree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each node, in the order they are tried."""
-        found: list[list[int]] = [[] for _ in self.parents]
+        children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
-            found[parent].append(node)
-        return tuple(map(tuple, found))
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:

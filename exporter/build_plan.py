@@ -46,8 +46,8 @@ class BuildPlan(Strict, frozen=True):
         batches = batch_points(options.max_batch_size)
         deepest = max((tree.depth for one in methods if one.needs_graph for tree in one.token_trees()), default=0)
         chains = tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest) if batches[-1] > 1 else ()
-        own = {width for method in methods for width in (*method.widths(), *(len(t) for t in method.token_trees()))}
-        widths = tuple(sorted({1, *own, *(k + 1 for k in (*chains, *TEXT_DRAFT_TOKENS))}))
+        needed = {width for method in methods for width in (*method.widths(), *(len(t) for t in method.token_trees()))}
+        widths = tuple(sorted({1, *needed, *(k + 1 for k in (*chains, *TEXT_DRAFT_TOKENS))}))
         caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
         return cls(
             methods=methods, widths=widths, chains=chains, batches=batches, caches=caches, max_seq_len=max_seq_len
@@ -80,8 +80,8 @@ class BuildPlan(Strict, frozen=True):
 
     def depths(self, method: Method) -> list[int]:
         """Draft tokens a method's graph may be asked for in a row, ascending."""
-        own = {tree.depth for tree in method.token_trees()}
-        return [depth for depth in sorted({*own, *self.chains}) if depth <= max(own)]
+        deep = {tree.depth for tree in method.token_trees()}
+        return [depth for depth in sorted({*deep, *self.chains}) if depth <= max(deep)]
 
     def at_caches(
         self, shapes: Iterable[tuple[int, int, int, int]], caches: tuple[int, ...] | None = None

@@ -99,7 +99,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
     count = min(_TOKENS, _MAX_PRODUCTS // checkpoint.parameters, len(tokens)) // max(1, length)
     model = checkpoint.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tables = {id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings())}
+    tables = {id(table.weight) for table in (model.get_input_embeddings(), model.get_output_embeddings())}
     matrices = {
         names[id(module.weight)]: module
         for module in model.modules()
@@ -141,9 +141,14 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     first and last layers, then every third, then the others.
     """
     model = checkpoint.model
-    width, widest = model.get_input_embeddings().weight.shape[1], max(one.in_features for one in matrices.values())
+    width, widest = (
+        model.get_input_embeddings().weight.shape[1],
+        max(matrix.in_features for matrix in matrices.values()),
+    )
     return_from = [
-        name for name, one in matrices.items() if one.in_features == widest > width and one.out_features == width
+        name
+        for name, matrix in matrices.items()
+        if matrix.in_features == widest > width and matrix.out_features == width
     ]
     count = len(return_from)
     eighth = count // 8
@@ -151,21 +156,21 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     third = [at for at in range(count) if at not in first and (at - eighth) % 3 == 2]
     order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
     more = set(first + third)
-    sizes = {name: one.weight.numel() for name, one in matrices.items()}
+    sizes = {name: matrix.weight.numel() for name, matrix in matrices.items()}
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     spare = head.numel() * (_q4_k_m(head.shape[1], more=True) - 8 - 16 / block_size)
     if table is not head:  # then llama.cpp gives the embedding no more bits than others
         spare += table.numel() * (_q4_k_m(table.shape[1], more=False) - 8 - 16 / block_size)
-    for name, one in matrices.items():
+    for name, matrix in matrices.items():
         like = return_from.index(name) in more if name in return_from else False
-        spare += sizes[name] * (_q4_k_m(one.in_features, more=like) - 4 - 20 / block_size)
-    found = set[str]()
+        spare += sizes[name] * (_q4_k_m(matrix.in_features, more=like) - 4 - 20 / block_size)
+    chosen = set[str]()
     for at in order:
         name = return_from[at]
         if (spare := spare - sizes[name] * (4 - 4 / block_size)) < 0:
             break
-        found.add(name)
-    return found
+        chosen.add(name)
+    return chosen
 
 
 def _q4_k_m(depth: int, *, more: bool) -> float:
@@ -192,15 +197,15 @@ class _Calibration:
         """While active, a matrix that is multiplied is rounded first."""
         handles = []
         for name, module in self.matrices.items():
-            own = module._parameters["weight"]
+            weight = module._parameters["weight"]
 
-            def before(module: Any, given: tuple[torch.Tensor, ...], name: str = name) -> None:
+            def before(module: Any, inputs: tuple[torch.Tensor, ...], name: str = name) -> None:
                 if name not in self.rounded:
-                    self._round(name, module, given[0])
+                    self._round(name, module, inputs[0])
                 module._parameters["weight"] = nn.Parameter(self.rounded[name].read(), requires_grad=False)
 
-            def after(module: Any, *_: Any, own: Any = own) -> None:
-                module._parameters["weight"] = own
+            def after(module: Any, *_: Any, weight: Any = weight) -> None:
+                module._parameters["weight"] = weight
 
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after, always_call=True))

@@ -42,19 +42,19 @@ def propose_graph(
             returned. It is consumed.
     """
     layers = len(shapes)
-    given = draft_pass.graph.inputs
-    carried = {str(value.name): value.shape for value in given if str(value.name).startswith("row.")}
+    pass_inputs = draft_pass.graph.inputs
+    carried = {str(value.name): value.shape for value in pass_inputs if str(value.name).startswith("row.")}
     past = [_value(tensor) for tensor in caches(shapes)]
     drafted = [str(value.name) for value in draft_pass.graph.outputs if str(value.name).startswith("draft_")]
     handed = [] if start is None else list(start.graph.outputs)
-    own = [] if start is None else [ir.val(one.name, one.dtype, one.shape) for one in start.graph.inputs]
+    start_inputs = [] if start is None else [ir.val(v.name, v.dtype, v.shape) for v in start.graph.inputs]
     kept = [
         ir.val(value.name, value.dtype, value.shape)
-        for value in given
+        for value in pass_inputs
         if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
     ]
     read_first = map(_value, propose_signature("M").inputs)
-    inputs = {str(value.name): value for value in (*read_first, *own, *past, *kept)}
+    inputs = {str(value.name): value for value in (*read_first, *start_inputs, *past, *kept)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
     body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *carried], drafted)
     if start is not None:
@@ -73,7 +73,7 @@ def propose_graph(
         first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
     always = constant(graph, "always", np.array(True))
     read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
-    made = tape.op_multi_out(
+    results = tape.op_multi_out(
         "Loop",
         [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *handed, *first],
         {"body": ir.AttrGraph("body", body)},
@@ -81,7 +81,7 @@ def propose_graph(
         name="draft",
     )
     hoist_invariants(graph, tape.nodes[-1])
-    rows, stacked = made[: -len(drafted)][-len(carried) :], made[-len(drafted) :]
+    rows, stacked = results[: -len(drafted)][-len(carried) :], results[-len(drafted) :]
     returned = []
     outputs = map(_value, cache_outputs(shapes, (), lowering, "F"))
     for row, cache, output in zip(rows[: 2 * layers], past, outputs, strict=True):
@@ -96,7 +96,7 @@ def propose_graph(
         if shape is not None and len(shape) == 3:
             row.shape = ir.Shape(["B", "F", shape[2]])
         returned.append(row)
-    states = made[len(read) :][: len(handed[:1])]
+    states = results[len(read) :][: len(handed[:1])]
     for state in states:
         state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape
     graph.outputs.extend([*stacked, *states, *returned])
@@ -160,8 +160,8 @@ def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str], d
 def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
     """The last values of what is carried from pass to pass, and what the K passes drafted, stacked."""
     carried, stacked = body.outputs[1 : -len(drafted)], body.outputs[-len(drafted) :]
-    made = [ir.val(f"{value.name}.made") for value in carried]
+    results = [ir.val(f"{value.name}.made") for value in carried]
     for name, value in zip(drafted, stacked, strict=True):
         assert value.shape is not None
-        made.append(ir.val(name, value.dtype, ["K", *value.shape]))
-    return made
+        results.append(ir.val(name, value.dtype, ["K", *value.shape]))
+    return results

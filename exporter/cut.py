@@ -63,20 +63,23 @@ def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
         list({value: None for node in nodes for value in node.inputs if value and value.producer() not in nodes})
         for nodes in map(dict.fromkeys, segments)
     ]
-    inputs = [list(dict.fromkeys(one for value in given for one in anywhere.get(value, (value,)))) for given in inputs]
-    for value in dict.fromkeys([*(value for given in inputs for value in given), *graph.outputs]):
+    inputs = [
+        list(dict.fromkeys(source for value in read_by for source in anywhere.get(value, (value,))))
+        for read_by in inputs
+    ]
+    for value in dict.fromkeys([*(value for read_by in inputs for value in read_by), *graph.outputs]):
         made_by = value.producer()
         if made_by is not None and made_by.domain != MEETING_DOMAIN:
             outputs[stages[value]].append(value)
             if not value.is_graph_output():
                 value.name = f"{CARRIED}{value.name}"
-    made = []
-    for at, (given, returned) in enumerate(zip(inputs, outputs, strict=True)):
-        segment = extract(graph, given, returned)
+    models = []
+    for at, (read_by, returned) in enumerate(zip(inputs, outputs, strict=True)):
+        segment = extract(graph, read_by, returned)
         segment.name = f"segment_{at}"
         segment.opset_imports.pop(MEETING_DOMAIN, None)
-        made.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
-    return made
+        models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
+    return models
 
 
 def _is_of_sizes(value: ir.Value) -> bool:

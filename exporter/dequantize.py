@@ -66,25 +66,25 @@ class _Nodes:
 
     def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
         """``[G,N]`` in fp32; made of constants alone, so that engines can fold it."""
-        found = self.wide(stored.coarse, f"{name}.coarse_wide")
+        product = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
-            found = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), found], f"{name}.products")
+            product = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), product], f"{name}.products")
             first, second, third = _shape(stored.fine)
             sizes = [first, second * third] if turned else [first * second, third]
-            found = self.reshape(found, sizes, f"{name}.all")
-        return self.op("Transpose", [found], f"{name}.turned", perm=[1, 0]) if turned else found
+            product = self.reshape(product, sizes, f"{name}.all")
+        return self.op("Transpose", [product], f"{name}.turned", perm=[1, 0]) if turned else product
 
     def rows(self, stored: StoredFactors, ids: ir.Value, name: str) -> ir.Value:
         """Those of rows that are looked up, ``[B,T,G,1]``."""
         coarse = self.op("Gather", [self.wide(stored.coarse, f"{name}.wide"), ids], f"{name}.rows", axis=0)
         _, blocks = _shape(stored.coarse)
-        found = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
+        product = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
         if stored.fine is not None:
             _, count = _shape(stored.fine)
             fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine_wide")
             each = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
-            found = self.reshape(self.op("Mul", [each, found], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
-        return found
+            product = self.reshape(self.op("Mul", [each, product], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
+        return product
 
 
 def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
@@ -141,13 +141,13 @@ def looked_up(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: 
         scale = nodes.op("Gather", [matrix.scale.coarse, ids], "row_scales", axis=0)
     else:
         scale = nodes.rows(matrix.scale, ids, "scale")
-    found = nodes.op("Mul", [wide, scale], "scaled")
+    rows = nodes.op("Mul", [wide, scale], "scaled")
     if matrix.offset is not None:
-        found = nodes.op("Add", [found, nodes.rows(matrix.offset, ids, "offset")], "moved")
+        rows = nodes.op("Add", [rows, nodes.rows(matrix.offset, ids, "offset")], "moved")
     length = blocks * held * (2 if pairs else 1)
-    found = nodes.reshape(found, [0, length, *columns] if columns else [0, 0, length], "found")
+    rows = nodes.reshape(rows, [0, length, *columns] if columns else [0, 0, length], "found")
     graph.insert_before(gather, nodes.list)
-    return found
+    return rows
 
 
 def _shape(value: ir.Value) -> tuple[int, ...]:

@@ -17,15 +17,15 @@ LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
 @functools.cache
 def fingerprint() -> str:
     """SHA-256 of the exporter's source files and of its libraries' versions, in hexadecimal."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in PACKAGES:
         for folder in _folders(package):
             for file in sorted(folder.rglob("*.py")):
                 content = hashlib.sha256(file.read_bytes()).hexdigest()
-                found.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
+                digest.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
     for library in LIBRARIES:
-        found.update(f"{library} {_version(library)}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{library} {_version(library)}\n".encode())
+    return digest.hexdigest()
 
 
 def _folders(package: str) -> list[Path]:

@@ -65,7 +65,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
 
 def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
     """Puts the name of a weight instead of its numbers."""
-    names = {one.data_ptr(): name for name, one in weights.items()}
+    names = {weight.data_ptr(): name for name, weight in weights.items()}
     for value in graph.initializers.values():
         held: Any = getattr(value.const_value, "raw", None)
         name = names.get(held.data_ptr()) if isinstance(held, torch.Tensor) else None
@@ -93,7 +93,7 @@ def _read(path: Path, weights: Container[str]) -> ir.Model | None:
     except OSError:
         return None
     outside = (value.const_value for value in graph.graph.initializers.values())
-    known = all(str(one.location) in weights for one in outside if isinstance(one, ir.ExternalTensor))
+    known = all(str(tensor.location) in weights for tensor in outside if isinstance(tensor, ir.ExternalTensor))
     return graph if known else None
 
 

@@ -209,16 +209,16 @@ class TextExporter(MethodExporter[TextMethod, TextMethod]):
 
 
 def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
-    found: dict[int, TokenTree] = {}
+    by_size: dict[int, TokenTree] = {}
     for tree in trees:
         if len(tree) == 1:
             raise BuildError(f"{name}: a token tree has no draft token; expected at least one")
-        if found.setdefault(len(tree), tree) != tree:
+        if by_size.setdefault(len(tree), tree) != tree:
             raise BuildError(
                 f"{name}: two trees have {len(tree) - 1} draft tokens; requests choose a tree by that number, so no "
                 "two may"
             )
-    return tuple(found.values())
+    return tuple(by_size.values())
 
 
 def vocabulary(manifest: Manifest, model: Model) -> int:

@@ -143,12 +143,12 @@ class BuildOptions:
         if self.precision not in (None, "stored"):
             return self
         path = locate(self.target)
-        found = quantized_in(path)
+        quantized = quantized_in(path)
         halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
         rest = halves.get(read_model_config(path).dtype, "fp32")
-        if found is None:
+        if quantized is None:
             return replace(self, precision=rest if self.precision == "stored" else "fp32")
-        if found[1] == "stored":
+        if quantized[1] == "stored":
             if self._on_cpu:
                 return replace(self, precision="stored")
             if self.precision == "stored":
@@ -157,7 +157,7 @@ class BuildOptions:
                     "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
                 )
             return replace(self, precision="int8")
-        kind = "int8" if self.lowering == "portable" and found[1] == "int4" else found[1]
+        kind = "int8" if self.lowering == "portable" and quantized[1] == "int4" else quantized[1]
         return replace(self, precision=kind, rest=rest)
 
     @property

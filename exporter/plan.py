@@ -209,17 +209,17 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundled(source, manifest.target, sizes)]
-    method = next((one for one in manifest.methods if one.models and one.needs_graph), None)
+    method = next((candidate for candidate in manifest.methods if candidate.models and candidate.needs_graph), None)
     most = 0
     if method is not None:
         most = min(MOST_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
-        models += [_bundled(f"{source}: {method.name}", one, sizes) for one in list(method.models.values())[:1]]
+        models += [_bundled(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]]
     one_pass = method is not None and not method.call_widths
     return _planned(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 
 
 def _bundled(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
-    weights = sum(sizes.get(one.weights, 0) for one in model.ranks or (model,))
+    weights = sum(sizes.get(part.weights, 0) for part in model.ranks or (model,))
     row, points = model.cache_row_bytes, model.graph.points
     return ModelPlan(
         source=source,

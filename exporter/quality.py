@@ -147,8 +147,8 @@ def _finite(value: float) -> float:
 
 def _log_probabilities(logits: Array) -> Array:
     moved = logits - logits.max(axis=-1, keepdims=True)
-    found: Array = moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
-    return found
+    result: Array = moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return result
 
 
 def energy(logits: Array) -> float:

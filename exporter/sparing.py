@@ -125,7 +125,9 @@ def _writes_own(node: torch.fx.Node) -> bool:
 def _makes_own(node: torch.fx.Node) -> bool:
     """Whether what a node returns shares no memory with what it reads."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and all(one.alias_info is None for one in target._schema.returns)
+    return isinstance(target, torch._ops.OpOverload) and all(
+        result.alias_info is None for result in target._schema.returns
+    )
 
 
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -135,18 +137,18 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         written.replace_all_uses_with(node, lambda user: node < user)
         node.target = _functional(node.target)
     if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
-        given, sizes = node.args
+        source, sizes = node.args
         known = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
-        node.args = (given, [found if isinstance(found, int) else size for size, found in known])
+        node.args = (source, [number if isinstance(number, int) else size for size, number in known])
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)
     elif node.target in _CONVERTS:
-        given, made = node.args[0], node.meta["val"]
-        assert isinstance(given, torch.fx.Node)
+        source, result = node.args[0], node.meta["val"]
+        assert isinstance(source, torch.fx.Node)
         returned = any(user.op == "output" for user in node.users)  # under the name of this node
-        if given.meta["val"].dtype == made.dtype and not returned:
-            node.replace_all_uses_with(given)
+        if source.meta["val"].dtype == result.dtype and not returned:
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
         else:
-            node.target, node.args, node.kwargs = _ATEN._to_copy.default, (given,), {"dtype": made.dtype}
+            node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": result.dtype}

@@ -59,19 +59,19 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         model = outline(path)
         total, size = model.total, model.active
         layer = has_mtp(path, model.layers)
-    found, refused = _drafts(path, bundle, size, drafts)
-    found += [] if bundle is None else _built(bundle.manifest)
-    wanted = Wanted(size, device, tuple(found), layer)
-    made = [one for kind in map(method_type, known()) if (one := kind.suggest(wanted)) is not None]
-    made.sort(key=lambda one: one.rank)
-    return Advice(total, size, tuple(made), refused)
+    drafts_there, refused = _drafts(path, bundle, size, drafts)
+    drafts_there += [] if bundle is None else _built(bundle.manifest)
+    wanted = Wanted(size, device, tuple(drafts_there), layer)
+    suggestions = [suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(wanted)) is not None]
+    suggestions.sort(key=lambda suggestion: suggestion.rank)
+    return Advice(total, size, tuple(suggestions), refused)
 
 
 def _drafts(
     target: Path, bundle: Bundle | None, size: int, names: Sequence[str]
 ) -> tuple[list[tuple[str, float]], dict[str, str]]:
     """Drafts that do, with how many times smaller they are, the best first; and why the others do not."""
-    found: list[tuple[str, float]] = []
+    smaller: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:
         path = locate(name, weights=False)
@@ -84,9 +84,9 @@ def _drafts(
         if not _USABLE[0] <= ratio <= _USABLE[1]:
             refused[name] = f"{ratio:.1f} times smaller than the target; expected {SMALLER[0]:g} to {SMALLER[1]:g}"
             continue
-        found.append((name, ratio))
+        smaller.append((name, ratio))
     middle = math.log(math.sqrt(SMALLER[0] * SMALLER[1]))
-    return sorted(found, key=lambda one: abs(math.log(one[1]) - middle)), refused
+    return sorted(smaller, key=lambda candidate: abs(math.log(candidate[1]) - middle)), refused
 
 
 def _built(manifest: Manifest) -> list[tuple[str, float]]:

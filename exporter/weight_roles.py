@@ -35,7 +35,7 @@ def routers(graph: ir.Graph) -> set[ir.Value]:
 
     They are those that experts' indices are computed from first, with a column for each expert.
     """
-    found: set[ir.Value] = set()
+    matrices: set[ir.Value] = set()
     chosen: dict[ir.Value | None, int] = {}
     for node in graph:
         stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
@@ -55,5 +55,5 @@ def routers(graph: ir.Graph) -> set[ir.Value]:
             if weight is None or weight.const_value is None:
                 waiting += made_by.inputs
             elif weight.const_value.shape[-1] == experts:
-                found.add(weight)
-    return found
+                matrices.add(weight)
+    return matrices

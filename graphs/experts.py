@@ -49,20 +49,24 @@ def apply_experts(
     used = torch.topk(one_hot.amax(0), most).indices  # [L]
     # onnxruntime multiplies a single row with another kernel than several, whose sums round differently.
     rows = torch.cat([hidden_states, hidden_states[:1]])[None]
-    made = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)
-    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    made = _linear(module, "down_proj", made, used)  # [L,N+1,H]
+    products = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)
+    products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
+    products = _linear(module, "down_proj", products, used)  # [L,N+1,H]
     # Each token's own experts, in its own order, so that a row's sum does not depend on the tokens beside it.
     place = (top_k_index[:, :, None] == used).float().argmax(-1)  # [N,k], in used
     # Of a range, not of the size itself: onnxruntime keeps sizes in host memory, and ranges where they are used.
     row = torch.arange(tokens + 1)
     flat = place * (row[-1:] + 1) + row[:-1, None]
-    own = made.reshape(-1, made.shape[-1]).index_select(0, flat.reshape(-1)).reshape(tokens, chosen, made.shape[-1])
-    weighted = own * top_k_weights[:, :, None]
+    flat_products = (
+        products.reshape(-1, products.shape[-1])
+        .index_select(0, flat.reshape(-1))
+        .reshape(tokens, chosen, products.shape[-1])
+    )
+    weighted = flat_products * top_k_weights[:, :, None]
     total = weighted[:, 0]
     for rank in range(1, chosen):
         total = total + weighted[:, rank]
-    summed: torch.Tensor = sum_of_experts(total, hidden_states, rows, made, top_k_index, top_k_weights)
+    summed: torch.Tensor = sum_of_experts(total, hidden_states, rows, products, top_k_index, top_k_weights)
     return summed
 
 

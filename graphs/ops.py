@@ -105,8 +105,11 @@ def _(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 def _op(domain: str, name: str, whole: str, **kinds: str) -> onnxscript.values.Op:
     """An operator that no runtime knows, of inputs by name and type."""
-    one = onnx.defs.OpSchema.FormalParameter
-    inputs, outputs = [one(key, f"tensor({kind})") for key, kind in kinds.items()], [one(whole, "tensor(float)")]
+    parameter = onnx.defs.OpSchema.FormalParameter
+    inputs, outputs = (
+        [parameter(key, f"tensor({kind})") for key, kind in kinds.items()],
+        [parameter(whole, "tensor(float)")],
+    )
     schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=outputs)
     return onnxscript.values.Op(onnxscript.values.Opset(domain, 1), name, schema)
 

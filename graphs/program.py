@@ -35,8 +35,8 @@ class FillModule(torch.nn.Module):
         Returns:
             Tokens int64 ``[B,N-1]``, and ids int64 and q float32 ``[B,N-1,M]`` as the accept graph takes them.
         """
-        made = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
-        return _filled(*made, tree_rows, tree_ranks)
+        drafted = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
+        return _filled(*drafted, tree_rows, tree_ranks)
 
 
 class StagesFillModule(torch.nn.Module):
@@ -51,8 +51,8 @@ class StagesFillModule(torch.nn.Module):
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`FillModule`; a stage's tensors are ``[B,T]``, and ``[B,T,M]`` of q."""
-        made = (torch.cat(draft_tokens, 1), torch.cat(draft_ids, 1), torch.cat(draft_probs, 1))
-        return _filled(*made, tree_rows, tree_ranks)
+        drafted = (torch.cat(draft_tokens, 1), torch.cat(draft_ids, 1), torch.cat(draft_probs, 1))
+        return _filled(*drafted, tree_rows, tree_ranks)
 
 
 def _filled(

@@ -141,6 +141,6 @@ class DraftPass(torch.nn.Module):
         known = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):
             logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
-        own = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(own, uniform, temperature, top_k, top_p, min_p)
+        known_logits = logits[:, 0, : self.vocab_size]
+        token, ids, probs = draw_candidate(known_logits, uniform, temperature, top_k, top_p, min_p)
         return (token, ids, probs, *flat(two_part.returned), *states.returned)

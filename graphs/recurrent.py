@@ -89,9 +89,9 @@ def take_over(model: torch.nn.Module) -> None:
     for name in {type(module).__module__ for module in model.modules()}:
         code: Any = sys.modules[name]
         for rule, ours in _RULES.items():
-            own = getattr(code, rule, None)
-            if own is not None and not isinstance(own, _TakenOver):
-                setattr(code, rule, _TakenOver(own, ours))
+            original = getattr(code, rule, None)
+            if original is not None and not isinstance(original, _TakenOver):
+                setattr(code, rule, _TakenOver(original, ours))
 
 
 class _TakenOver:
@@ -116,11 +116,11 @@ def _convolution(
     """Of inputs ``[B,C,W-1+T]`` the last T outputs; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
     width = weight.shape[1]
     tokens = hidden_states.shape[2] - width + 1
-    made = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
-    assert isinstance(made, torch.Tensor)
+    convolved = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
+    assert isinstance(convolved, torch.Tensor)
     if bias is not None:
-        made = made + bias[:, None]
-    return made if activation is None else ACT2FN[activation](made)
+        convolved = convolved + bias[:, None]
+    return convolved if activation is None else ACT2FN[activation](convolved)
 
 
 def _gated_delta_rule(
@@ -135,8 +135,8 @@ def _gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
-    made = states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
-    return made, made.new_zeros(0)  # instead of a state: model code converts it
+    read = states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
+    return read, read.new_zeros(0)  # instead of a state: model code converts it
 
 
 def _mamba2(
@@ -158,8 +158,8 @@ def _mamba2(
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
     dt = dt.clamp(*dt_limit)
-    made = states.read(Updates(C, B, hidden_states * dt[..., None], A * dt, None))
-    return (made if D is None else made + D[:, None] * hidden_states), None
+    read = states.read(Updates(C, B, hidden_states * dt[..., None], A * dt, None))
+    return (read if D is None else read + D[:, None] * hidden_states), None
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -263,8 +263,8 @@ class StepStates:
         _, kept, state = self._given[self._at]
         batch, tokens = updates.value.shape[:2]
         strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
-        own = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
-        new = self._behind(1, own)
+        packed = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
+        new = self._behind(1, packed)
         there, places = self._cells >= 0, self._cells.clamp(min=0)
         asked = (self._cells - shape.rows).clamp(min=0)
         if self._before:  # what later passes read is not there yet
@@ -324,9 +324,9 @@ def _through_cells(
         return each.reshape(split.shape[0], heads, CELL, -1)
 
     def cell(
-        states: tuple[torch.Tensor, torch.Tensor], given: tuple[torch.Tensor, ...]
+        states: tuple[torch.Tensor, torch.Tensor], cell_inputs: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        (seen, kept), (updates, asked, keep) = states, given
+        (seen, kept), (updates, asked, keep) = states, cell_inputs
         flat_key, flat_value, decay, strength = torch.split(updates, sizes, -1)
         query, key, value = by_head(asked, keys), by_head(flat_key, keys), by_head(flat_value, heads)
         earlier = torch.ones(CELL, CELL).tril()
@@ -345,24 +345,24 @@ def _through_cells(
         both = torch.cat([query, key], 2) * torch.cat([since, since], 2)
         of_state = torch.matmul(both, seen)
         read, remembered = torch.split(of_state, CELL, 2)
-        made = value
+        deltas = value
         if corrected:
             beta = strength.transpose(1, 2)[..., None]
             lower = with_keys(key) * beta * earlier.tril(-1)
-            made = torch.matmul(_inverse(lower), beta * (value - remembered))
-        out = read + torch.matmul(with_keys(query), made)
-        after = seen * so_far[:, :, -1].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), made)
+            deltas = torch.matmul(_inverse(lower), beta * (value - remembered))
+        out = read + torch.matmul(with_keys(query), deltas)
+        after = seen * so_far[:, :, -1].exp()[..., None] + torch.matmul((key * until).transpose(2, 3), deltas)
         return (after, torch.where(keep[:, None, None, None], after, kept)), out
 
     cells = (rows, queries, keeps)
     if torch.compiler.is_exporting():
         (_, kept), out = scan(cell, (state, state.clone()), cells)
         return kept, out
-    carried, made = (state, state), []
-    for given in zip(*cells, strict=True):
-        carried, one = cell(carried, given)
-        made.append(one)
-    return carried[1], torch.stack(made)
+    carried, outputs = (state, state), []
+    for cell_inputs in zip(*cells, strict=True):
+        carried, output = cell(carried, cell_inputs)
+        outputs.append(output)
+    return carried[1], torch.stack(outputs)
 
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:

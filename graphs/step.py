@@ -146,8 +146,8 @@ class StepModule(torch.nn.Module):
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
-            own: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
-            inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, own)
+            token_embeds: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+            inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, token_embeds)
         with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)

@@ -34,7 +34,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     chosen = torch.topk(blocks.amax(-1), count, dim=-1).indices
     # In the order of the vocabulary again, which decides between equal logits.
     chosen = torch.topk(chosen, count, dim=-1, largest=False).values[..., None]
-    found = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], size))
-    best, place = torch.topk(found.flatten(-2), count, dim=-1)
+    gathered = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], size))
+    best, place = torch.topk(gathered.flatten(-2), count, dim=-1)
     ids = chosen * size + torch.arange(size)
     return best, ids.flatten(-2).gather(-1, place)

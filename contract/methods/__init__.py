@@ -140,30 +140,32 @@ def decode_hook(kind: type, given: Any) -> Any:
 
 
 def read_methods(
-    given: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str],
+    config: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str],
 ) -> tuple[MethodOptions, ...]:
     """The methods of a ``speculative_config``: one mapping, its JSON, or several.
 
     Raises:
         BuildError: see :func:`read_method`.
     """
-    return tuple(parse_method(one) if isinstance(one, str) else read_method(one) for one in listed(given))
+    return tuple(parse_method(entry) if isinstance(entry, str) else read_method(entry) for entry in listed(config))
 
 
-def listed(given: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
+def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
     """The entries of a ``speculative_config``, which may be one of them, several, or their JSON.
 
     Raises:
         BuildError: it is none of these.
     """
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+    if isinstance(config, str) and config.lstrip()[:1] in ("[", "{"):
         try:
-            given = json.loads(given)
+            config = json.loads(config)
         except (ValueError, RecursionError) as error:
             raise BuildError(f"speculative_config: not JSON: {error}") from error
-    several = (given,) if isinstance(given, (str, Mapping, MethodOptions)) else given
-    if not isinstance(several, Sequence) or not all(isinstance(one, (str, Mapping, MethodOptions)) for one in several):
-        raise BuildError(f"speculative_config: {given!r} is no object with the key method, nor a list of such")
+    several = (config,) if isinstance(config, (str, Mapping, MethodOptions)) else config
+    if not isinstance(several, Sequence) or not all(
+        isinstance(entry, (str, Mapping, MethodOptions)) for entry in several
+    ):
+        raise BuildError(f"speculative_config: {config!r} is no object with the key method, nor a list of such")
     return tuple(several)
 
 
@@ -197,25 +199,25 @@ def parse_method(text: str) -> MethodOptions:
 
 
 def read_method(
-    given: Mapping[str, Any] | MethodOptions, where: str = "speculative_config", *, strict: bool = True
+    config: Mapping[str, Any] | MethodOptions, where: str = "speculative_config", *, strict: bool = True
 ) -> MethodOptions:
     """The method that a mapping asks for. Trees may be names of presets, JSON files or trees.
 
     Args:
-        given: keys of the method, with ``method``; as in vLLM, a model alone is that of ``draft_model``.
+        config: keys of the method, with ``method``; as in vLLM, a model alone is that of ``draft_model``.
         where: what errors begin with.
         strict: whether numbers have to be numbers, or may be texts.
 
     Raises:
         BuildError: it names a method, a key or a tree that is not known, or a value of the wrong kind.
     """
-    if isinstance(given, MethodOptions):
-        return given
-    mapping = dict(given)
+    if isinstance(config, MethodOptions):
+        return config
+    mapping = dict(config)
     if _MTP.fullmatch(str(mapping.get("method"))) and mapping["method"] not in known():
         mapping["method"] = "mtp"
     if mapping.pop(_SPLIT_CONFIG, 1) != 1:
-        raise BuildError(f"{where}: {_SPLIT_CONFIG} is {given[_SPLIT_CONFIG]!r}; expected 1, models are not split")
+        raise BuildError(f"{where}: {_SPLIT_CONFIG} is {config[_SPLIT_CONFIG]!r}; expected 1, models are not split")
     if mapping.get("method") is None:
         mapping.pop("method", None)
         if mapping.get("model") in ("ngram", "[ngram]"):
@@ -242,13 +244,13 @@ def read_method(
         raise BuildError(f"{where}: {error}") from error
 
 
-def _choices(given: Any, where: str) -> list[Any]:
+def _choices(trees_option: Any, where: str) -> list[Any]:
     """Trees as choices, whatever they are given as."""
-    named = [given] if isinstance(given, (str, Path, TokenTree)) else given
+    named = [trees_option] if isinstance(trees_option, (str, Path, TokenTree)) else trees_option
     if not isinstance(named, Sequence):
-        raise BuildError(f"{where}: trees is {given!r}; expected names of presets, files or trees")
+        raise BuildError(f"{where}: trees is {trees_option!r}; expected names of presets, files or trees")
     try:
-        trees = [TokenTree.load(one) if isinstance(one, (str, Path)) else one for one in named]
+        trees = [TokenTree.load(choice) if isinstance(choice, (str, Path)) else choice for choice in named]
     except SpecExportError as error:
         raise BuildError(f"{where}: {error}") from error
     return [tree.choices if isinstance(tree, TokenTree) else tree for tree in trees]

@@ -214,8 +214,8 @@ class Method:
 
     def with_models(self, models: Mapping[str, Model]) -> Method:
         """The method with other models instead of its own (the field ``draft``), such as compiled ones."""
-        own = [models[role] for role in self.models]
-        return with_draft(self, own[0]) if own else self
+        ours = [models[role] for role in self.models]
+        return with_draft(self, ours[0]) if ours else self
 
     @classmethod
     def suggest(cls, wanted: Wanted) -> Suggestion | None:

@@ -120,7 +120,7 @@ class _Compiler:
     def model(self, model: Model, manifest: Manifest) -> Model:
         """The model with its engines, those of every rank where it is split."""
         compute = self.options.compute or default_compute(model.precision.weights)
-        made = []
+        new = []
         # What is not compiled stores nothing twice for one token at a time.
         plain = self.options.plain or self.library is None
         ranks = len(model.ranks)
@@ -129,18 +129,18 @@ class _Compiler:
             for job in model_jobs(part, manifest, self._batches(manifest), plain=plain):
                 source = self._source(part.graph.master, compute, job, part.engines, ranks)
                 engine = self._engine(source, job, compute, rank)
-                made.append(self._cut(engine, job, part.engines) if ranks and self.library is None else engine)
-        return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *made))
+                new.append(self._cut(engine, job, part.engines) if ranks and self.library is None else engine)
+        return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *new))
 
     def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
         """A graph of the step program with its engines; one that moves caches is of their type."""
         of_cache = isinstance(graph, Commit)
         compute = self.options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
-        made = []
+        new = []
         for job in program_jobs(graph, manifest, self._batches(manifest)):
             source = self._source(graph.file, compute, job, graph.engines) if of_cache else self.folder / graph.file
-            made.append(self._engine(source, job, compute))
-        return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *made))
+            new.append(self._engine(source, job, compute))
+        return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *new))
 
     def _source(
         self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...], ranks: int = 0
@@ -170,12 +170,12 @@ class _Compiler:
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         if self.library is None:
             return self._rewritten(source, job, compute, rank)
-        devices = "-".join(f"sm{one.replace('.', '')}" for one in self.capabilities)
+        devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
         output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
         self.progress(name, 0, 1)
-        made = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
-        self.reports.append(made)
+        report = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
+        self.reports.append(report)
         self.progress(name, 1, 1)
         return CompiledEngine(
             file=output.relative_to(self.folder).as_posix(),
@@ -190,7 +190,7 @@ class _Compiler:
 
     def _cut(self, engine: CompiledEngine, job: CompileJob, known: tuple[CompiledEngine, ...]) -> CompiledEngine:
         """A rank's graph with its segments: as another engine's, or written."""
-        segments = next((one.segments for one in known if one.source == engine.source and one.segments), ())
+        segments = next((other.segments for other in known if other.source == engine.source and other.segments), ())
         if not segments:
             written = write_segments(self.folder / engine.source, job.fixed)
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
@@ -217,11 +217,11 @@ class _Compiler:
 
     def _free(self, path: Path) -> Path:
         """The path, or one like it: what the manifest lists is whole until the manifest is exchanged."""
-        found, number = path, 1
-        while found.relative_to(self.folder).as_posix() in self.listed:
+        free, number = path, 1
+        while free.relative_to(self.folder).as_posix() in self.listed:
             number += 1
-            found = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        return found
+            free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        return free
 
 
 def default_compute(weights: StoredAs) -> ComputedIn:
@@ -265,8 +265,8 @@ def _capabilities(library: CompilerLibrary, options: EngineOptions, stored: set[
     members = library.trt.ComputeCapability.__members__
     known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
     least = FP8_CAPABILITY if "fp8" in stored else (8, 0)
-    chosen = options.capabilities or tuple(one for one in known if one >= least)
-    unknown = [one for one in chosen if one not in known]
+    chosen = options.capabilities or tuple(device for device in known if device >= least)
+    unknown = [device for device in chosen if device not in known]
     if unknown:
         raise BuildError(
             f"compute_capability is {dotted(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
@@ -316,10 +316,10 @@ def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
 
 def _files(folder: Path, manifest: Manifest) -> set[str]:
     """The step program's graphs, the engines, the graphs they were compiled from, and weights converted for those."""
-    found = {graph.file for graph in manifest.program}
+    files = {graph.file for graph in manifest.program}
     for engine in manifest.engines:
         converted = Path(engine.source).with_suffix(".bin").as_posix()
-        found |= {engine.file, engine.source, *engine.segments}
+        files |= {engine.file, engine.source, *engine.segments}
         if (folder / converted).is_file():
-            found.add(converted)
-    return found
+            files.add(converted)
+    return files

@@ -74,7 +74,7 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
     Raises:
         BuildError: one has not; says which have.
     """
-    if older := sorted(one for one in capabilities if one < _COLLECTIVES_FROM):
+    if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and the collective layers by which the ranks of a split target "
             f"meet need {dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
@@ -224,11 +224,11 @@ def _layers(network: Any, kind: str) -> list[Any]:
 
 def _mark(network: Any, trt: Any, decompose: bool) -> int:
     """Counts the Attention operators, and lets the compiler spell them out if asked to."""
-    found = _layers(network, "ATTENTION_INPUT")
-    for layer in found:
+    layers = _layers(network, "ATTENTION_INPUT")
+    for layer in layers:
         layer.__class__ = trt.IAttentionInputLayer  # the bindings give every layer the class they all have
         layer.attention.decomposable = decompose
-    return len(found)
+    return len(layers)
 
 
 def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
@@ -243,12 +243,12 @@ def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: C
         ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),
     )
     for side, expected, tensors_found in sides:
-        found = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in tensors_found}
+        types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in tensors_found}
         wanted = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+        for name in sorted(types.keys() | wanted.keys()):
+            if types.get(name) != wanted.get(name):
                 raise BuildError(
-                    f"{source}: {side} {name} is {found.get(name, 'absent')} in the {library.runtime} network, "
+                    f"{source}: {side} {name} is {types.get(name, 'absent')} in the {library.runtime} network, "
                     f"expected {wanted.get(name, 'absent')}; this is a defect of specexport, please report it"
                 )
     updates = _layers(network, "KV_CACHE_UPDATE")

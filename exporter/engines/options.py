@@ -59,7 +59,7 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
     Raises:
         BuildError: one does not; names it.
     """
-    older = sorted(one for one in capabilities if one < FP8_CAPABILITY)
+    older = sorted(device for device in capabilities if device < FP8_CAPABILITY)
     if "fp8" in stored and older:
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "

@@ -50,16 +50,16 @@ def write_program(
         *((f"m{support}", "lossless", support) for support in sorted(supports)),
         ("typical", "typical", 1),
     ]
-    made: list[ProgramGraph] = []
+    graphs: list[ProgramGraph] = []
     for name, rule, support in accepts:
         file = f"{FOLDER}/accept.{name}.onnx"
         (folder / file).write_bytes(_accept(rule, children if rule == "lossless" else 1, support))
-        made.append(Accept(file=file, rule=rule, candidates=support, max_children=children))
+        graphs.append(Accept(file=file, rule=rule, candidates=support, max_children=children))
     for method in methods:
-        if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in made):
+        if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in graphs):
             support, stages = method.support, method.drafted_stages
             file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace.trace_fill(support, stages))
-            made.append(Fill(file=file, candidates=support, stages=stages))
+            graphs.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        made.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
-    return tuple(made)
+        graphs.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
+    return tuple(graphs)

@@ -37,12 +37,12 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
         (kind,) = {node.op_type for node in met}
         if kind == "JoinOfRanks":
             (part,) = parts
-            nodes, made = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
+            nodes, results = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
         else:
-            nodes, made = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
-        for value, whole in zip(made, wholes, strict=True):
+            nodes, results = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
+        for value, whole in zip(results, wholes, strict=True):
             value.shape, value.type = whole.shape, whole.type
-        ir.convenience.replace_nodes_and_values(graph, met[-1], met, nodes, wholes, made)
+        ir.convenience.replace_nodes_and_values(graph, met[-1], met, nodes, wholes, results)
     graph.sort()  # what reads a sum may have come before the last part of it
     graph.opset_imports.pop(MEETING_DOMAIN, None)
 
@@ -61,9 +61,9 @@ def join_along_first(model: ir.Model, ranks: int) -> None:
         assert part.shape is not None
         every = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
         every.outputs[0].shape = ir.Shape([ranks, *part.shape])
-        nodes, made = _beside(graph, every.outputs[0], part, f"{whole.name}.joined")
-        made[0].shape, made[0].type = whole.shape, whole.type
-        ir.convenience.replace_nodes_and_values(graph, node, [node], [every, *nodes], [whole], made)
+        nodes, results = _beside(graph, every.outputs[0], part, f"{whole.name}.joined")
+        results[0].shape, results[0].type = whole.shape, whole.type
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [every, *nodes], [whole], results)
 
 
 def _part(node: ir.Node) -> ir.Value:
@@ -108,8 +108,8 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
     every = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
-    nodes, made = _beside(graph, every.outputs[0], part, name)
-    return [first, every, *nodes], made
+    nodes, results = _beside(graph, every.outputs[0], part, name)
+    return [first, every, *nodes], results
 
 
 def _beside(graph: ir.Graph, every: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:

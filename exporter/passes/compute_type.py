@@ -206,8 +206,8 @@ class _Narrowing:
 
 def _constants(graph: ir.Graph) -> set[ir.Value]:
     """The initializers, and what nodes make of nothing else."""
-    found = set(graph.initializers.values())
+    constants = set(graph.initializers.values())
     for node in graph:
-        if node.inputs and all(value is None or value in found for value in node.inputs):
-            found.update(node.outputs)
-    return found
+        if node.inputs and all(value is None or value in constants for value in node.inputs):
+            constants.update(node.outputs)
+    return constants

@@ -26,7 +26,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
     other product's.
     """
     for graph in (model.graph, *model.graph.subgraphs()):
-        for node in [one for one in graph if one.domain == EXPERTS_DOMAIN]:
+        for node in [candidate for candidate in graph if candidate.domain == EXPERTS_DOMAIN]:
             total = _branches(graph, node) if branches else _there(node.inputs[0])
             ir.convenience.replace_all_uses_with(node.outputs[0], total, replace_graph_outputs=True)
             graph.remove(node, safe=True)
@@ -122,20 +122,20 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
     return ir.val(name, shape=shape, const_value=ir.LazyTensor(slice_of, dtype=tensor.dtype, shape=shape, name=name))
 
 
-def _between(hidden: ir.Value, rows: ir.Value, made: ir.Value) -> list[ir.Node]:
+def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
     """The nodes, in their order, that make one value of another, and of what is gathered from stacks."""
-    found: dict[ir.Node, None] = {}
+    nodes: dict[ir.Node, None] = {}
     known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 
     def depends(value: ir.Value | None) -> bool:
         node = value.producer() if value is not None else None
         if value is not None and value not in known and node is not None:
             gathered = _stack(value) is not None
-            read = [] if gathered else [depends(one) for one in node.inputs]
+            read = [] if gathered else [depends(source) for source in node.inputs]
             known[value] = gathered or any(read)
             if any(read):
-                found[node] = None
+                nodes[node] = None
         return value is not None and known.get(value, False)
 
-    depends(made)
-    return list(found)
+    depends(outputs)
+    return list(nodes)

@@ -42,16 +42,16 @@ def _flatten(graph: ir.Graph, node: ir.Node, x: ir.Value, rows: int, columns: in
     product = node.outputs[0]
     dtype, name, int64 = product.dtype or x.dtype, f"{product.name}.flat", ir.DataType.INT64
     flat = op("Reshape", [x, _sizes(graph, [-1, rows])], f"{name}.rows")
-    made = op("MatMul", [flat.outputs[0], node.inputs[1]], name)
+    matmul = op("MatMul", [flat.outputs[0], node.inputs[1]], name)
     kept = op("Shape", [x], f"{name}.kept", start=0, end=2)
     shape = op("Concat", [kept.outputs[0], _sizes(graph, [columns])], f"{name}.shape", axis=0)
-    back = op("Reshape", [made.outputs[0], shape.outputs[0]], f"{name}.back")
+    back = op("Reshape", [matmul.outputs[0], shape.outputs[0]], f"{name}.back")
     _describe(flat, dtype, None, rows)
-    _describe(made, dtype, None, columns)
+    _describe(matmul, dtype, None, columns)
     _describe(kept, int64, 2)
     _describe(shape, int64, 3)
     _describe(back, dtype, None, None, columns)
-    nodes = [flat, made, kept, shape, back]
+    nodes = [flat, matmul, kept, shape, back]
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [product], back.outputs)
 
 

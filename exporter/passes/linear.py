@@ -57,12 +57,12 @@ def transposes_weight(node: ir.Node) -> bool:
 
 def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:
     """Gemm with ``alpha = beta = 1`` and an untransposed first input becomes MatMul (and Transpose) and Add."""
-    given = {name: attribute.value for name, attribute in node.attributes.items()}
-    if given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0 or given.get("transA", 0):
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    if attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0 or attributes.get("transA", 0):
         return
     name, (x, weight, *bias) = node.outputs[0].name, node.inputs
     nodes = []
-    if given.get("transB", 0):
+    if attributes.get("transB", 0):
         nodes.append(op("Transpose", [weight], f"{name}.weight", perm=[1, 0]))
         weight = nodes[-1].outputs[0]
     nodes.append(op("MatMul", [x, weight], f"{name}.product"))

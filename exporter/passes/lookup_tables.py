@@ -40,8 +40,8 @@ def restore_tables(model: ir.Model, store: Store) -> None:
             tensor = store(name, ir.DataType.FLOAT16, array)
             graph.register_initializer(ir.val(name, const_value=tensor))
         table = op("Cast", [graph.initializers[name]], f"{node.name}.table", to=ir.DataType.FLOAT.value)
-        found = op("Gather", [table.outputs[0], ids], f"{node.name}.restored", axis=0)
-        ir.convenience.replace_nodes_and_values(graph, node, [node], [table, found], node.outputs, found.outputs)
+        gathered = op("Gather", [table.outputs[0], ids], f"{node.name}.restored", axis=0)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [table, gathered], node.outputs, gathered.outputs)
     passes.RemoveUnusedNodesPass()(model)
 
 

@@ -60,8 +60,8 @@ def _folded(made_of: Iterable[str]) -> str | None:
 
 
 def _free(graph: ir.Graph, name: str) -> str:
-    number, found = 1, name
-    while found in graph.initializers:
+    number, free = 1, name
+    while free in graph.initializers:
         number += 1
-        found = f"{name}.{number}"
-    return found
+        free = f"{name}.{number}"
+    return free

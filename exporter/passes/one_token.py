@@ -35,8 +35,8 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
     body = loop.attributes["body"].as_graph()
     carried = [value for value in loop.inputs[2:] if value is not None]
-    given = [constant(graph, "pass", np.array(0, np.int64)), constant(graph, "going", np.array(True)), *carried]
-    ir.convenience.replace_all_uses_with(body.inputs, given, replace_graph_outputs=True)
+    inputs = [constant(graph, "pass", np.array(0, np.int64)), constant(graph, "going", np.array(True)), *carried]
+    ir.convenience.replace_all_uses_with(body.inputs, inputs, replace_graph_outputs=True)
     results, nodes = list(body.outputs)[1:], list(body)
     body.outputs.clear()
     body.remove(nodes)
@@ -60,8 +60,8 @@ def _join_nothing(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
         empty: rows that there are none of, each with the cache that is like them but for their number.
     """
     for node in list(graph):
-        given = node.inputs[0] if node.inputs else None
-        if given not in empty or given is None:
+        source = node.inputs[0] if node.inputs else None
+        if source not in empty or source is None:
             continue
         if node.op_type == "Concat" and not node.outputs[0].is_graph_output():
             _, row = node.inputs
@@ -70,4 +70,4 @@ def _join_nothing(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
         elif node.op_type == "Shape" and node.attributes.get_int("start", 0) == 2:
             node.outputs[0].replace_all_uses_with(constant(graph, "no.rows", np.array([0], np.int64)))
         elif node.op_type == "Shape":
-            node.replace_input_with(0, empty[given])
+            node.replace_input_with(0, empty[source])
