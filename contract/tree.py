@@ -129,10 +129,10 @@ class TokenTree:
         if path.stat().st_size > _MAX_FILE:
             raise SpecExportError(f"{path}: {path.stat().st_size} bytes; a token tree has at most {_MAX_FILE}")
         try:
-            found: Any = msgspec.json.decode(path.read_bytes())
-            if isinstance(found, dict) and found.keys() == {"parents"}:
-                return cls(tuple(msgspec.convert(found["parents"], list[int])))
-            choices = found["choices"] if isinstance(found, dict) and found.keys() == {"choices"} else found
+            content: Any = msgspec.json.decode(path.read_bytes())
+            if isinstance(content, dict) and content.keys() == {"parents"}:
+                return cls(tuple(msgspec.convert(content["parents"], list[int])))
+            choices = content["choices"] if isinstance(content, dict) and content.keys() == {"choices"} else content
             return cls.from_choices(msgspec.convert(choices, list[list[int]]))
         except (SpecExportError, *UNREADABLE) as error:
             raise SpecExportError(

@@ -44,7 +44,9 @@ class BuildPlan(Strict, frozen=True):
     def of(cls, methods: tuple[Method, ...], options: BuildOptions, max_seq_len: int) -> BuildPlan:
         """The plan for methods whose trees are known."""
         batches = batch_points(options.max_batch_size)
-        deepest = max((tree.depth for one in methods if one.needs_graph for tree in one.token_trees()), default=0)
+        deepest = max(
+            (tree.depth for method in methods if method.needs_graph for tree in method.token_trees()), default=0
+        )
         chains = tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest) if batches[-1] > 1 else ()
         needed = {width for method in methods for width in (*method.widths(), *(len(t) for t in method.token_trees()))}
         widths = tuple(sorted({1, *needed, *(k + 1 for k in (*chains, *TEXT_DRAFT_TOKENS))}))

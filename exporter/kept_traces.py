@@ -41,7 +41,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
         about: whatever else the graph depends on; told apart by ``repr``.
         make: traces; initializers that are weights of the module share their memory.
     """
-    large = {name: one for name, one in module.named_parameters() if _large(one) or streamed.stored(one)}
+    large = {name: weight for name, weight in module.named_parameters() if _large(weight) or streamed.stored(weight)}
     root = cache_folder()
     path = None if root is None else root / "traces" / f"{_key(module, about)}.onnx"
     with contextlib.ExitStack() as turn:

@@ -57,7 +57,7 @@ def _exchanged(folder: Path, manifest: Manifest, name: str, tree: TokenTree) -> 
     points = exporter_of(method).points(method, plan)
     if method.models:
         method = method.with_models({role: _with_points(model, points) for role, model in method.models.items()})
-    methods = tuple(method if one.name == name else one for one in manifest.methods)
+    methods = tuple(method if old.name == name else old for old in manifest.methods)
     new = msgspec.structs.replace(manifest, target=target, methods=methods)
     exchange_manifest(folder, new)
     return new

@@ -60,7 +60,7 @@ def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: 
     """
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
-    outputs = [*module.made, *cache_outputs(cache, layers, module.lowering, "T")]
+    outputs = [*module.output_names, *cache_outputs(cache, layers, module.lowering, "T")]
     return trace_module(module.model, module, inputs, outputs, module.lowering)
 
 

@@ -127,8 +127,8 @@ def attend(
         raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")
     unknown = sorted(
         name
-        for name, given in kwargs.items()
-        if given is not None and not isinstance(given, bool) and name not in _HARMLESS
+        for name, argument in kwargs.items()
+        if argument is not None and not isinstance(argument, bool) and name not in _HARMLESS
     )
     if unknown:
         raise BuildError(

@@ -101,7 +101,7 @@ class StepModule(torch.nn.Module):
         input_vocab: rows of its embedding, where it may be given tokens beyond; None where it may not.
 
     Attributes:
-        made: names of its outputs, caches aside.
+        output_names: without those of caches.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class StepModule(torch.nn.Module):
         self.additions = torch.nn.ModuleDict({addition.prefix: addition for addition in additions})
         self.lowering: LoweredAs = lowering
         self.input_vocab = input_vocab
-        self.made = list(dict.fromkeys(outputs))
-        parts = {name: name.partition(".") for name in self.made}
+        self.output_names = list(dict.fromkeys(outputs))
+        parts = {name: name.partition(".") for name in self.output_names}
         self.noted = {name: int(after) for name, (stem, _, after) in parts.items() if stem == tensors.LAYER_STATES}
 
     def forward(
@@ -134,7 +134,7 @@ class StepModule(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``made``, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
+        """Returns ``output_names``, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
         After them comes what layers without attention return. ``past`` are the caches, and behind them what
         :class:`~specexport.graphs.recurrent.StepStates` is given. With embeddings given, they are read where the mask
@@ -155,4 +155,4 @@ class StepModule(torch.nn.Module):
         known |= {name: noted[count].float() for name, count in self.noted.items()}
         for addition in self.additions.values():
             known |= addition(hidden, logits)
-        return (*(known[name] for name in self.made), *flat(active.returned), *states.returned)
+        return (*(known[name] for name in self.output_names), *flat(active.returned), *states.returned)

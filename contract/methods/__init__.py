@@ -119,16 +119,16 @@ def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType
     return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
 
 
-def decode_hook(kind: type, given: Any) -> Any:
-    """What makes msgspec read methods: to be given as ``dec_hook``."""
-    name = given.get("method") if isinstance(given, dict) else None
+def decode_hook(kind: type, content: Any) -> Any:
+    """Reads methods for msgspec, as its ``dec_hook``."""
+    name = content.get("method") if isinstance(content, dict) else None
     if not isinstance(name, str):
         raise ValueError("expected an object with the key method")
     try:
         entry: Any = method_type(name)
         # Bundles of older versions have a method's options too, as nulls.
-        keys = {key for key, value in given.items() if value is not None} | set(entry.__struct_fields__)
-        return msgspec.convert({key: value for key, value in given.items() if key in keys}, entry)
+        keys = {key for key, value in content.items() if value is not None} | set(entry.__struct_fields__)
+        return msgspec.convert({key: value for key, value in content.items() if key in keys}, entry)
     except SpecExportError as error:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:

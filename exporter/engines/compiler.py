@@ -60,7 +60,7 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
         config.USE_TENSORRT_RTX = runtime == "tensorrt-rtx"
     elif (runtime == "tensorrt-rtx") != config.USE_TENSORRT_RTX:
         raise BuildError(
-            f"this process compiles for {next(one for one in _MODULES if one != runtime)} already, and cannot for "
+            f"this process compiles for {next(other for other in _MODULES if other != runtime)} already, and cannot for "
             f"{runtime} too; use another process"
         )
     with messages():
@@ -206,15 +206,15 @@ def _config(library: CompilerLibrary, capabilities: tuple[Capability, ...], prof
 
 
 def _profiles(graph: onnx.GraphProto, profiles: Sequence[dict[str, int]], library: CompilerLibrary) -> list[Any]:
-    made = []
+    fixed = []
     for sizes in profiles:
         profile = library.polygraphy.Profile()
         for value in graph.input:
             dims = value.type.tensor_type.shape.dim
             shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]
             profile.add(value.name, min=shape, opt=shape, max=shape)
-        made.append(profile)
-    return made
+        fixed.append(profile)
+    return fixed
 
 
 def _layers(network: Any, kind: str) -> list[Any]:

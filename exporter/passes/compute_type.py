@@ -166,7 +166,7 @@ class _Narrowing:
             self._require_fit(stored)
             attributes["to"] = ir.AttrInt64("to", self._narrow.value)
         else:
-            inputs = [one if one is None else self._narrow_constant(one) for one in node.inputs]
+            inputs = [value if value is None else self._narrow_constant(value) for value in node.inputs]
         copy = op(node.op_type, inputs, f"{value.name}.narrow", **attributes)
         copy.outputs[0].dtype = self._narrow
         self._graph.insert_after(node, copy)

@@ -42,8 +42,8 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
     body.remove(nodes)
     graph.insert_before(loop, nodes)
     axis = constant(graph, "stack.axis", np.array([0], np.int64))
-    made = results[len(carried) :]
-    stacked = [op("Unsqueeze", [value, axis], f"stack.{at}") for at, value in enumerate(made)]
+    per_token = results[len(carried) :]
+    stacked = [op("Unsqueeze", [value, axis], f"stack.{at}") for at, value in enumerate(per_token)]
     graph.insert_before(loop, stacked)
     outputs = [*results[: len(carried)], *(node.outputs[0] for node in stacked)]
     ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], list(loop.outputs), outputs)
