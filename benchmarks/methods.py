@@ -21,7 +21,7 @@ from benchmarks.inflate import inflate_speculator, inflate_states_draft
 from benchmarks.pair import built, inflated_draft, inflated_heads, inflated_pair
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.exporter.retree import set_default_tree
+from specexport.exporter.set_tree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN

@@ -1,4 +1,4 @@
-"""What the exporter and the runtime agree on: errors, tensor names, shape points, trees and the bundle manifest.
+"""The contract of exporter and runtime: errors, tensors, shape points, trees and the bundle manifest.
 
 Nothing here imports torch, transformers, onnx or an inference backend.
 """

@@ -1,4 +1,4 @@
-"""Folders: where a user's are, that appear only when they are whole, and that one process at a time writes."""
+"""Folders: the user's own, atomic replacement, and locks."""
 
 from __future__ import annotations
 

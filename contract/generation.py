@@ -1,4 +1,4 @@
-"""What a model's files say of how its texts are generated, beside sampling: rules of ``generation_config.json``."""
+"""A model's rules of generation besides sampling, from ``generation_config.json``."""
 
 from __future__ import annotations
 

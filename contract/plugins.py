@@ -1,4 +1,4 @@
-"""What installed packages offer through entry points: this package's own, then those of others."""
+"""Entry points of installed packages: this package's first, then those of others."""
 
 from __future__ import annotations
 

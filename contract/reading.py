@@ -1,4 +1,4 @@
-"""A bundle's manifest and files, read and written, and what is checked when they are read."""
+"""Reads, checks and writes a bundle's manifest and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How layers without attention keep their states, so that a step can go back to any token it accepted.
+"""States of layers without attention, kept so that a step can go back to any token it accepted.
 
 A convolution reads the inputs of the last few tokens; those are kept as rows, of committed tokens alone.
 

@@ -1,4 +1,4 @@
-"""What ``specexport suggest`` says of a method for a target, before anything is built."""
+"""Suggestions of ``specexport suggest``: which method suits a target, before anything is built."""
 
 from __future__ import annotations
 

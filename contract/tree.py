@@ -1,4 +1,4 @@
-"""Token trees: what one verify step looks at. A chain is the tree with one leaf."""
+"""Token trees, which one verify step reads. A chain is a tree with one leaf."""
 
 from __future__ import annotations
 

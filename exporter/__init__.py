@@ -1,1 +1,1 @@
-"""How a checkpoint becomes a bundle: load, trace, rewrite, quantize, write, verify. Needs the ``[export]`` extra."""
+"""From a checkpoint to a bundle: load, check, trace, rewrite, quantize, write. Needs the ``[export]`` extra."""

@@ -1,4 +1,4 @@
-"""What a build goes by, worked out once from its options and a few numbers of the target: trees, widths, shapes."""
+"""The plan of a build: trees, widths and shapes, decided once from the options and the target's sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds a model's matrices to four bits so that what they make of a text changes least (GPTQ), in one pass over it."""
+"""Rounds a model's matrices to four bits in one pass over a text, so that their products change least (GPTQ)."""
 
 from __future__ import annotations
 

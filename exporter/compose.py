@@ -1,4 +1,4 @@
-"""Puts one traced draft pass into the propose graph: a loop of K passes and what becomes of their cache rows."""
+"""Builds the propose graph from a traced draft pass: a loop of K passes, which writes their cache rows at its end."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def propose_graph(
     works in place. Lowered portably, the rows themselves are returned. The pass is consumed.
 
     Args:
-        draft_pass: its outputs are the token, q, what it hands on to the next pass, and its rows.
+        draft_pass: its outputs are the token, q, other inputs of the next pass, and its rows.
         shapes: of its cache.
         lowering: see :data:`~specexport.contract.model.LoweredAs`.
-        start: makes what the first pass is handed, named as the pass's inputs, of inputs of the propose graph; None
-            where nothing but tokens and rows goes from pass to pass. Of what the last pass hands on the first is
-            returned. It is consumed.
+        start: computes the first pass's other inputs, by their names, from inputs of the propose graph; None where only
+            tokens and rows go from pass to pass. The first of these values after the last pass is returned. It is
+            consumed.
     """
     layers = len(shapes)
     pass_inputs = draft_pass.graph.inputs
@@ -62,7 +62,7 @@ def propose_graph(
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
-    first = []  # the rows made so far, none, and states as they are
+    first = []  # no rows yet, and states as they are
     for name, shape in carried.items():
         if (at_first := name.replace("row.", "past_", 1)).startswith("past_state."):
             first.append(inputs[at_first])
@@ -108,7 +108,7 @@ def _value(tensor: Tensor) -> ir.Value:
 
 
 def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
-    """Moves the nodes and weights of a graph into another one, whose loop has this body; no names are alike then."""
+    """Moves the nodes and weights of a graph into another one, whose loop has this body, under unused names."""
     nodes, weights = list(start), list(start.initializers.values())
     used = {value.name for node in body for value in node.outputs} | {value.name for value in body.inputs}
     used |= body.initializers.keys()
@@ -128,7 +128,7 @@ def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[s
 
 
 def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str], drafted: list[str]) -> ir.Graph:
-    """Makes of a pass's graph the body of a Loop, which reads what no pass changes from the graph around it."""
+    """Turns a pass's graph into the body of a Loop, which reads constant inputs from the graph around it."""
     named = {str(value.name): value for value in body.inputs}
     last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
     read = [named[tensors.INPUT_IDS], last_row]
@@ -158,7 +158,7 @@ def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str], d
 
 
 def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
-    """The last values of what is carried from pass to pass, and what the K passes drafted, stacked."""
+    """The last values carried from pass to pass, and the stacked drafts of the K passes."""
     carried, stacked = body.outputs[1 : -len(drafted)], body.outputs[-len(drafted) :]
     results = [ir.val(f"{value.name}.made") for value in carried]
     for name, value in zip(drafted, stacked, strict=True):

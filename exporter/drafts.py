@@ -1,4 +1,4 @@
-"""Draft models on their way into a bundle: what is alike whatever they propose by."""
+"""Loads and writes draft models, for all methods that have one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_draft(
 
 
 def traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
-    """What a tracer makes of a checkpoint.
+    """The graph that ``tracer`` returns, with errors that name the checkpoint.
 
     Raises:
         BuildError: torch cannot trace the model.

@@ -1,4 +1,4 @@
-"""What the exporter would make, as one hash: the cache builds anew what another exporter made. Imports little."""
+"""A hash of the exporter: the cache rebuilds bundles of other exporters. Imports little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces that were made before: a second build of the same model with another draft, tree or precision needs none.
+"""A cache of exported graphs, for builds of the same model with another draft, tree or precision.
 
 A file holds a graph without its large weights, which are named in it and taken from the module at hand, so that one
 serves every checkpoint of an architecture whose small weights (norms, biases) are alike: in practice the same one.
@@ -34,11 +34,11 @@ _HASH = 32
 
 
 def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[[], ir.Model]) -> ir.Model:
-    """The graph of a module, from a file or by making it. Its large weights are read when they are asked for.
+    """The graph of a module, from a file or by tracing. Its large weights are read when they are used.
 
     Args:
         module: what is traced.
-        about: whatever else the graph depends on; told apart by ``repr``.
+        about: whatever else the graph depends on, compared by ``repr``.
         make: traces; initializers that are weights of the module share their memory.
     """
     large = {name: weight for name, weight in module.named_parameters() if _large(weight) or streamed.stored(weight)}
@@ -64,7 +64,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
 
 
 def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
-    """Puts the name of a weight instead of its numbers."""
+    """Replaces large weights by references to their names."""
     names = {weight.data_ptr(): name for name, weight in weights.items()}
     for value in graph.initializers.values():
         held: Any = getattr(value.const_value, "raw", None)
@@ -83,7 +83,7 @@ def _lazy(parameter: torch.Tensor, name: str) -> ir.LazyTensor:
 
 
 def _read(path: Path, weights: Container[str]) -> ir.Model | None:
-    """A graph that was written; None where there is none, or it is damaged."""
+    """A cached graph; None where there is none, or it is damaged."""
     try:
         content = path.read_bytes()
         if hashlib.sha256(content[_HASH:]).digest() != content[:_HASH]:
@@ -98,7 +98,7 @@ def _read(path: Path, weights: Container[str]) -> ir.Model | None:
 
 
 def _write(path: Path, graph: ir.Model) -> None:
-    """Keeps a graph, if the folder can be written."""
+    """Writes a graph, if the folder can be written."""
     content = ir.to_proto(graph).SerializeToString()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _write(path: Path, graph: ir.Model) -> None:
 
 
 def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
-    """What a trace depends on: all settings and small weights of the module, ``about``, and the exporter's own code."""
+    """A hash of a trace's inputs: settings and small weights of the module, ``about``, and the exporter's code."""
     parts = hashlib.sha256(fingerprint().encode())
     tensors: dict[str, torch.Tensor] = {}
     for name, inner in module.named_modules(remove_duplicate=False):
@@ -136,7 +136,7 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
 
 
 def _large(weight: torch.Tensor) -> bool:
-    """Whether no trace depends on the numbers of a weight."""
+    """Whether a weight is so large that no trace depends on its numbers."""
     return weight.numel() > simplify.LARGEST_FOLDED
 
 

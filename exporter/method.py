@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """What trees depend on, and what methods must fit.
+    """Sizes of the target on which trees depend, and which methods must fit.
 
     Attributes:
         vocab: V.
@@ -53,14 +53,14 @@ class TargetOutline:
 
 
 class Agreement(Protocol):
-    """Positions at which a graph and the model it was made from both name the next token."""
+    """Counts positions at which a graph and its original name the same next token."""
 
     def count(self, reference: Array, chosen: Array) -> None:
         """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
 
 
 class Verification(Protocol):
-    """What ``verify`` lends a method to compare its graph with what it was built from.
+    """Services that ``verify`` passes to a method, to compare its graph with its checkpoint.
 
     Attributes:
         texts: token ids of prompts.
@@ -79,7 +79,7 @@ class Verification(Protocol):
         """Texts while they are decoded, each with the best candidate at every depth, int64 ``[depths]``."""
 
     def agreement(self, *stored: str) -> Agreement:
-        """What counts; how far off tokens may be depends on how weights are stored."""
+        """A counter; its tolerance depends on how weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class MetaDraft:
 
 
 class MethodExporter(Generic[O, M]):
-    """A method's part of a build and of ``verify``. What is done here suits a method that reads text alone."""
+    """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
     stage: ClassVar[str | None] = None
     """The folder it writes a model of its own into, in a stage after the target's."""

@@ -1,4 +1,4 @@
-"""What ``specexport build`` can be asked for."""
+"""Options of ``specexport build``."""
 
 from __future__ import annotations
 

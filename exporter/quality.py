@@ -1,4 +1,4 @@
-"""What storing a model's matrices in few bits did to it: KL divergence, perplexity and first choices over a text."""
+"""Measures the effect of quantization: KL divergence, perplexity and first choices over a text."""
 
 from __future__ import annotations
 

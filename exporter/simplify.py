@@ -1,4 +1,4 @@
-"""onnxscript's optimizer, with the rules alone that find something in transformers.
+"""onnxscript's optimizer, with only those rules that apply to transformers' models.
 
 Its own list matches convolutions and batch norms at every node, and looks for pairs of slices at every node among all
 nodes, which takes longer than the rest where layers are many.

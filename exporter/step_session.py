@@ -1,4 +1,4 @@
-"""A step graph run by itself, without the runtime's buffers: what the build and ``verify`` compare with the model."""
+"""Runs a step graph without the runtime's buffers, for the build and ``verify`` to compare with the model."""
 
 from __future__ import annotations
 

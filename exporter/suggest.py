@@ -1,4 +1,4 @@
-"""Which methods suit a target: rules of the field, before anything is built. Needs torch only for rare families."""
+"""Suggests methods for a target by rules of thumb, before anything is built. Needs torch only for rare families."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from specexport.contract.signature import (
 from specexport.contract.tensors import Tensor
 from specexport.exporter import pipeline
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
+from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.pipeline import run_passes
-from specexport.exporter.sparing import sparing
 from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.ops import translations
 from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
@@ -149,7 +149,7 @@ def trace_module(
     def make() -> ir.Model:
         with (
             quiet(),
-            sparing(),
+            fast_trace(),
             fused_rotary(rotary) if lowering == "native" else contextlib.nullcontext(),
             torch.no_grad(),
         ):

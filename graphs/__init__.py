@@ -1,4 +1,4 @@
-"""What is compiled: torch modules that say what each graph of a bundle computes, over their input/output contracts.
+"""Torch modules, from which each graph of a bundle is traced.
 
 See ``docs/graph-contract.md`` for the tensors and ``specexport.contract.tensors`` for their names.
 """

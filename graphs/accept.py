@@ -1,4 +1,4 @@
-"""The accept graphs: which draft tokens of a verified tree stay, and the token after them, decided on the device.
+"""The accept graphs, which decide on the device which draft tokens of a tree stay, and draw the token after them.
 
 On a GPU every operator is a launch, and each over ``[B,N,V]`` moves tens of megabytes: these graphs have few of both.
 Nothing is sorted, summed up or searched over a whole vocabulary at once, since TensorRT's TopK stops at 3840 elements,

@@ -1,4 +1,4 @@
-"""How every attention layer of a transformers model is lowered: the one hook between model code and our graphs.
+"""Lowers every attention layer of a transformers model: the only hook between model code and our graphs.
 
 transformers lets an attention function be registered by name and chosen per model, so no model code of ours is needed:
 the model calls :func:`attend` with its new queries, keys and values, and the *lowering* in force decides how they meet

@@ -1,4 +1,4 @@
-"""How every mixture of experts of a transformers model is lowered: cost follows the experts that are used.
+"""Lowers mixtures of experts of transformers models, at a cost of the experts that are used.
 
 transformers lets an experts function be registered by name and chosen per model, as it does for attention
 (:mod:`specexport.graphs.attention`): the router stays the model's own, and the experts it chose come here.

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: what goes from one to the next, and a model cut off after its first ones."""
+"""The decoder layers of a model: states between them, and a model cut off after its first ones."""
 
 from __future__ import annotations
 

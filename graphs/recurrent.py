@@ -1,4 +1,4 @@
-"""How layers without attention are lowered: short convolutions, and recurrent states with a decay.
+"""Lowers layers without attention: short convolutions, and recurrent states with a decay.
 
 transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
 of the layer's module. Both come here, so no model code of ours is needed. What a step keeps of them says

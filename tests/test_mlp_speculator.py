@@ -33,7 +33,7 @@ from specexport.exporter.engines.profiles import model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.retree import set_default_tree
+from specexport.exporter.set_tree import set_default_tree
 from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
 from specexport.methods.mlp_speculator.export import trace_speculator
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer

@@ -153,7 +153,7 @@ def test_tuning_writes_the_tree_into_the_bundle(
 
 @pytest.mark.exporter
 def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> None:
-    from specexport.exporter.retree import set_default_tree
+    from specexport.exporter.set_tree import set_default_tree
 
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 128, 10, 3)

@@ -1,4 +1,4 @@
-"""What every method has: its options, and its entry in the manifest with its capabilities."""
+"""The base of every method: its options, and its entry in the manifest with its capabilities."""
 
 from __future__ import annotations
 

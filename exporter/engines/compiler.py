@@ -60,8 +60,8 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
         config.USE_TENSORRT_RTX = runtime == "tensorrt-rtx"
     elif (runtime == "tensorrt-rtx") != config.USE_TENSORRT_RTX:
         raise BuildError(
-            f"this process compiles for {next(other for other in _MODULES if other != runtime)} already, and cannot for "
-            f"{runtime} too; use another process"
+            f"this process compiles for {next(other for other in _MODULES if other != runtime)} already, and cannot "
+            f"for {runtime} too; use another process"
         )
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")

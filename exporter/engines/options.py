@@ -1,4 +1,4 @@
-"""What engines can be asked to be."""
+"""Options of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ONNX graph that a device runs, or that an engine for it is compiled from: a master with its types decided."""
+"""Writes the ONNX graph that a device runs, or from which an engine is compiled: a master with its types decided."""
 
 from __future__ import annotations
 

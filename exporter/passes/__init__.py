@@ -1,1 +1,1 @@
-"""Small rewrites of a traced graph, one a file; each takes an ``onnx_ir`` model and changes it in place."""
+"""Rewrites of a traced graph, one a file; ``exporter/pipeline.py`` lists them in their order."""

@@ -1,4 +1,4 @@
-"""Has the ranks of a split model meet as GPUs do: inside their graphs, by TensorRT's layers for it, or between two."""
+"""Combines the parts of a split model's ranks as GPUs do: by TensorRT's layers in the graph, or between two graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a graph compute in half precision: what a strongly typed compiler is given, as it decides no types itself.
+"""Lowers a graph to half precision, for strongly typed compilers, which decide no types themselves.
 
 Matrices, attention, the residual stream and the KV cache take the narrow type. What loses too much there stays float32:
 softmax, rotary angles, everything that comes of the sampling parameters, and norms, unless a backend sums those in

@@ -1,4 +1,4 @@
-"""What the rewrites ask of a graph, and the nodes and constants they add to it."""
+"""Helpers of rewrites: queries of a graph, and new nodes and constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what is added against a division by zero: the optimizer takes numbers up to 1e-8 for zero and drops them."""
+"""Keeps epsilons of at most 1e-8, which the optimizer would take for zero and drop."""
 
 from __future__ import annotations
 

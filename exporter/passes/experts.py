@@ -1,4 +1,4 @@
-"""Decides how a mixture's experts are multiplied: gathered from their stacks, or each in a branch of its own."""
+"""Lowers a mixture's experts: gathered from their stacks, or each in a branch of its own."""
 
 from __future__ import annotations
 

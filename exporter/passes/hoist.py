@@ -1,4 +1,4 @@
-"""Moves what is the same in every pass of a loop before the loop."""
+"""Moves loop-invariant nodes before the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings every weight multiplication into one form, ``MatMul(x, W)`` with ``W`` a ``[K,N]`` initializer.
+"""Canonicalizes products with weights to ``MatMul(x, W)``, with ``W`` a ``[K,N]`` initializer.
 
 Those that share their input are joined: the query, key and value projections, the gate and up projections.
 """

@@ -1,4 +1,4 @@
-"""Gives weights the names they have in the model that transformers loads, so that they can be looked up there."""
+"""Names weights as the model that transformers loads does, so that they can be looked up there."""
 
 from __future__ import annotations
 

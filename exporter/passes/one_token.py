@@ -1,4 +1,4 @@
-"""Makes of a propose graph the one that drafts one token, without a loop; a speculator's keeps some of its stages.
+"""Replaces a propose graph's loop by one pass, which drafts a token; a speculator's graph keeps some of its stages.
 
 A device calls such a graph once for every draft token: a loop would ask the host after each, and unrolled copies of its
 body would have compilers keep the weights once for each.

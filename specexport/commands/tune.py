@@ -143,7 +143,7 @@ def main(arguments: argparse.Namespace) -> int:
         report.write(arguments.plot, f"tune tree: {arguments.bundle}", parts)
     if arguments.dry_run:
         return 0
-    from specexport.exporter.retree import set_default_tree
+    from specexport.exporter.set_tree import set_default_tree
 
     set_default_tree(arguments.bundle, name, best.tree)
     if not arguments.json:

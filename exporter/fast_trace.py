@@ -37,7 +37,7 @@ _Promotion: Any = type_promotion._TypePromotionInterpreter
 
 
 @contextmanager
-def sparing() -> Iterator[None]:
+def fast_trace() -> Iterator[None]:
     """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
 
     To promote types it runs only operators that have a rule for them; what others make is known. Translations are read

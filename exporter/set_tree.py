@@ -1,4 +1,4 @@
-"""Gives a method of a finished bundle another tree: exchanges the manifest."""
+"""Sets another tree of a method in a finished bundle, by exchanging the manifest."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.exporter.sparing import sparing
+from specexport.exporter.fast_trace import fast_trace
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint
 
@@ -57,7 +57,7 @@ def _nodes(model: ir.Model) -> list[tuple[str, list[str | None]]]:
 
 def _said(module: torch.nn.Module, x: torch.Tensor, shapes: Any) -> Callable[[torch.Tensor], np.ndarray]:
     """Runs the graph of a module, which is traced for inputs like ``x``."""
-    with sparing():
+    with fast_trace():
         program = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=shapes, verbose=False)
     assert program is not None
     session = ort.InferenceSession(program.model_proto.SerializeToString())
@@ -69,7 +69,7 @@ def test_decomposing_would_change_nothing(
 ) -> None:
     spared = step("llama")
     assert not decomposed
-    monkeypatch.setattr(trace, "sparing", contextlib.nullcontext)
+    monkeypatch.setattr(trace, "fast_trace", contextlib.nullcontext)
     assert _nodes(step("llama")) == _nodes(spared)
     assert decomposed
 
