@@ -14,11 +14,12 @@ of ``G`` tokens each, ``U`` numbers of a token's update: see :mod:`specexport.co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
+Dtype = Literal["int64", "float32", "bool"]
 Dim = int | str
 """A size, or a symbol of :attr:`~specexport.contract.shapes.ShapePoint.sizes` or of this module's description."""
 Shape = tuple[int, ...]
@@ -42,7 +43,7 @@ class Tensor(str):
 
     __slots__ = ("dims", "dtype", "field", "initial", "meaning", "stage")
 
-    dtype: Literal["int64", "float32", "bool"]
+    dtype: Dtype
     dims: tuple[Dim, ...]
     meaning: str
     initial: Initial | float
@@ -52,7 +53,7 @@ class Tensor(str):
     def __new__(
         cls,
         name: str,
-        dtype: Literal["int64", "float32", "bool"],
+        dtype: Dtype,
         dims: tuple[Dim, ...],
         meaning: str = "",
         initial: Initial | float = 0,
@@ -100,6 +101,13 @@ class Tensor(str):
         return array
 
 
+def _tensor(name: str, spec: str, meaning: str, initial: Initial | float = 0, field: str = "methods") -> Tensor:
+    """Declares a tensor; ``spec`` is its type and shape, such as ``int64[B,T]``."""
+    dtype, _, dims = spec.removesuffix("]").partition("[")
+    sizes = tuple(int(dim) if dim.isdecimal() else dim for dim in dims.split(",") if dim)
+    return Tensor(name, cast(Dtype, dtype), sizes, meaning, initial, field)
+
+
 def _range(shape: Shape, _: Sizes) -> npt.ArrayLike:
     return np.arange(shape[-1])
 
@@ -109,120 +117,94 @@ def _chain_mask(shape: Shape, _: Sizes) -> npt.ArrayLike:
 
 
 # --- step graph (the target's prefill, decode and verify) -------------------------------------------------------------
-INPUT_IDS = Tensor("input_ids", "int64", ("B", "T"), "tokens of this run")
-POSITION_IDS = Tensor("position_ids", "int64", ("B", "T"), "absolute positions; siblings in a tree share one")
-TREE_MASK = Tensor(
-    "tree_mask",
-    "bool",
-    ("B", "T", "T"),
-    "row t may see column u among the new tokens: ancestors and itself",
-    _chain_mask,
+INPUT_IDS = _tensor("input_ids", "int64[B,T]", "tokens of this run")
+POSITION_IDS = _tensor("position_ids", "int64[B,T]", "absolute positions; siblings in a tree share one")
+TREE_MASK = _tensor(
+    "tree_mask", "bool[B,T,T]", "row t may see column u among the new tokens: ancestors and itself", _chain_mask
 )
-PAST_LENGTH = Tensor("past_length", "int64", ("B",), "valid cache rows; this run's rows belong from there on")
-LOGITS_ROWS = Tensor("logits_rows", "int64", ("B", "R"), "which of the T tokens logits are computed for", _range)
-LOGITS = Tensor("logits", "float32", ("B", "R", "V"), "one row for each of `logits_rows`", field="vocab_size")
-INPUTS_EMBEDS = Tensor(
-    "inputs_embeds",
-    "float32",
-    ("B", "T", "H"),
-    "only with `--inputs-embeds`: read instead of tokens",
-    field="embedding_size",
+PAST_LENGTH = _tensor("past_length", "int64[B]", "valid cache rows; this run's rows belong from there on")
+LOGITS_ROWS = _tensor("logits_rows", "int64[B,R]", "which of the T tokens logits are computed for", _range)
+LOGITS = _tensor("logits", "float32[B,R,V]", "one row for each of `logits_rows`", field="vocab_size")
+INPUTS_EMBEDS = _tensor(
+    "inputs_embeds", "float32[B,T,H]", "only with `--inputs-embeds`: read instead of tokens", field="embedding_size"
 )
-EMBEDS_MASK = Tensor(
-    "embeds_mask", "bool", ("B", "T"), "at which of the T positions they are read", field="embedding_size"
-)
-CANDIDATES = Tensor(
+EMBEDS_MASK = _tensor("embeds_mask", "bool[B,T]", "at which of the T positions they are read", field="embedding_size")
+CANDIDATES = _tensor(
     "candidates",
-    "int64",
-    ("B", "heads", "R", "M"),
+    "int64[B,heads,R,M]",
     "with Medusa heads: the most probable tokens of each, best first",
     field="heads and candidates",
 )
-HIDDEN = Tensor(
-    "hidden_states",
-    "float32",
-    ("B", "R", "H"),
-    "with an MLP speculator: what the language-model head reads",
-    field="hidden",
+HIDDEN = _tensor(
+    "hidden_states", "float32[B,R,H]", "with an MLP speculator: what the language-model head reads", field="hidden"
 )
-LAYER_STATES = Tensor(
+LAYER_STATES = _tensor(
     "layer_states",
-    "float32",
-    ("B", "T", "H"),
+    "float32[B,T,H]",
     "the residual stream after the first i layers, before the final norm; 0: the embeddings",
     field="hidden",
 )
 
 # --- caches: each layer has its tensors, with its number behind the name ----------------------------------------------
-PAST_KEY = Tensor("past_key", "float32", ("B", "Hkv", "S", "D"), "keys of the cache", field="cache")
-PAST_VALUE = Tensor("past_value", "float32", ("B", "Hkv", "S", "D"), "values of the cache", field="cache")
+PAST_KEY = _tensor("past_key", "float32[B,Hkv,S,D]", "keys of the cache", field="cache")
+PAST_VALUE = _tensor("past_value", "float32[B,Hkv,S,D]", "values of the cache", field="cache")
 PRESENT_KEY = PAST_KEY._with(name="present_key", meaning="native: the cache with this run's rows, in the same memory")
 PRESENT_VALUE = PAST_VALUE._with(name="present_value", meaning="native: likewise")
-NEW_KEY = Tensor("new_key", "float32", ("B", "Hkv", "F", "D"), "portable: this run's rows alone", field="cache")
-NEW_VALUE = Tensor("new_value", "float32", ("B", "Hkv", "F", "D"), "portable: likewise", field="cache")
+NEW_KEY = _tensor("new_key", "float32[B,Hkv,F,D]", "portable: this run's rows alone", field="cache")
+NEW_VALUE = _tensor("new_value", "float32[B,Hkv,F,D]", "portable: likewise", field="cache")
 
 # --- layers without attention (specexport.contract.states) ------------------------------------------------------------
-KNOWN_TOKENS = Tensor(
+KNOWN_TOKENS = _tensor(
     "known_tokens",
-    "int64",
-    ("B",),
+    "int64[B]",
     "how many of the T tokens are text, whatever is accepted: 1 in a step, all in a prefill chunk",
 )
-CELL_ROWS = Tensor(
+CELL_ROWS = _tensor(
     "cell_rows",
-    "int64",
-    ("C", "B", "G"),
+    "int64[C,B,G]",
     "where each cell finds its tokens' updates, among the kept rows and the T new ones",
     field="states",
 )
-PAST_CONV = Tensor(
-    "past_conv", "float32", ("B", "W-1", "C"), "inputs of a convolution of width W at the last tokens", field="states"
+PAST_CONV = _tensor(
+    "past_conv", "float32[B,W-1,C]", "inputs of a convolution of width W at the last tokens", field="states"
 )
-PAST_UPDATES = Tensor(
+PAST_UPDATES = _tensor(
     "past_updates",
-    "float32",
-    ("B", "R", "U"),
+    "float32[B,R,U]",
     "each token's keys and values, and each head's decay (Kimi Linear: one for each number of a key) and strength",
     field="states",
 )
-PAST_STATE = Tensor("past_state", "float32", ("B", "H", "Dk", "Dv"), "the recurrent state", field="states")
-NEW_CONV = Tensor("new_conv", "float32", ("B", "F", "C"), "inputs of the convolution at the tokens fed", field="states")
-NEW_UPDATES = Tensor("new_updates", "float32", ("B", "F", "U"), "updates of the tokens fed", field="states")
+PAST_STATE = _tensor("past_state", "float32[B,H,Dk,Dv]", "the recurrent state", field="states")
+NEW_CONV = _tensor("new_conv", "float32[B,F,C]", "inputs of the convolution at the tokens fed", field="states")
+NEW_UPDATES = _tensor("new_updates", "float32[B,F,U]", "updates of the tokens fed", field="states")
 NEW_STATE = PAST_STATE._with(name="new_state", meaning="the state after all whole cells of known tokens")
 
 # --- propose graph (the draft: first pass over T tokens, then single-token passes, in one call) -----------------------
-NUM_DRAFT_TOKENS = Tensor(
+NUM_DRAFT_TOKENS = _tensor(
     "num_draft_tokens",
-    "int64",
-    (),
+    "int64[]",
     "K, the loop's trip count; not an input of engines, which run one pass a call",
     lambda _, sizes: sizes["K"],
 )
-LAST_ROW = Tensor(
-    "last_row", "int64", ("B",), "which of the T tokens is the last real one", lambda _, sizes: sizes["T"] - 1
+LAST_ROW = _tensor(
+    "last_row", "int64[B]", "which of the T tokens is the last real one", lambda _, sizes: sizes["T"] - 1
 )
-UNIFORM = Tensor("uniform", "float32", ("B", "K"), "noise in [0,1): the same noise draws the same tokens")
-TEMPERATURE = Tensor("temperature", "float32", ("B",), "above 0; greedy is `top_k` = 1", 1)
-TOP_K = Tensor("top_k", "int64", ("B",), "0 keeps every token", 1)
-TOP_P = Tensor("top_p", "float32", ("B",), "1 keeps every token", 1)
-MIN_P = Tensor("min_p", "float32", ("B",), "0 keeps every token")
+UNIFORM = _tensor("uniform", "float32[B,K]", "noise in [0,1): the same noise draws the same tokens")
+TEMPERATURE = _tensor("temperature", "float32[B]", "above 0; greedy is `top_k` = 1", 1)
+TOP_K = _tensor("top_k", "int64[B]", "0 keeps every token", 1)
+TOP_P = _tensor("top_p", "float32[B]", "1 keeps every token", 1)
+MIN_P = _tensor("min_p", "float32[B]", "0 keeps every token")
 SAMPLING = (TEMPERATURE, TOP_K, TOP_P, MIN_P)
-DRAFT_TOKENS = Tensor("draft_tokens", "int64", ("K", "B"), "the tokens drawn")
-DRAFT_IDS = Tensor(
-    "draft_ids",
-    "int64",
-    ("K", "B", "M"),
-    "tokens that q gives probability to, most probable first",
-    _range,
-    "candidates",
+DRAFT_TOKENS = _tensor("draft_tokens", "int64[K,B]", "the tokens drawn")
+DRAFT_IDS = _tensor(
+    "draft_ids", "int64[K,B,M]", "tokens that q gives probability to, most probable first", _range, field="candidates"
 )
-DRAFT_PROBS = Tensor(
+DRAFT_PROBS = _tensor(
     "draft_probs",
-    "float32",
-    ("K", "B", "M"),
+    "float32[K,B,M]",
     "q of those tokens; sums to 1 over M",
     lambda shape, _: np.eye(1, shape[-1]),
-    "candidates",
+    field="candidates",
 )
 DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """A draft's outputs for its tokens."""
@@ -230,57 +212,48 @@ DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 # --- propose graph of an MLP speculator -------------------------------------------------------------------------------
 # Of its stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after
 # a tree's depth nothing is read.
-HIDDEN_STATE = Tensor(
-    "hidden_state", "float32", ("B", "H"), "the target's `hidden_states` at the last token in its cache", field="hidden"
+HIDDEN_STATE = _tensor(
+    "hidden_state", "float32[B,H]", "the target's `hidden_states` at the last token in its cache", field="hidden"
 )
-LEVEL_PARENTS = Tensor(
-    "level_parents", "int64", ("B", "stages", "T"), "each node's parent in the level above; not read for the root"
+LEVEL_PARENTS = _tensor(
+    "level_parents", "int64[B,stages,T]", "each node's parent in the level above; not read for the root"
 )
-LEVEL_RANKS = Tensor(
+LEVEL_RANKS = _tensor(
     "level_ranks",
-    "int64",
-    ("B", "stages", "T"),
+    "int64[B,stages,T]",
     "which of its parent's continuations it is: 0 the drawn token, then the most probable others",
 )
 
 # --- propose graphs of EAGLE-3, MTP and DFlash drafts -----------------------------------------------------------------
-OWN_STATE = Tensor("own_state", "float32", ("B", "H"), "read by the first row where `reads_own`: a `next_state`")
-READS_OWN = Tensor("reads_own", "bool", ("B",), "whether the draft continues from its own state")
-NEXT_STATE = Tensor("next_state", "float32", ("B", 1, "H"), "state for the row after the last one")
-BLOCK_ROWS = Tensor(
-    "block_rows", "int64", ("B",), "1 + the slot's draft tokens, at most 1 + K: later rows of the block are not seen"
+OWN_STATE = _tensor("own_state", "float32[B,H]", "read by the first row where `reads_own`: a `next_state`")
+READS_OWN = _tensor("reads_own", "bool[B]", "whether the draft continues from its own state")
+NEXT_STATE = _tensor("next_state", "float32[B,1,H]", "state for the row after the last one")
+BLOCK_ROWS = _tensor(
+    "block_rows", "int64[B]", "1 + the slot's draft tokens, at most 1 + K: later rows of the block are not seen"
 )
 
 # --- accept graph -----------------------------------------------------------------------------------------------------
-THRESHOLD = Tensor("posterior_threshold", "float32", ("B",), "epsilon of typical acceptance")
-ALPHA = Tensor("posterior_alpha", "float32", ("B",), "alpha of typical acceptance")
-PARENTS = Tensor(
-    "parents",
-    "int64",
-    ("B", "N"),
-    "parent of each node, -1 for the root",
-    lambda shape, _: np.arange(-1, shape[-1] - 1),
+THRESHOLD = _tensor("posterior_threshold", "float32[B]", "epsilon of typical acceptance")
+ALPHA = _tensor("posterior_alpha", "float32[B]", "alpha of typical acceptance")
+PARENTS = _tensor(
+    "parents", "int64[B,N]", "parent of each node, -1 for the root", lambda shape, _: np.arange(-1, shape[-1] - 1)
 )
-NUM_ACCEPTED = Tensor("num_accepted", "int64", ("B",), "draft tokens accepted")
-TOKENS = Tensor("tokens", "int64", ("B", "N"), "accepted tokens, then the bonus token at `num_accepted`, then 0")
-PATH = Tensor("path", "int64", ("B", "N"), "their nodes: the root, the accepted ones, then 0")
+NUM_ACCEPTED = _tensor("num_accepted", "int64[B]", "draft tokens accepted")
+TOKENS = _tensor("tokens", "int64[B,N]", "accepted tokens, then the bonus token at `num_accepted`, then 0")
+PATH = _tensor("path", "int64[B,N]", "their nodes: the root, the accepted ones, then 0")
 
 # --- fill graph -------------------------------------------------------------------------------------------------------
-TREE_ROWS = Tensor(
+TREE_ROWS = _tensor(
     "tree_rows",
-    "int64",
-    ("B", "N-1"),
+    "int64[B,N-1]",
     "the drafted row that has each node's q: its depth less 1; of a speculator its parent, counted through all levels",
 )
-TREE_RANKS = Tensor(
-    "tree_ranks",
-    "int64",
-    ("B", "N-1"),
-    "each node's rank among its siblings: 0 the drawn token, then the most probable",
+TREE_RANKS = _tensor(
+    "tree_ranks", "int64[B,N-1]", "each node's rank among its siblings: 0 the drawn token, then the most probable"
 )
-TREE_TOKENS = Tensor("tree_tokens", "int64", ("B", "N-1"), "`draft_tokens` of accept, `input_ids` of the step")
-TREE_IDS = Tensor("tree_ids", "int64", ("B", "N-1", "M"), "`draft_ids` of accept")
-TREE_PROBS = Tensor("tree_probs", "float32", ("B", "N-1", "M"), "`draft_probs` of accept")
+TREE_TOKENS = _tensor("tree_tokens", "int64[B,N-1]", "`draft_tokens` of accept, `input_ids` of the step")
+TREE_IDS = _tensor("tree_ids", "int64[B,N-1,M]", "`draft_ids` of accept")
+TREE_PROBS = _tensor("tree_probs", "float32[B,N-1,M]", "`draft_probs` of accept")
 
 DECLARED: dict[str, Tensor] = {str(tensor): tensor for tensor in tuple(vars().values()) if isinstance(tensor, Tensor)}
 """All of them by name; a layer's or a stage's without its number."""
