@@ -16,7 +16,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
-from specexport.exporter import kept_traces, trace
+from specexport.exporter import kept_traces, pipeline, trace
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import outlined
@@ -220,7 +220,7 @@ def test_a_graph_that_is_not_finite_is_not_built(
     options = BuildOptions(target=str(tmp_path / "helium"), output=tmp_path / "bundle", methods=(), precision="fp32")
     building.build(options)
     with monkeypatch.context() as patched:
-        patched.setattr(trace, "keep_epsilons", lambda model: None)
+        patched.setattr(pipeline, "keep_epsilons", lambda model: None)
         patched.setattr(kept_traces, "cache_folder", lambda: tmp_path_factory.mktemp("cache"))
         refused = BuildOptions(target=options.target, output=tmp_path / "refused", methods=(), precision="fp32")
         with pytest.raises(BuildError, match=r"'helium': target/step.onnx: \d+ of \d+ numbers .* not finite"):
