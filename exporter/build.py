@@ -33,7 +33,7 @@ from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.engines.program import write_program
 from specexport.exporter.method import Build, exporter_of
-from specexport.exporter.models import WrittenTarget, target_stage
+from specexport.exporter.models import WrittenTarget, for_checkpoint, target_stage
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.sound import require_finite
 from specexport.exporter.stages import RECORDS, Stages
@@ -62,16 +62,16 @@ def build(
         BuildError: something about the checkpoints, the options or the output folder is wrong.
     """
     report = progress or (lambda *_: None)
-    options = options.for_checkpoint()
+    options = for_checkpoint(options)
     output = options.output
     if output.exists() and not options.overwrite:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
-    if options.engines is not None and options.engines.runtime in COMPILERS:
-        library = load_library(options.engines.runtime)  # whether it is there should not be found out at the end
+    if options.engines is not None and options.engines.backend in COMPILERS:
+        library = load_library(options.engines.backend)  # whether it is there should not be found out at the end
         if options.tensor_parallel > 1:
-            require_collectives(library, options.engines.capabilities)
+            require_collectives(library, options.engines.compute_capability)
     with written_beside(output, overwrite=options.overwrite, resume=options.resume) as folder:
         stages = Stages(folder, _built_with())
         manifest = _fill(folder, options, stages, report)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, get_args
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.contract.model import StoredAs
 from specexport.exporter.checkpoints.quantized import Factors, QuantizedTensor, Scales
 from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
+from specexport.exporter.options import Precision, Storage
 from specexport.exporter.passes.editing import needed_only_for, op, producer, replace_value
 from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
@@ -30,37 +30,6 @@ from specexport.exporter.quantize import (
     quantize_blocks,
     quantize_columns,
 )
-
-Precision = StoredAs
-PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
-QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8", "stored")
-"""Those that round more than half precision does, so that a build says by how much."""
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How matrices are stored.
-
-    Attributes:
-        kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` are symmetric, in blocks along
-            the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
-            ``stored`` takes for each matrix what holds it as the checkpoint does, or else ``int8``.
-        block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
-            column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
-        rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
-        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
-            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as
-            TensorRT refuses some, and ONNX Runtime was not tried with them on GPUs. int4 then has zero points.
-        branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
-            captured graphs know no control flow.
-    """
-
-    kind: Precision
-    block_size: int | None
-    rest: Precision | None = None
-    any_scales: bool = False
-    branches: bool = False
-
 
 _EXACT = Storage("fp32", None)
 

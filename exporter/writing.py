@@ -12,8 +12,9 @@ import onnx_ir.passes.common as passes
 from specexport.contract.model import CacheLayer, GraphFiles, LoweredAs, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile, WeightsReport
+from specexport.exporter.weights import WeightsFile, WeightsReport
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is in all."""

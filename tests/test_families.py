@@ -26,8 +26,9 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.options import Storage
 from specexport.exporter.passes.one_token import fix_drafts
-from specexport.exporter.weights import Storage, WeightsFile
+from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
 from specexport.runtime.backends.onnxruntime.graph import open_session

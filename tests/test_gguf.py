@@ -22,8 +22,7 @@ from specexport.exporter.checkpoints.gguf.blocks import KEPT, scales_of
 from specexport.exporter.checkpoints.gguf.header import read_header
 from specexport.exporter.checkpoints.locate import find, locate
 from specexport.exporter.checkpoints.quantized import QuantizedTensor
-from specexport.exporter.options import BuildOptions
-from specexport.exporter.weights import Precision
+from specexport.exporter.options import BuildOptions, Precision
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify

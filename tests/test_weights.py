@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.lookup_tables import restore_tables
 from specexport.exporter.quantize import (
     apply_scales,
@@ -27,7 +27,7 @@ from specexport.exporter.quantize import (
     quantize_blocks,
     quantize_columns,
 )
-from specexport.exporter.weights import QUANTIZED, Storage, WeightsFile
+from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter
