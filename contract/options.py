@@ -45,6 +45,7 @@ S = TypeVar("S")
 REQUIRED: Any = msgspec.NODEFAULT
 _FIELD = re.compile(r"\$\.(\w+)")
 """The field in an error of msgspec."""
+_LIMITS = ("ge", "gt", "le", "lt", "min_length")
 _DOCUMENTED = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
 
@@ -165,13 +166,13 @@ def _path(kind: type, value: Any) -> Any:
 @lru_cache(maxsize=64)
 def options(kind: type[Options]) -> dict[str, Option]:
     """The options of a struct by the names of its fields."""
-    hints, help = get_type_hints(kind, include_extras=True), {}
+    hints, help = get_type_hints(kind, include_extras=True), dict[str, str]()
     for parent in reversed(kind.__mro__):
         help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(parent.__doc__ or "")}
     known = {}
     for field in msgspec.structs.fields(kind):
         about = dict((_meta(hints[field.name]) or option()).extra or {})
-        limits = {limit: about[limit] for limit in ("ge", "gt", "le", "lt", "min_length") if limit in about}
+        limits = {limit: value for limit, value in about.items() if limit in _LIMITS}
         hint = Any if about.get("unchecked") else _limited(hints[field.name], limits)
         default = field.default if field.default_factory is REQUIRED else field.default_factory()
         text, _, stated = help.get(field.name, "").partition(" (default: ")

@@ -40,14 +40,15 @@ class SamplingParams(Options, frozen=True):
         top_k: keep the N most probable tokens; 0 or -1 keeps all.
         min_p: keep tokens with this share of the highest probability; 0 keeps all.
         seed: gives the same text again on a machine where steps verify the same trees (default: a new one).
-        stop: texts that end the output and are not part of it.
-        stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text.
+        stop: texts that end the output and are not part of it (default: none).
+        stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text
+            (default: none).
         n: outputs for a prompt; a stream is one, LLM and the server return several.
         logprobs: return each token's log-probability and those of this many most probable tokens; they are the
             target's, before temperature and filters (default: none).
         prompt_logprobs: the same of every prompt token but the first; the prompt is then read without the prefix cache
             (default: none).
-        logit_bias: added to the logits of tokens, by their ids.
+        logit_bias: added to the logits of tokens, by their ids (default: none).
         repetition_penalty: divides the positive logits of tokens in the prompt or output, and multiplies negative ones;
             1 is none.
         frequency_penalty: subtracted from a token's logit for each time the output has it.

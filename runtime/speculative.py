@@ -60,7 +60,7 @@ class Speculative(Options, frozen=True, kw_only=True):
         mapping = {"method": value} if isinstance(value, str) else {key: plain(part) for key, part in value.items()}
         if mapping.get("method") == _AUTO:
             del mapping["method"]
-        keys = {key: mapping.pop(key) for key in _KEYS if key in mapping}
+        keys: dict[str, Any] = {key: mapping.pop(key) for key in _KEYS if key in mapping}
         if not isinstance(expected := keys.get("hypothesis"), (str, type(None))):
             keys["hypothesis"] = tuple(token_ids(expected, "hypothesis", "hypothesis"))
         return cls(**keys, options=_options(keys.get("method"), mapping) if mapping else None)

@@ -97,6 +97,8 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
         help += f" (default: {default})" if default and not required and "(default" not in help else ""
     how["help"] = help.replace("%", "%%")
     if about.get("positional"):
-        group.add_argument(option.name, **how, **({} if required or option.several else {"nargs": "?"}))
+        how |= {} if required or option.several else {"nargs": "?"}
+        group.add_argument(option.name, **how)
         return
-    group.add_argument(*filter(None, (about.get("short"), flag(option))), dest=option.name, required=required, **how)
+    how |= {"dest": option.name, "required": required}
+    group.add_argument(*filter(None, (about.get("short"), flag(option))), **how)

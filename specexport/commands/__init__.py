@@ -114,8 +114,9 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of how a request speculates."""
-    plain = {"action": "store_true", "default": argparse.SUPPRESS, "help": "decode plainly, for comparison"}
-    group_of(parser, "speculation").add_argument("--no-speculation", **plain)
+    group_of(parser, "speculation").add_argument(
+        "--no-speculation", action="store_true", help="decode plainly, for comparison"
+    )
     add_flags(parser, Speculative, ("method", "num_speculative_tokens"))
 
 
@@ -127,7 +128,7 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     """
     keys = flag_values(Speculative, arguments) | {name: value for name, value in extra.items() if value is not None}
     check_flags(Speculative, keys)
-    if not hasattr(arguments, "no_speculation"):
+    if not arguments.no_speculation:
         return keys
     if keys:
         flag = next(iter(keys)).replace("_", "-")
