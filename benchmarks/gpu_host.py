@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 def _demo_bundle(args: argparse.Namespace) -> Path:
     # They need torch, which the process that measures does not.
     from benchmarks.pair import built
-    from specexport.exporter.engines.options import EngineOptions
+    from specexport.exporter.engines.options import CompileOptions
 
     draft = {"method": "draft_model", "model": str(args.models / "demo-draft"), "num_speculative_tokens": [K]}
     return built(
@@ -89,7 +89,7 @@ def _demo_bundle(args: argparse.Namespace) -> Path:
         max_seq_len=MAX_SEQ_LEN,
         max_batch_size=max(BATCHES),
         backend="onnxruntime-cuda",
-        engines=EngineOptions("onnxruntime-cuda"),
+        engines=CompileOptions("onnxruntime-cuda"),
     )
 
 

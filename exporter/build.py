@@ -40,7 +40,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.progress import Progress
 from specexport.exporter.records import RECORDS, Records
-from specexport.exporter.target import build_target
+from specexport.exporter.target import build_target, for_checkpoint
 
 
 def build(
@@ -65,12 +65,12 @@ def build(
         BuildError: something about the checkpoints, the options or the output folder is wrong.
     """
     report = progress or (lambda *_: None)
-    options = options.for_checkpoint()
+    options = for_checkpoint(options)
     _require_output(options)
-    if options.engines is not None and options.engines.runtime in COMPILERS:
-        library = load_library(options.engines.runtime)  # at once: a build takes long
+    if options.engines is not None and options.engines.backend in COMPILERS:
+        library = load_library(options.engines.backend)  # at once: a build takes long
         if options.tensor_parallel > 1:
-            require_collectives(library, options.engines.capabilities)
+            require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
         state = run_stages(Build(options, folder, report, Records(folder, _built_with())), STAGES, report)
         if compiled is not None and state.engines is not None:

@@ -22,8 +22,8 @@ from specexport.exporter.checkpoints.quantized import Factors, Kind, QuantizedTe
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.streamed import read_weights
 from specexport.exporter.progress import Progress
-from specexport.exporter.quantize import fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
-from specexport.exporter.storage import RoundedTensor, block_for
+from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
+from specexport.exporter.storage import block_for
 
 _WINDOW = 256
 _TOKENS = 4096

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specexport.exporter.checkpoints.quantized import QuantizedTensor
+
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
 _LARGEST_FLOAT8 = np.float32(448)
@@ -20,6 +22,19 @@ _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
 """Of powers of two that fp16 holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedTensor(QuantizedTensor):
+    """A matrix that this build has rounded before it writes it.
+
+    Attributes:
+        error: sum of the squares of what that changed.
+        energy: of the weights.
+    """
+
+    error: float
+    energy: float
 
 
 @dataclass(frozen=True)

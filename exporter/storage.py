@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract.model import StoredAs
-from specexport.exporter.checkpoints.quantized import QuantizedTensor
 
 SMALLEST_BLOCK = 16
 
@@ -42,19 +41,6 @@ class Storage:
     rest: Precision | None = None
     any_scales: bool = False
     branches: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundedTensor(QuantizedTensor):
-    """A matrix that this build has rounded before it writes it.
-
-    Attributes:
-        error: sum of the squares of what that changed.
-        energy: of the weights.
-    """
-
-    error: float
-    energy: float
 
 
 @dataclass

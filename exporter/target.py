@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import onnx_ir as ir
+import torch
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
@@ -21,17 +22,50 @@ from specexport.exporter.build_state import Build, WrittenTarget
 from specexport.exporter.calibration import calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.config import quantized_in, read_model_config
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
 from specexport.exporter.cut import cut
 from specexport.exporter.drafts import traced
 from specexport.exporter.method import Added, TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.storage import QUANTIZED
+from specexport.exporter.storage import QUANTIZED, Precision
 from specexport.exporter.writing import Part, write_models
 from specexport.graphs.step import StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
+
+
+def for_checkpoint(options: BuildOptions) -> BuildOptions:
+    """Options with a precision: of a target that is quantized already, its own, if no other was asked for.
+
+    What it has not quantized is then stored as it has it. Lowered portably, int4 becomes int8: opset 20 has no integers
+    of four bits.
+
+    Raises:
+        BuildError: the target is not there, or nothing here reads its format.
+    """
+    if options.precision not in (None, "stored"):
+        return options
+    path = locate(options.target)
+    format_and_kind = quantized_in(path)
+    halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    rest = halves.get(read_model_config(path).dtype, "fp32")
+    if format_and_kind is None:
+        return msgspec.structs.replace(options, precision=rest if options.precision == "stored" else "fp32")
+    kind = format_and_kind[1]
+    if kind == "stored":
+        if options.on_cpu:
+            return msgspec.structs.replace(options, precision="stored")
+        if options.precision == "stored":
+            raise BuildError(
+                f"precision is 'stored' with lowering {options.lowering} and backend {options.backend}, which have no "
+                "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
+            )
+        return msgspec.structs.replace(options, precision="int8")
+    kind = "int8" if options.lowering == "portable" and kind == "int4" else kind
+    return msgspec.structs.replace(options, precision=kind, rest=rest)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from specexport.exporter.kept_scales import KeptScales, kept_scales
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.names import names_in
 from specexport.exporter.quantize import (
+    RoundedTensor,
     apply_scales,
     column_scales,
     fit_blocks,
@@ -32,7 +33,7 @@ from specexport.exporter.quantize import (
     row_chunks,
     scales_of_rows,
 )
-from specexport.exporter.storage import SMALLEST_BLOCK, Precision, RoundedTensor, Storage, WeightsReport, block_for
+from specexport.exporter.storage import SMALLEST_BLOCK, Precision, Storage, WeightsReport, block_for
 from specexport.exporter.weight_roles import GATHERED, role_of, routers
 
 _EXACT = Storage("fp32", None)

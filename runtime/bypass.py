@@ -8,10 +8,10 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from specexport.contract.values import require_text
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Chunk, Request
 from specexport.runtime.step_program import Outcome
-from specexport.runtime.values import require_text
 
 
 class _Encoder(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from specexport.contract.errors import BundleError, RequestError
 from specexport.contract.manifest import DEFAULT_TEMPLATE
-from specexport.runtime.values import is_sequence, require_text, shown
+from specexport.contract.values import is_sequence, require_text, shown
 
 Message = Mapping[str, Any]
 """``role`` and ``content`` (text, or parts of text), and whatever else the template knows: what JSON can say."""

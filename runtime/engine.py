@@ -24,6 +24,7 @@ from specexport.contract.methods import (
     with_trees,
 )
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import require_text, token_ids
 from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.backends.opening import DEFAULT_UTILIZATION, open_backend
 from specexport.runtime.buffers import buffers
@@ -34,7 +35,7 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
 from specexport.runtime.logits import LogitsProcessor, Penalties
-from specexport.runtime.params import SamplingParams
+from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.proposers import Opening, open_proposer
@@ -46,7 +47,6 @@ from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
-from specexport.runtime.values import require_text, token_ids
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
 """What a request continues."""
@@ -124,6 +124,7 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
+        cache_graphs: bool = True,
         backend: str | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
     ) -> Engine:
@@ -141,10 +142,11 @@ class Engine:
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
             calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
                 where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
-                opened on a machine; the figures are kept in the cache folder, as are int8 and int4 graphs in
-                onnxruntime's packed form, which open four times as fast. On a GPU only ``specexport tune batch``
+                opened on a machine; the figures are kept in the cache folder. On a GPU only ``specexport tune batch``
                 measures. Without it a request alone speculates with its method's default.
             costs: the costs of steps, instead of measuring them.
+            cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that the bundle opens four
+                times as fast the next time.
             backend: one of ``contract.engines.BACKENDS``; None for the one that the bundle was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
                 bundle is loaded, including other programs'.
@@ -158,7 +160,7 @@ class Engine:
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
         available = available_methods(manifest, read_methods(methods))
-        running = open_backend(opened, backend, threads, gpu_memory_utilization, calibrate)
+        running = open_backend(opened, backend, threads, gpu_memory_utilization, cache_graphs)
         try:
             slots = running.default_slots if max_batch_size is None else max_batch_size
             if slots not in manifest.batch_sizes:
@@ -231,7 +233,7 @@ class Engine:
         if "max_tokens" in overrides:
             rules = msgspec.structs.replace(rules, max_length=None)
         elif model["max_tokens"] is None:
-            model["max_tokens"] = rules.max_length or SamplingParams.max_tokens
+            model["max_tokens"] = rules.max_length or DEFAULT_MAX_TOKENS
         if "min_tokens" in overrides or any(overrides.get(name) is not None for name in ("json_schema", "grammar")):
             rules = msgspec.structs.replace(rules, min_length=0)
             model["min_tokens"] = 0

@@ -3,64 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
 
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method, MethodOptions, method_type, read_method
+from specexport.contract.options import Options, option
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import plain, shown, token_ids
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.step_program import PLAIN_TREE
-from specexport.runtime.values import plain, shown, token_ids
+
+_speculation = partial(option, group="speculation")
 
 
-class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Speculative(Options, frozen=True, kw_only=True):
     """How a request speculates; fields left out are the engine's default.
 
     Attributes:
-        method: one that the engine has; None, or ``auto``, for its default, in whose place steps may look draft tokens
-            up in the text where that pays.
-        num_speculative_tokens: draft tokens a step, which choose one of the method's trees; 0 decodes plainly.
-        hypothesis: what the output is expected to be, text or token ids; chooses a method that takes one.
-        hypothesis_entropy: how unsure whoever made it was where that was worst, in nats; for relaxed acceptance with an
-            ``entropy_threshold``.
+        method: how to speculate: a method the bundle was built for, or one that needs no graph, such as ngram or
+            suffix; auto for the default, in whose place steps may look draft tokens up in the text where that pays
+            (default: the bundle's first).
+        num_speculative_tokens: draft tokens a step, one of the numbers it was built for; 0 decodes plainly (default: as
+            many as pay on this machine).
+        hypothesis: the expected output, text or token ids, verified instead of a draft (default: none).
+        hypothesis_entropy: the greatest entropy with which the hypothesis was written, in nats; for --entropy-threshold
+            (default: unknown).
         options: the method's other keys, for a method that needs no graph; None for those it was opened with.
     """
 
-    method: str | None = None
-    num_speculative_tokens: Annotated[int, Meta(ge=0)] | None = None
-    hypothesis: str | tuple[int, ...] | None = None
-    hypothesis_entropy: float | None = None
-    options: MethodOptions | None = None
+    method: Annotated[str | None, _speculation("NAME")] = None
+    num_speculative_tokens: Annotated[int | None, _speculation("K", ge=0)] = None
+    hypothesis: Annotated[str | tuple[int, ...] | None, _speculation()] = None
+    hypothesis_entropy: Annotated[float | None, _speculation("H", ge=0)] = None
+    options: Annotated[MethodOptions | None, option(hidden=True, unchecked=True)] = None
 
     @classmethod
-    def of(cls, given: Speculative | Mapping[str, Any] | str | None) -> Speculative:
-        """Reads what users may give: the value, a mapping with its keys and the method's, or the name of a method.
+    def refusal(cls, message: str, name: str) -> RequestError:
+        return RequestError(message, param=name)
+
+    @classmethod
+    def of(cls, value: Speculative | Mapping[str, Any] | str | None) -> Speculative:
+        """Reads what users may pass: the value, a mapping with its keys and the method's, or the name of a method.
 
         Raises:
             RequestError: a key is not known, belongs to the build or the engine, or has a value of the wrong kind.
         """
-        if given is None:
+        if value is None:
             return DEFAULT
-        if isinstance(given, Speculative):
-            return given
-        if not isinstance(given, (str, Mapping)):
+        if isinstance(value, Speculative):
+            return value
+        if not isinstance(value, (str, Mapping)):
             raise RequestError(
-                f"speculative is {shown(given)}; expected a method's name or a mapping", param="speculative"
+                f"speculative is {shown(value)}; expected a method's name or a mapping", param="speculative"
             )
-        mapping = {"method": given} if isinstance(given, str) else {key: plain(value) for key, value in given.items()}
+        mapping = {"method": value} if isinstance(value, str) else {key: plain(part) for key, part in value.items()}
         if mapping.get("method") == _AUTO:
             del mapping["method"]
-        own = {key: mapping.pop(key) for key in _KEYS if key in mapping}
-        if not isinstance(expected := own.get("hypothesis"), (str, type(None))):
-            own["hypothesis"] = tuple(token_ids(expected, "hypothesis", "hypothesis"))
-        options = _options(own.get("method"), mapping) if mapping else None
-        try:
-            return msgspec.structs.replace(msgspec.convert(own, cls), options=options)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"speculative: {error}", param="speculative") from error
+        keys: dict[str, Any] = {key: mapping.pop(key) for key in _KEYS if key in mapping}
+        if not isinstance(expected := keys.get("hypothesis"), (str, type(None))):
+            keys["hypothesis"] = tuple(token_ids(expected, "hypothesis", "hypothesis"))
+        return cls(**keys, options=_options(keys.get("method"), mapping) if mapping else None)
 
     @property
     def plain(self) -> bool:
@@ -166,11 +169,6 @@ def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params:
         if asked.method is not None and asked.method not in takes:
             raise RequestError(
                 f"a hypothesis was given with method {asked.method!r}; leave the method out", param="method"
-            )
-        if asked.hypothesis_entropy is not None and not asked.hypothesis_entropy >= 0:
-            raise RequestError(
-                f"hypothesis_entropy is {asked.hypothesis_entropy!r}; expected a number >= 0",
-                param="hypothesis_entropy",
             )
         return
     if asked.method in takes:

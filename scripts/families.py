@@ -27,7 +27,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.reference import load_reference
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.logits import LIMITS
@@ -173,7 +173,7 @@ def _four_bits(source: Path, output: Path) -> None:
 
 
 def _compiled(bundle: Path) -> None:
-    compile_bundle(bundle, EngineOptions("tensorrt-rtx", capabilities=((8, 9),), compute="fp16"))
+    compile_bundle(bundle, CompileOptions("tensorrt-rtx", compute_capability=((8, 9),), compute="fp16"))
 
 
 def table(results: dict[str, dict[str, str]]) -> str:

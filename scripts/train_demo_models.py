@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ from specexport.training.distill import (
 )
 from specexport.training.hidden import hidden_loss
 from specexport.training.loop import Loss, Schedule, Trained, adamw, muon_and_adamw, train
-from specexport.training.options import DIVERGENCES
+from specexport.training.options import Divergence
 from specexport.training.run import Place
 
 VOCAB_SIZE = 4096
@@ -116,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens")
     parser.add_argument("--joint-steps", type=int, default=1000, help="of the target together with its heads")
     parser.add_argument("--draft-steps", type=int, default=2000)
-    parser.add_argument("--divergence", choices=DIVERGENCES, default="forward_kl")
+    parser.add_argument("--divergence", choices=get_args(Divergence), default="forward_kl")
     parser.add_argument("--sampled", type=int, default=6144, help="texts sampled from the target")
     parser.add_argument("--medusa-layers", type=int, default=2, help="residual blocks a head")
     parser.add_argument("--medusa-steps", type=int, default=1000, help="of 16 texts")

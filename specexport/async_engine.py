@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
+from specexport.contract.options import keywords
 from specexport.frontend import Frontend
+from specexport.options import ServiceOptions
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
 from specexport.runtime.engine import Prompt
 from specexport.runtime.speculative import Speculative
 
-DEFAULT_MAX_QUEUE = 128
 _SMOOTHING = 0.1
 """Weight of the newest request in the mean duration from which Retry-After is computed."""
 
@@ -133,7 +133,7 @@ class AsyncEngine:
         max_queue: most requests that wait for a slot.
     """
 
-    def __init__(self, frontend: Frontend, *, max_queue: int = DEFAULT_MAX_QUEUE) -> None:
+    def __init__(self, frontend: Frontend, *, max_queue: int = 128) -> None:
         if max_queue < 0:
             raise RequestError(f"max_queue is {max_queue}; expected at least 0", param="max_queue")
         self.frontend = frontend
@@ -145,11 +145,12 @@ class AsyncEngine:
         self._seconds = 0.0
 
     @classmethod
-    def open(
-        cls, model: str | Path | None = None, *, max_queue: int = DEFAULT_MAX_QUEUE, **options: Any
-    ) -> AsyncEngine:
-        """Opens a bundle, or builds one from a model; options and errors are those of ``LLM``."""
-        return cls(Frontend.open(model, **options), max_queue=max_queue)
+    @keywords(ServiceOptions)
+    def open(cls, *args: Any, **keys: Any) -> AsyncEngine:
+        """Opens a bundle, or builds one from a model; options and errors are those of ``LLM``, and ``max_queue``."""
+        options = ServiceOptions.from_keywords(*args, **keys)
+        keys.pop("max_queue", None)
+        return cls(Frontend.open(*args, **keys), max_queue=options.max_queue)
 
     @property
     def running(self) -> int:

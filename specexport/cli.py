@@ -6,12 +6,12 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specexport.building import needs_extra
 from specexport.commands import (
-    SOURCE,
     bench,
     build,
     chat,
@@ -29,7 +29,8 @@ from specexport.commands import (
 )
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
-from specexport.runtime.values import require_text
+from specexport.contract.values import require_text
+from specexport.flags import add_flags, from_flags
 from specexport.version import described as version
 
 _EPILOG = """\
@@ -88,7 +89,7 @@ class _PrintCompletion(argparse.Action):
         with needs_extra("completion", "completion"):
             import shtab
         for action in _actions(parser):
-            if action.metavar in ("BUNDLE", SOURCE):
+            if action.metavar in ("BUNDLE", "BUNDLE_OR_MODEL"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
             elif action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -105,8 +106,8 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The argument parser of all commands."""
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The argument parser of all commands; of a line's words only their command's flags, as all take long."""
     top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.", epilog=_EPILOG)
     top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit if it is known")
     top.add_argument(
@@ -116,15 +117,27 @@ def parser() -> argparse.ArgumentParser:
         help="print a completion script for a shell; needs the completion extra",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
+    names = {module.__name__.rpartition(".")[2] for module in _COMMANDS}
+    chosen = names & set(words[:1]) or (set() if words[:1] in (["-h"], ["--help"], ["--version"]) else names)
     for module in _COMMANDS:
         # The first paragraph of a command's module is its description, the second has examples.
         first, _, examples = (module.__doc__ or "").partition("\n\n")
         summary = " ".join(first.replace("``", "").split())
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=summary, description=summary, epilog=examples.rstrip())
-        module.add_arguments(command)
         command.set_defaults(main=module.main)
+        if name in chosen and hasattr(module, "Command"):
+            add_flags(command, module.Command)
+            command.set_defaults(main=partial(_run, module))
+        elif name in chosen:
+            module.add_arguments(command)
     return top
+
+
+def _run(module: Any, arguments: argparse.Namespace) -> int:
+    """Runs a command that takes its options."""
+    code: int = module.main(from_flags(module.Command, arguments))
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unshown()
     try:
         words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
-        arguments, unknown = parser().parse_known_args(words)
+        arguments, unknown = parser(words).parse_known_args(words)
         if unknown:  # parse_args would print the usage of all commands
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         _require_text(arguments)

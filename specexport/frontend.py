@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -18,18 +18,18 @@ from specexport.contract.errors import BuildError, ContextLengthError, RequestEr
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import MethodOptions, known, listed, method_type, read_methods
+from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
+from specexport.contract.values import require_text
+from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import BuildSettings
+from specexport.options import EngineOptions, SpeculativeConfig
 from specexport.runtime import Engine, SamplingParams, Stream
-from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
 from specexport.runtime.chat import Message
 from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
 from specexport.runtime.encoding import characters_per_token, encoded
 from specexport.runtime.engine import Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative
-from specexport.runtime.values import require_text
-
-SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
-"""One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
 
 
 @dataclass
@@ -55,32 +55,17 @@ class Frontend:
         self._longest = None if most is None else most * self.max_model_len
 
     @classmethod
-    def open(
-        cls,
-        model: str | Path | None = None,
-        *,
-        bundle: str | Path | None = None,
-        speculative_config: SpeculativeConfig | None = None,
-        max_model_len: int | None = None,
-        seed: int | None = None,
-        tensor_parallel_size: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        backend: str | None = None,
-        threads: int | None = None,
-        calibrate: bool = True,
-        check_hashes: bool = True,
-        **build: Any,
-    ) -> Frontend:
+    @keywords(EngineOptions)
+    def open(cls, *args: Any, **keys: Any) -> Frontend:
         """Opens a bundle, or builds one from a model into the cache if it is not there yet.
 
         Arguments and errors are those of :class:`~specexport.llm.LLM`.
         """
+        options = EngineOptions.from_keywords(*args, **keys)
+        model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
-        if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
-            raise BuildError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0, at most 1")
-        if seed is not None and seed < 0:
-            raise BuildError(f"seed is {seed}; expected a whole number >= 0")
+        build = {name: getattr(options, name) for name in BuildSettings.__struct_fields__ if name in keys}
         if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
         loaded: tuple[MethodOptions, ...] = ()
@@ -90,38 +75,38 @@ class Frontend:
                 raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
             folder = Path(bundle)
             ranks = len(read_manifest(expanded(folder)).target.ranks) or 1
-            if tensor_parallel_size not in (None, ranks):
+            if options.tensor_parallel_size not in (None, ranks):
                 raise BuildError(
-                    f"tensor_parallel_size is {tensor_parallel_size}, but {folder} was built for {ranks}; leave it "
-                    f"out, or build with --tensor-parallel {tensor_parallel_size}"
+                    f"tensor_parallel_size is {options.tensor_parallel_size}, but {folder} was built for {ranks}; "
+                    f"leave it out, or build with --tensor-parallel {options.tensor_parallel_size}"
                 )
-            if speculative_config is not None:
-                loaded, chosen = _of_bundle(speculative_config)
+            if config is not None:
+                loaded, chosen = _of_bundle(config)
         else:
-            methods = read_methods(speculative_config) if speculative_config is not None else ()
-            build |= {} if tensor_parallel_size is None else {"tensor_parallel": tensor_parallel_size}
-            folder = _built(str(model), methods, max_model_len, backend, check_hashes, build)
-            check_hashes = False  # the cache has checked them, if asked to
+            folder = _built(options, read_methods(config) if config is not None else (), build)
         engine = Engine.load(
             folder,
-            threads=threads,
-            check_hashes=check_hashes,
+            threads=options.threads,
+            check_hashes=options.check_hashes and bundle is not None,  # the cache has checked those of a model
             methods=loaded,
-            calibrate=calibrate,
-            backend=backend,
-            gpu_memory_utilization=gpu_memory_utilization or DEFAULT_UTILIZATION,
+            calibrate=options.calibrate,
+            cache_graphs=options.cache_graphs,
+            backend=options.backend,
+            gpu_memory_utilization=options.gpu_memory_utilization,
         )
         most = engine.manifest.max_seq_len
-        if max_model_len is not None and not 2 <= max_model_len <= most:
+        if options.max_model_len is not None and options.max_model_len > most:
             engine.close()
-            raise BuildError(f"max_model_len is {max_model_len}; this bundle was built for 2 to {most}")
+            raise BuildError(
+                f"max_model_len is {options.max_model_len}; expected at most {most}, for which this bundle was built"
+            )
         try:
             # Refuses a method or a size the bundle was not built for before any request does.
             engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
             raise BuildError(f"speculative_config: {error}") from error
-        return cls(engine, str(model or bundle), max_model_len or most, chosen, seed)
+        return cls(engine, str(model or bundle), options.max_model_len or most, chosen, options.seed)
 
     @property
     def slots(self) -> int:
@@ -279,42 +264,27 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
     return tuple(methods), chosen[0] if chosen else DEFAULT
 
 
-def _built(
-    model: str,
-    methods: tuple[MethodOptions, ...],
-    max_model_len: int | None,
-    backend: str | None,
-    check_hashes: bool,
-    build: dict[str, Any],
-) -> Path:
-    options: dict[str, Any] = {"target": model, "methods": methods}
-    if max_model_len is not None:
-        options["max_seq_len"] = max_model_len
-    if backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
-        options["backend"] = backend
-    duplicate = next((name for name in build if name in options), None)
-    if duplicate is not None:
-        raise BuildError(f"{duplicate} duplicates another argument; leave it out")
-    return cached_bundle(options | build, _build, check_hashes=check_hashes)
+def _built(options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any]) -> Path:
+    """The folder of a model's bundle in the cache; ``build`` are the settings of the build that a caller chose."""
+    identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}
+    identity |= {"target": str(options.model), "methods": methods}
+    for name, value in (("max_seq_len", options.max_model_len), ("tensor_parallel", options.tensor_parallel_size)):
+        identity |= {} if value is None else {name: value}
+    if options.backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
+        identity["backend"] = options.backend
+    return cached_bundle(identity, _build, check_hashes=options.check_hashes)
 
 
 def _build(options: dict[str, Any], output: Path) -> None:
     from specexport.building import exporter, progress_bars, warn_of_settings
 
     module = exporter()
-    try:
-        settings = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
-    except TypeError as error:
-        raise BuildError(f"{str(error).rpartition(') ')[2] or error}") from error
+    settings = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
     print(f"building {output}", file=sys.stderr)
     with progress_bars() as progress:
         warn_of_settings(read_manifest(module.build(settings, progress)))
 
 
-def _engines(backend: str | None) -> Any:
+def _engines(backend: Any) -> CompileOptions | None:
     """Options for compiling a bundle's graphs; None for backends without engines."""
-    if backend not in ENGINE_RUNTIMES:
-        return None
-    from specexport.exporter.engines.options import EngineOptions
-
-    return EngineOptions(runtime=cast(Any, backend))
+    return CompileOptions(backend) if backend in ENGINE_RUNTIMES else None

@@ -6,19 +6,20 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from specexport.contract.errors import RequestError
-from specexport.frontend import Frontend, SpeculativeConfig
+from specexport.contract.options import keywords
+from specexport.contract.values import is_sequence, plain, shown, token_ids
+from specexport.frontend import Frontend
+from specexport.options import EngineOptions
 from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput, by_token
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
 from specexport.runtime.chat import Message
 from specexport.runtime.speculative import Speculative
 from specexport.runtime.stream import completed
-from specexport.runtime.values import is_sequence, plain, shown, token_ids
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
@@ -39,23 +40,8 @@ class LLM:
     >>> llm = LLM("Qwen/Qwen3-4B", speculative_config={"model": "Qwen/Qwen3-0.6B"})  # doctest: +SKIP
     >>> llm.generate(["one", "two"], SamplingParams(temperature=0.8))  # doctest: +SKIP
 
-    Args:
-        model: a Hugging Face folder or hub id, or a bundle.
-        bundle: a folder written by ``specexport build``, instead of a model.
-        speculative_config: how to speculate: a mapping with a method and its options, as for ``build --method``, or
-            several, the default first. None builds a model without a method, which uses look-ups where they pay, and
-            uses a bundle's default method. With a bundle, methods that need no graph take their options, the others
-            ``num_speculative_tokens`` alone.
-        max_model_len: most tokens of prompt and output together.
-        seed: determines the seeds of requests without one, by their order; None draws fresh ones.
-        tensor_parallel_size: number of processes that share the target; None for 1, or the bundle's number.
-        gpu_memory_utilization: share of a GPU's memory that may be used, in (0, 1]. Bundles for the CPU use none.
-        backend: one of ``contract.engines.BACKENDS``; None for the one that the bundle was built for.
-        threads: CPU threads; None for every core.
-        calibrate: choose how much each step speculates by the costs of steps on this machine, measured when a bundle
-            is first opened there; see :meth:`Engine.load <specexport.runtime.engine.Engine.load>`.
-        check_hashes: compare a bundle's files with its manifest.
-        build: with a model, further options of the build: ``precision``, ``draft_precision``, ``lowering``, ...
+    Takes the fields of :class:`~specexport.options.EngineOptions`, all but ``model`` by name: what to open, how to run
+    it, and, with a model, how to build it. ``docs/python.md`` has their table, ``help(EngineOptions)`` their types.
 
     Raises:
         BuildError: an option is unknown or wrong, or the build fails.
@@ -63,36 +49,9 @@ class LLM:
         BackendError: its backend is not installed or refuses a graph.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        bundle: str | Path | None = None,
-        speculative_config: SpeculativeConfig | None = None,
-        max_model_len: int | None = None,
-        seed: int | None = None,
-        tensor_parallel_size: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        backend: str | None = None,
-        threads: int | None = None,
-        calibrate: bool = True,
-        check_hashes: bool = True,
-        **build: Any,
-    ) -> None:
-        self._frontend = Frontend.open(
-            model,
-            bundle=bundle,
-            speculative_config=speculative_config,
-            max_model_len=max_model_len,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            backend=backend,
-            threads=threads,
-            calibrate=calibrate,
-            check_hashes=check_hashes,
-            **build,
-        )
+    @keywords(EngineOptions)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._frontend = Frontend.open(*args, **options)
 
     def __enter__(self) -> LLM:
         return self

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import RequestError
-from specexport.runtime.values import require_text
+from specexport.contract.values import require_text
 from specexport.tables import Styled, Table
 
 _PROMPT, _CONTINUED = "> ", ". "

@@ -51,9 +51,12 @@ def _shared(factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def fixed_number_of_draft_tokens() -> Iterator[None]:
-    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand."""
+    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand, and leave
+    nothing in the cache folder.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", False)  # type: ignore[attr-defined]
+        for name in ("calibrate", "cache_graphs"):
+            patch.setitem(Engine.load.__func__.__kwdefaults__, name, False)  # type: ignore[attr-defined]
         yield
 
 

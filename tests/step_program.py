@@ -8,7 +8,7 @@ from typing import Any
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.program import write_program
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
@@ -39,7 +39,7 @@ def program_of(folder: Path) -> tuple[ProgramGraph, ...]:
 
 def for_onnxruntime(folder: Path) -> Path:
     """Makes a bundle one for onnxruntime-cuda that computes in fp32, as ``specexport compile`` does."""
-    compile_bundle(folder, EngineOptions("onnxruntime-cuda", compute="fp32"))
+    compile_bundle(folder, CompileOptions("onnxruntime-cuda", compute="fp32"))
     return folder
 
 

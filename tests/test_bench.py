@@ -69,7 +69,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
     assert "yes: 72 tokens" in shown
     for more, reason in (
         (["--methods", "medusa"], "method is 'medusa'; the bundle has draft_model, ngram"),
-        (["--prompts", "0"], "--prompts is 0; expected 1 or more"),
+        (["--prompts", "0"], "--prompts is 0; expected a whole number >= 1"),
         (["-n", "500"], "do not fit this bundle's context of 512"),
     ):
         assert main([*words, *more]) == 1

@@ -81,9 +81,9 @@ def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--top-p", "3"], "top_p is 3.0; expected a number in (0, 1]"),
-        (["--temperature", "-1"], "temperature is -1.0"),
-        (["--threads", "0"], "--threads is 0"),
+        (["--top-p", "3"], "--top-p is 3.0; expected a number in (0, 1]"),
+        (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
+        (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
         (["--prompt", "word " * 3000], "the context holds"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
     [
         (["--target", "nowhere"], "nowhere: no such folder"),
         (["--target", "nowhere", "--num-speculative-tokens", "3"], "without a method"),
-        (["--target", "nowhere", "--block-size", "5"], "block_size is 5"),
+        (["--target", "nowhere", "--block-size", "5"], "--block-size is 5; expected one of 16, 32, 64, 128, 256"),
         (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
         (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
         (

@@ -208,7 +208,7 @@ def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
 @pytest.mark.exporter
 def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     from specexport.exporter.engines.bundle import compile_bundle
-    from specexport.exporter.engines.options import EngineOptions
+    from specexport.exporter.engines.options import CompileOptions
     from specexport.exporter.options import BuildOptions
     from specexport.verify.bundle import verify
 
@@ -223,4 +223,4 @@ def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[s
     with pytest.raises(BuildError, match="inputs_embeds was given with backend tensorrt"):
         BuildOptions("model", Path("out"), inputs_embeds=True, backend="tensorrt")
     with pytest.raises(BuildError, match="was built with --inputs-embeds, and engines read tokens alone"):
-        compile_bundle(folder, EngineOptions("tensorrt-rtx"))
+        compile_bundle(folder, CompileOptions("tensorrt-rtx"))

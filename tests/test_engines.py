@@ -26,7 +26,7 @@ from specexport.exporter.build import build
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions, capability
+from specexport.exporter.engines.options import CompileOptions, capability
 from specexport.exporter.engines.profiles import engine_caches, model_jobs
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
@@ -38,7 +38,7 @@ from tests.engine_bundles import SMALL
 pytestmark = pytest.mark.exporter
 
 DEVICES = ((8, 6), (8, 9), (12, 0))
-RTX = EngineOptions("tensorrt-rtx", capabilities=((8, 9),))
+RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 """For one device, which compiles in less time."""
 PROMPT = "people went back home and"
 
@@ -174,7 +174,7 @@ def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled: Bundl
     with pytest.raises(BuildError, match=r"compute_capability is 8\.6, and fp8 weights need 8\.9 \(Ada\) or higher"):
         compile_bundle(folder, dataclasses.replace(RTX, capabilities=DEVICES))
     assert read_manifest(folder) == before
-    report = compile_bundle(folder, EngineOptions("tensorrt-rtx"))  # every device that is new enough
+    report = compile_bundle(folder, CompileOptions("tensorrt-rtx"))  # every device that is new enough
     assert report.compute_capabilities[0] == "8.9" and "12.0" in report.compute_capabilities
     (engine,) = read_manifest(folder).target.engines
     assert engine.compute == "fp16"
@@ -362,23 +362,24 @@ def test_what_is_no_capability_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"batch_sizes": ()}, "engine_batch_sizes are [[][]]; expected at least one"),
+        ({"engine_batch_sizes": ()}, "engine_batch_sizes is empty; expected at least one"),
+        ({"engine_batch_sizes": (0,)}, "engine_batch_sizes is .0,.; expected a list, each a whole number >= 1"),
         ({"compute": "fp8"}, "compute is 'fp8'; expected one of fp32, fp16, bf16"),
     ],
 )
 def test_options_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(BuildError, match=reason):
-        EngineOptions("tensorrt-rtx", **options)
+        CompileOptions("tensorrt-rtx", **options)
 
 
 def test_a_device_the_library_does_not_know_is_refused(uncompiled: Bundles) -> None:
     with pytest.raises(BuildError, match=r"is 9.0, which TensorRT-RTX .* does not know; it knows 7.5, 8.0, 8.6"):
-        compile_bundle(uncompiled("fp16-portable-plain"), EngineOptions("tensorrt-rtx", capabilities=((9, 0),)))
+        compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt-rtx", compute_capability=((9, 0),)))
 
 
 def test_a_library_that_is_not_installed_is_named(uncompiled: Bundles) -> None:
     with pytest.raises(BuildError, match=r"needs the \[tensorrt\] and \[compile\] extras"):
-        compile_bundle(uncompiled("fp16-portable-plain"), EngineOptions("tensorrt"))
+        compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt"))
 
 
 def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-def said(bundle: Path, *, calibrate: bool = True) -> tuple[Any, ...]:
-    with Engine.load(bundle, threads=1, calibrate=calibrate) as engine:
+def said(bundle: Path, *, cache_graphs: bool = True) -> tuple[Any, ...]:
+    with Engine.load(bundle, threads=1, cache_graphs=cache_graphs) as engine:
         done = engine.generate([5, 6, 7, 8], PARAMS, {"method": "draft_model", "num_speculative_tokens": 3})
         plain = engine.generate([5, 6, 7, 8], PARAMS, PLAIN)
         return done.token_ids, done.logprobs, plain.token_ids, plain.logprobs
@@ -68,7 +68,7 @@ def said(bundle: Path, *, calibrate: bool = True) -> tuple[Any, ...]:
 def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
     quantized: Path, cache: Path, opened: list[Path]
 ) -> None:
-    without = said(quantized, calibrate=False)
+    without = said(quantized, cache_graphs=False)
     assert not cache.exists()
     assert said(quantized) == without
     assert all(path.is_relative_to(quantized) for path in opened)
@@ -76,7 +76,7 @@ def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
     assert said(quantized) == without
     assert {path.parent.parent for path in opened} == {cache}
     assert len(opened) == len(list(cache.iterdir())) == 2
-    assert said(quantized, calibrate=False) == without  # what is there is taken, whoever made it
+    assert said(quantized, cache_graphs=False) == without  # what is there is taken, whoever made it
 
 
 def test_what_is_damaged_or_cannot_be_written_is_made_anew(

@@ -26,7 +26,7 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
@@ -326,7 +326,7 @@ def test_what_reads_chains_alone_says_so(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="onnxruntime-cuda does not run layers without attention yet"):
         Engine.load(tmp_path / "drafted", backend="onnxruntime-cuda")
     with pytest.raises(BuildError, match="on the CPU alone yet"):
-        compile_bundle(tmp_path / "out", EngineOptions("tensorrt-rtx"))
+        compile_bundle(tmp_path / "out", CompileOptions("tensorrt-rtx"))
     with pytest.raises(BackendError, match="onnxruntime-cuda does not run layers without attention yet"):
         Engine.load(tmp_path / "out", backend="onnxruntime-cuda")
 

@@ -135,8 +135,8 @@ def test_max_model_len_bounds_prompt_and_output(bundle: Callable[[str], Path]) -
         assert output.outputs[0].finish_reason == "length"
         with pytest.raises(RequestError, match=r"prompt 1: the prompt has 20 tokens, but the context holds 20"):
             llm.generate([[5], [5] * 20], GREEDY, use_tqdm=False)
-    for wrong in (1, 513):
-        with pytest.raises(BuildError, match=f"max_model_len is {wrong}; this bundle was built for 2 to 512"):
+    for wrong, expected in ((1, "a whole number >= 2"), (513, "at most 512, for which this bundle was built")):
+        with pytest.raises(BuildError, match=f"max_model_len is {wrong}; expected {expected}"):
             LLM(bundle=bundle(NAME), max_model_len=wrong, threads=1)
 
 
@@ -170,7 +170,7 @@ def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
 def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
     with LLM(bundle=bundle(NAME), threads=1, backend="onnxruntime") as llm:
         assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
-    with pytest.raises(BackendError, match="there is no backend 'abacus'"):
+    with pytest.raises(BackendError, match="there is no backend 'abacus'; expected one of onnxruntime"):
         LLM(bundle=bundle(NAME), backend="abacus")
 
 
@@ -182,7 +182,10 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": "{}", "tensor_parallel_size": 2}, "tensor_parallel_size is 2, but .* was built for 1"),
         ({"bundle": "{}", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"bundle": "{}", "seed": -1}, "seed is -1"),
-        ({"bundle": "{}", "presicion": "int8"}, "presicion was given with a bundle"),
+        ({"bundle": "{}", "precision": "int8"}, "precision was given with a bundle"),
+        ({"bundle": "{}", "presicion": "int8"}, "presicion is no option; expected some of model, "),
+        ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
+        ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
         (
             {"bundle": "{}", "speculative_config": {"method": "medusa"}},
             "method is 'medusa'; the bundle has draft_model",
@@ -206,7 +209,10 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ),
         ({"bundle": "{}", "speculative_config": "{"}, "speculative_config: not JSON"),
         ({"bundle": "{}", "speculative_config": [5]}, "is no object with the key method"),
-        ({"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": "x"}}, "got `str`"),
+        (
+            {"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": "x"}},
+            "speculative_config: num_speculative_tokens is 'x'; expected a whole number >= 0",
+        ),
         (
             {"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
             "num_speculative_tokens is 3; the bundle was built for 1, 2, 4, 7",

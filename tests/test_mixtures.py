@@ -21,7 +21,7 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import outlined
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.storage import Precision, Storage
@@ -180,7 +180,7 @@ def test_a_mixture_compiles(tmp_path: Path, kind: Precision) -> None:
         str(target), tmp_path / "bundle", precision=kind, max_seq_len=192, max_batch_size=1, backend="tensorrt-rtx"
     )
     building.build(options)
-    report = compile_bundle(options.output, EngineOptions("tensorrt-rtx", capabilities=((8, 9),)))
+    report = compile_bundle(options.output, CompileOptions("tensorrt-rtx", compute_capability=((8, 9),)))
     assert report.engines[0].attentions == 1 and report.engines[0].decomposed is None
     (engine,) = read_manifest(options.output).target.engines
     graph = ir.load(options.output / engine.source).graph

@@ -26,7 +26,7 @@ from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest, write_manifest
 from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
@@ -407,4 +407,4 @@ def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], P
     target = msgspec.structs.replace(manifest.target, precision=precision)
     write_manifest(folder, msgspec.structs.replace(manifest, target=target))
     with pytest.raises(BuildError, match=r"bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
-        compile_bundle(folder, EngineOptions("onnxruntime-cuda", compute="bf16"))
+        compile_bundle(folder, CompileOptions("onnxruntime-cuda", compute="bf16"))

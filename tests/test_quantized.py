@@ -22,7 +22,7 @@ from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.storage import Precision
 from specexport.verify.bundle import verify
@@ -157,7 +157,7 @@ def test_zero_points_are_not_compiled_for_tensorrt(tmp_path: Path) -> None:
     quantized, _ = make_quantized(tmp_path, "awq", num_hidden_layers=1)
     _built(quantized, tmp_path / "bundle")
     with pytest.raises(BuildError, match=r"have zero points.*build with --backend tensorrt-rtx"):
-        compile_bundle(tmp_path / "bundle", EngineOptions(runtime="tensorrt-rtx"))
+        compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
 
 
 def test_the_head_of_a_quantized_checkpoint_is_found(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_segments, write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.exporter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = ([7, 9, 11], list(range(3, 90)))
-RTX = EngineOptions("tensorrt-rtx", capabilities=((8, 9),))
+RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable
     """By the real TensorRT-RTX, for one slot and for two."""
     pytest.importorskip("tensorrt_rtx")
     folder = shutil.copytree(split(precision), tmp_path / "bundle")
-    options = EngineOptions("tensorrt-rtx", compute, RTX.capabilities, batch_sizes=(1, 2))
+    options = CompileOptions("tensorrt-rtx", compute, RTX.compute_capability, engine_batch_sizes=(1, 2))
     report = compile_bundle(folder, options)
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
@@ -257,15 +257,15 @@ def test_libraries_without_collectives_are_refused(
         monkeypatch.setattr(f"specexport.exporter.{module}.load_library", lambda runtime: old)
     words = r"tensorrt 10\.3\.0 has no collective layers.*install TensorRT 11 or newer, or build without --tensor-par"
     with pytest.raises(BuildError, match=words):
-        compile_bundle(split("fp32"), EngineOptions("tensorrt"))
+        compile_bundle(split("fp32"), CompileOptions("tensorrt"))
     target = str(split("fp32").parent / "target")
-    options = BuildOptions(target, tmp_path / "out", (), 2, backend="tensorrt", engines=EngineOptions("tensorrt"))
+    options = BuildOptions(target, tmp_path / "out", (), 2, backend="tensorrt", engines=CompileOptions("tensorrt"))
     with pytest.raises(BuildError, match=words):
         build(options)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(Old, "IDistCollectiveLayer", None, raising=False)
     with pytest.raises(BuildError, match=r"compute_capability is 7\.5, and the collective layers.*need 8\.0"):
-        compile_bundle(split("fp32"), EngineOptions("tensorrt", capabilities=((8, 9), (7, 5))))
+        compile_bundle(split("fp32"), CompileOptions("tensorrt", compute_capability=((8, 9), (7, 5))))
 
 
 @pytest.mark.parametrize(("compute", "kind"), [("fp16", 10), ("bf16", 16)])
@@ -286,7 +286,7 @@ def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
 def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
     for _ in range(2):  # again it takes the graphs that are there
-        compile_bundle(folder, EngineOptions("onnxruntime-cuda"))
+        compile_bundle(folder, CompileOptions("onnxruntime-cuda"))
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
     check_graphs(Bundle.open(folder), lambda *_: None)
@@ -361,7 +361,7 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
     with onnxruntime_installed(monkeypatch) as module:
         module.cuda.devices = 2
         folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
-        compile_bundle(folder, EngineOptions(request.param))
+        compile_bundle(folder, CompileOptions(request.param))
         followed(monkeypatch, tmp_path / "site", folder, module.cuda)
         yield folder
         assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)

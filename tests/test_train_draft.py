@@ -160,7 +160,7 @@ def test_the_command_makes_a_new_draft(
         ({"draft": None}, "no draft to train; expected --draft, or --layers and --hidden"),
         ({"layers": 2}, "--draft was given together with --layers"),
         ({"samples": "data", "texts": 5}, "--texts was given with --samples data"),
-        ({"divergence": "kl"}, "--divergence: 'kl'; expected one of forward_kl"),
+        ({"divergence": "kl"}, "divergence is 'kl'; expected one of forward_kl"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

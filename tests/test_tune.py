@@ -207,7 +207,7 @@ def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
     ("words", "reason"),
     [
         (["--data", "gone.txt"], "gone.txt: "),
-        (["--max-nodes", "1"], "--max-nodes is 1; expected 2 or more"),
+        (["--max-nodes", "1"], "--max-nodes is 1; expected a whole number >= 2"),
         (["--method", "ngram"], "--method is 'ngram'; the bundle has medusa"),
     ],
 )

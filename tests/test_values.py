@@ -12,8 +12,8 @@ import pytest
 
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import RequestError
+from specexport.contract.values import token_ids
 from specexport.runtime import EmbedsPrompt, Engine
-from specexport.runtime.values import token_ids
 
 NAME = "llama-near"
 IDS = [5, 6, 7, 8]

@@ -29,7 +29,7 @@ from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
-from specexport.exporter.engines.options import EngineOptions
+from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.bundle import Bundle
 from specexport.verify import bundle as module
@@ -120,7 +120,8 @@ def compiled(
         monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
         batches = (1, 4) if name in BATCHED else (1,)
         compile_bundle(
-            folder, EngineOptions("tensorrt-rtx", "fp16", capabilities=((8, 6), (8, 9)), batch_sizes=batches)
+            folder,
+            CompileOptions("tensorrt-rtx", "fp16", compute_capability=((8, 6), (8, 9)), engine_batch_sizes=batches),
         )
         return folder
 

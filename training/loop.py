@@ -15,7 +15,7 @@ from tqdm import tqdm
 from specexport.contract.errors import TrainError
 from specexport.contract.folders import writing
 from specexport.training.muon import Muon
-from specexport.training.options import LEARNING_RATES
+from specexport.training.options import LEARNING_RATES, Optimizer
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
@@ -72,7 +72,7 @@ def muon_and_adamw(
 
 
 def optimizers(
-    name: str, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
+    name: Optimizer, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
 ) -> list[torch.optim.Optimizer]:
     """Those of a name in :data:`LEARNING_RATES`; see :func:`muon_and_adamw`.
 

@@ -1,112 +1,87 @@
-"""Options of trainings: a field here is a flag of ``specexport train``, with help, default and range.
-
-Imports no torch, so that ``--help`` needs none.
-"""
+"""Options of trainings, which are flags of ``specexport train``. Imports no torch, so that ``--help`` needs none."""
 
 from __future__ import annotations
 
-import argparse
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from specexport.contract.errors import TrainError
+from specexport.contract.options import Options, option, options
 from specexport.tables import Table
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
-LEARNING_RATES = {"adamw": 3e-4, "muon": 4e-3}
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+Optimizer = Literal["adamw", "muon"]
+LEARNING_RATES: dict[Optimizer, float] = {"adamw": 3e-4, "muon": 4e-3}
 """A draft's default learning rate by optimizer."""
-RATE_HELP = "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)"
-OPTIMIZER_HELP = "muon serves a draft that starts from nothing"
 _SHORTEST = 8
 """Tokens of a continuation, at least."""
-_REQUIRED: Any = object()
-_TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path, "Sequence[int]": int}
-
-
-def flag(
-    text: str,
-    default: Any = _REQUIRED,
-    metavar: str | None = None,
-    *,
-    low: float | None = None,
-    high: float = math.inf,
-    above: float | None = None,
-    choices: Sequence[Any] | None = None,
-    group: str | None = None,
-    short: str | None = None,
-    keyed: bool = True,
-) -> Any:
-    """A field that is a flag; ``keyed``: a resumed training must have the same value."""
-    about = {
-        "help": text, "metavar": metavar, "range": (low, high, above), "choices": choices, "group": group,
-        "short": short, "keyed": keyed,
-    }  # fmt: skip
-    return field(metadata=about) if default is _REQUIRED else field(default=default, metadata=about)
-
-
-_data, training_flag, draft_flag, ahead_flag = (
-    partial(flag, group=group) for group in ("data", "training", "draft", "heads or stages")
+_data, training_option, draft_option, ahead_option = (
+    partial(option, group=group) for group in ("data", "training", "draft", "heads or stages")
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of every training."""
+class RunOptions(Options, frozen=True, kw_only=True):
+    """Options of every training. ``fixed``: a training that goes on must have the same value.
 
-    target: str = flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
-    data: Sequence[Path] = flag(
-        "text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only the "
-        "assistant's turns are learned",
-        metavar="FILE",
-        keyed=False,
-    )
-    output: Path = flag("folder to write", metavar="DIR", short="-o", keyed=False)
-    overwrite: bool = flag("replace an existing output", False, keyed=False)
-    seq_len: int | None = _data("tokens a window (default: 512)", None, "N", low=2 * _SHORTEST)
-    held_out: str = _data("share of the data, or a file, used only to evaluate", "0.05", "SHARE_OR_FILE")
-    prompt_len: int | None = _data("tokens of a prompt to continue (default: a quarter of --seq-len)", None, "N", low=1)
-    sample_batch: int = _data("texts sampled at once", 64, "N", low=1)
-    epochs: float = training_flag("times through the data", 2.0, "N", above=0)
-    steps: int | None = training_flag(
-        "steps of the optimizer, instead of --epochs (default: as --epochs says)", None, "N", low=1
-    )
-    batch_size: int = training_flag("windows a batch", 8, "N", low=1)
-    accumulate: int = training_flag("batches a step", 1, "N", low=1)
-    lr: float | None = training_flag("highest learning rate", 1e-3, "RATE", above=0, high=1)
-    warmup: float = training_flag("share of the steps in which the learning rate rises", 0.1, "SHARE", low=0, high=1)
-    device: str = training_flag("where to compute", "auto", choices=("auto", "cpu", "cuda"))
-    precision: str = training_flag(
-        "type that products are computed in; auto: bf16 where it is fast", "auto", choices=("auto", "bf16", "fp32")
-    )
-    seed: int = training_flag("random seed", 0, "N", low=0)
-    work: Path | None = training_flag(
-        "folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, removed at "
-        "the end)",
-        None,
-        "DIR",
-        keyed=False,
-    )
-    save_every: int | None = training_flag(
-        "steps between checkpoints (default: 10 to 50)", None, "N", low=1, keyed=False
-    )
+    Attributes:
+        target: Hugging Face folder or hub id.
+        data: text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only the assistant's
+            turns are learned.
+        output: folder to write.
+        overwrite: replace an existing output.
+        seq_len: tokens a window (default: 512).
+        held_out: share of the data, or a file, used only to evaluate.
+        prompt_len: tokens of a prompt to continue (default: a quarter of --seq-len).
+        sample_batch: texts sampled at once.
+        epochs: times through the data.
+        steps: steps of the optimizer, instead of --epochs (default: as --epochs says).
+        batch_size: windows a batch.
+        accumulate: batches a step.
+        lr: highest learning rate.
+        warmup: share of the steps in which the learning rate rises.
+        device: where to compute.
+        precision: type that products are computed in; auto: bf16 where it is fast.
+        seed: random seed.
+        work: folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, removed
+            at the end).
+        save_every: steps between checkpoints (default: 10 to 50).
+    """
+
+    target: Annotated[str, option("DIR_OR_ID")]
+    data: Annotated[tuple[Path, ...], option("FILE", fixed=False)]
+    output: Annotated[Path, option("DIR", short="-o", fixed=False)]
+    overwrite: Annotated[bool, option(fixed=False)] = False
+    seq_len: Annotated[int | None, _data("N", ge=2 * _SHORTEST)] = None
+    held_out: Annotated[str, _data("SHARE_OR_FILE")] = "0.05"
+    prompt_len: Annotated[int | None, _data("N", ge=1)] = None
+    sample_batch: Annotated[int, _data("N", ge=1)] = 64
+    epochs: Annotated[float, training_option("N", gt=0)] = 2.0
+    steps: Annotated[int | None, training_option("N", ge=1)] = None
+    batch_size: Annotated[int, training_option("N", ge=1)] = 8
+    accumulate: Annotated[int, training_option("N", ge=1)] = 1
+    lr: Annotated[float | None, training_option("RATE", gt=0, le=1)] = 1e-3
+    warmup: Annotated[float, training_option("SHARE", ge=0, le=1)] = 0.1
+    device: Annotated[Literal["auto", "cpu", "cuda"], training_option()] = "auto"
+    precision: Annotated[Literal["auto", "bf16", "fp32"], training_option()] = "auto"
+    seed: Annotated[int, training_option("N", ge=0)] = 0
+    work: Annotated[Path | None, training_option("DIR", fixed=False)] = None
+    save_every: Annotated[int | None, training_option("N", ge=1, fixed=False)] = None
+
+    @classmethod
+    def refusal(cls, message: str, name: str) -> TrainError:
+        return TrainError(message)
 
     def check(self) -> None:
         """Checks what can be checked without a model.
 
         Raises:
-            TrainError: an option is out of its range, or the output exists; names the flag.
+            TrainError: there are no data, or the output exists.
         """
-        for option in fields(self):
-            value, (low, high, above) = getattr(self, option.name), option.metadata["range"]
-            if value is not None and (low is not None or above is not None):
-                within(option.name, value, low, high, above=above)
-            choices = option.metadata["choices"]
-            if choices is not None and value is not None and value not in choices:
-                raise TrainError(f"{dashed(option.name)}: {value!r}; expected one of {', '.join(map(str, choices))}")
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
@@ -114,8 +89,12 @@ class RunOptions:
 
     def settings(self) -> dict[str, Any]:
         """What the result depends on; the data and the models are told by their contents instead."""
-        keyed = {option.name for option in fields(self) if option.metadata["keyed"]}
-        return {name: value for name, value in asdict(self).items() if name in keyed}
+        fixed = [name for name, known in options(type(self)).items() if known.about.get("fixed", True)]
+        return {name: getattr(self, name) for name in fixed}
+
+    def record(self) -> dict[str, Any]:
+        """All options, for JSON."""
+        return dict(msgspec.to_builtins(self, enc_hook=str))
 
     def lengths(self, longest: int) -> tuple[int, int]:
         """Tokens a window and tokens a prompt, for a model of so many positions.
@@ -134,26 +113,37 @@ class RunOptions:
         return self.steps or max(1, round(self.epochs * windows / (self.batch_size * self.accumulate)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class HiddenStateOptions(RunOptions):
-    """Options of trainings of heads and stages over a model's hidden states."""
+class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
+    """Options of trainings of drafts.
 
-    lr: float = training_flag("highest learning rate", 1e-3, "RATE", above=0, high=1)
-    decay: float = ahead_flag("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
-    cache_hidden: bool = ahead_flag(
-        "compute the model's hidden states once and keep them in the work folder, so that epochs run only the heads",
-        False,
-    )
-    self_distill: int = ahead_flag(
-        "number of texts sampled from the model to learn, half of them greedy: heads learn them instead of the data, "
-        "which give the prompts, stages after the data",
-        0,
-        "TEXTS",
-        low=0,
-    )
+    Attributes:
+        lr: highest learning rate (default: 3e-4 with adamw, 4e-3 with muon).
+        optimizer: muon serves a draft that starts from nothing.
+    """
+
+    lr: Annotated[float | None, training_option("RATE", gt=0, le=1)] = None
+    optimizer: Annotated[Optimizer, draft_option()] = "adamw"
 
 
-Options = TypeVar("Options", bound=RunOptions)
+class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
+    """Options of trainings of heads and stages over a model's hidden states.
+
+    Attributes:
+        lr: highest learning rate.
+        decay: head, or stage, i counts D**i in the loss.
+        cache_hidden: compute the model's hidden states once and keep them in the work folder, so that epochs run only
+            the heads.
+        self_distill: number of texts sampled from the model to learn, half of them greedy: heads learn them instead of
+            the data, which give the prompts, stages after the data.
+    """
+
+    lr: Annotated[float, training_option("RATE", gt=0, le=1)] = 1e-3
+    decay: Annotated[float, ahead_option("D", gt=0, le=1)] = 1.0
+    cache_hidden: Annotated[bool, ahead_option()] = False
+    self_distill: Annotated[int, ahead_option("TEXTS", ge=0)] = 0
+
+
+O = TypeVar("O", bound=RunOptions)
 Report = Iterator[Table | str]
 
 
@@ -179,46 +169,14 @@ class Training:
     example: str = ""
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type[RunOptions]) -> None:
-    """Declares the flags of a kind of training."""
-    groups: dict[str | None, Any] = {None: parser}
-    for option in fields(kind):
-        about = option.metadata
-        if about["group"] not in groups:
-            groups[about["group"]] = parser.add_argument_group(about["group"])
-        how: dict[str, Any] = {"help": about["help"]}
-        if option.type == "bool":
-            how["action"] = "store_true"
-        else:
-            of = str(option.type)
-            how |= {
-                "metavar": about["metavar"],
-                "choices": about["choices"],
-                "type": _TYPES[of.removesuffix(" | None")],
-            }
-            how |= {"required": True} if about["metavar"] and option.default is MISSING else {"default": option.default}
-            how |= {"nargs": "+"} if of.startswith("Sequence") else {}
-        groups[about["group"]].add_argument(*filter(None, (about["short"], dashed(option.name))), **how)
-
-
-def from_flags(kind: type[Options], arguments: argparse.Namespace) -> Options:
-    """The options of a kind from the flags of their names."""
-    return kind(**{option.name: getattr(arguments, option.name) for option in fields(kind)})
-
-
-def within(
-    flag: str, value: float, low: float | None, high: float = math.inf, why: str = "", *, above: float | None = None
-) -> None:
-    """Checks a flag's number; ``above``, instead of ``low``, is what it must exceed, and ``why`` what ``high`` is.
+def within(name: str, value: float, low: float, high: float, why: str) -> None:
+    """Checks an option's number against limits that follow from a model or the data; ``why`` is what ``high`` is.
 
     Raises:
         TrainError: it is out of range; names the flag.
     """
-    if value <= high and (value > above if above is not None else low is None or value >= low):
-        return
-    expected = f"more than {above:g}" if above is not None else f"at least {low:g}"
-    expected += "" if high == math.inf else f" and at most {high:g}" + (f" ({why})" if why else "")
-    raise TrainError(f"{dashed(flag)}: {value:g}; expected {expected}")
+    if not low <= value <= high:
+        raise TrainError(f"{dashed(name)} is {value:g}; expected {low:g} to {high:g}, {why}")
 
 
 def dashed(name: str) -> str:

@@ -24,7 +24,7 @@ from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
-from specexport.training.options import Options, RunOptions, within
+from specexport.training.options import O, RunOptions
 
 _MEASURED_TEXTS = 64
 """Texts sampled to measure with, at most."""
@@ -196,7 +196,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torc
 
 
 @dataclass
-class Run(Generic[Options]):
+class Run(Generic[O]):
     """One training, from data to a folder.
 
     Attributes:
@@ -208,7 +208,7 @@ class Run(Generic[Options]):
         record: what the output holds as ``training.json``.
     """
 
-    options: Options
+    options: O
     log: Log
     place: Place
     target: TrainingModel
@@ -218,6 +218,13 @@ class Run(Generic[Options]):
     held_out: Windows
     work: Path
     record: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, target: TrainingModel, texts: int) -> None:
+        """Samples that many texts of a target, describes what is learnt and seeds torch's generator."""
+        if texts:
+            self.self_distill(target, texts)
+        self.describe_data()
+        torch.manual_seed(self.options.seed)
 
     def describe_data(self) -> None:
         """Logs what is learnt, and writes down what was first."""
@@ -287,8 +294,8 @@ class Run(Generic[Options]):
 
 @contextlib.contextmanager
 def open_run(
-    command: str, options: Options, place: Place, target: TrainingModel, log: Log, *drafts: TrainingModel
-) -> Iterator[Run[Options]]:
+    command: str, options: O, place: Place, target: TrainingModel, log: Log, *drafts: TrainingModel
+) -> Iterator[Run[O]]:
     """Reads the data and opens the work folder, from which a second run with the same options goes on.
 
     The target's tokenizer reads the data; ``drafts`` are further models the result depends on.
@@ -311,7 +318,7 @@ def open_run(
             "command": command,
             "specexport": __version__,
             "torch": torch.__version__,
-            "options": json.loads(json.dumps(asdict(options), default=str)),
+            "options": options.record(),
             "device": str(place.device),
             "bf16": place.bf16,
         }
@@ -325,7 +332,8 @@ def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Wi
         share = float(options.held_out)
     except ValueError:
         return windows, read_windows([Path(options.held_out)], tokenizer, seq_len=window, seed=options.seed)
-    within("held_out", share, None, 0.5, above=0)
+    if not 0 < share <= 0.5:
+        raise TrainError(f"--held-out is {share:g}; expected a file, or a share in (0, 0.5]")
     return windows.hold_out(share)
 
 

@@ -181,7 +181,7 @@ def _fill(to: IO[bytes], tensor: dict[str, Any], random: np.random.Generator) ->
 def _build(name: str, built: Path, models: Path) -> None:
     from specexport.building import progress_bars
     from specexport.exporter.build import build
-    from specexport.exporter.engines.options import EngineOptions
+    from specexport.exporter.engines.options import CompileOptions
     from specexport.exporter.options import BuildOptions
 
     options = dict((KINDS | PAIRS)[name])
@@ -208,7 +208,7 @@ def _build(name: str, built: Path, models: Path) -> None:
                 draft_precision=options["precision"],
                 max_seq_len=CONTEXT,
                 backend="onnxruntime-cuda",
-                engines=EngineOptions("onnxruntime-cuda"),
+                engines=CompileOptions("onnxruntime-cuda"),
                 overwrite=True,  # one that was killed before its weights were left out
                 **options,
             ),

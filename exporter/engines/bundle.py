@@ -24,7 +24,7 @@ from specexport.exporter.engines.compiler import (
 from specexport.exporter.engines.options import (
     FP8_CAPABILITY,
     Capability,
-    EngineOptions,
+    CompileOptions,
     capability,
     check_batches,
     check_stored,
@@ -45,7 +45,7 @@ class CompileReport:
     compute_capabilities: tuple[str, ...]
 
 
-def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | None = None) -> CompileReport:
+def compile_bundle(folder: Path, options: CompileOptions, progress: Progress | None = None) -> CompileReport:
     """Compiles every graph of a bundle and lists the engines in its manifest.
 
     Engines of other devices and libraries that are there stay; those of the same are replaced. The manifest is changed
@@ -60,10 +60,10 @@ def compile_bundle(folder: Path, options: EngineOptions, progress: Progress | No
         return compile_graphs(folder, manifest, options, progress or (lambda *_: None))
 
 
-def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, report: Progress) -> CompileReport:
+def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, report: Progress) -> CompileReport:
     """As :func:`compile_bundle`, for a bundle that this process writes or changes already."""
     check_files(folder, manifest, hashes=False)
-    if manifest.target.embedding_size is not None and options.runtime in COMPILERS:
+    if manifest.target.embedding_size is not None and options.backend in COMPILERS:
         raise BuildError(
             f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
         )
@@ -72,18 +72,18 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
             f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
             "--backend onnxruntime"
         )
-    check_batches(options.batch_sizes, manifest.batch_sizes)
+    check_batches(options.engine_batch_sizes, manifest.batch_sizes)
     for role, model in manifest.models.items():
         if model.precision.only_cpu:
             raise BuildError(
                 f"{folder}: the {role}'s {model.precision.weights} matrices have zero points, or other scales that are "
-                f"for CPUs only; build with --backend {options.runtime}, which rounds them for that"
+                f"for CPUs only; build with --backend {options.backend}, which rounds them for that"
             )
-    if options.runtime not in COMPILERS:
+    if options.backend not in COMPILERS:
         _check_bfloat16(manifest, options.compute)
-    library = load_library(options.runtime) if options.runtime in COMPILERS else None
+    library = load_library(options.backend) if options.backend in COMPILERS else None
     if library is not None and manifest.target.ranks:
-        require_collectives(library, options.capabilities)
+        require_collectives(library, options.compute_capability)
     listed = {entry.path for entry in manifest.files}
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, listed, options, library, capabilities, report)
@@ -93,14 +93,14 @@ def compile_graphs(folder: Path, manifest: Manifest, options: EngineOptions, rep
     program = tuple(compiler.program(graph, manifest) for graph in graphs)
     new = msgspec.structs.replace(
         manifest,
-        backend=options.runtime,
+        backend=options.backend,
         target=models["target"],
         methods=tuple(method.with_models(models) for method in manifest.methods),
         program=program,
     )
     new = _listed(folder, manifest, new)
     exchange_manifest(folder, new)
-    return CompileReport(tuple(compiler.reports), options.runtime, library.version if library else "", capabilities)
+    return CompileReport(tuple(compiler.reports), options.backend, library.version if library else "", capabilities)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Compiler:
 
     folder: Path
     listed: set[str]
-    options: EngineOptions
+    options: CompileOptions
     library: CompilerLibrary | None
     capabilities: tuple[str, ...]
     progress: Progress
@@ -122,7 +122,7 @@ class _Compiler:
         compute = self.options.compute or default_compute(model.precision.weights)
         new = []
         # What is not compiled stores nothing twice for one token at a time.
-        plain = self.options.plain or self.library is None
+        plain = self.options.plain_profile or self.library is None
         ranks = len(model.ranks)
         for rank in range(max(1, ranks)):
             part = model.of_rank(rank)
@@ -160,18 +160,18 @@ class _Compiler:
 
     def _batches(self, manifest: Manifest) -> tuple[int, ...]:
         """What is not compiled runs any number of slots."""
-        return self.options.batch_sizes if self.library else manifest.batch_sizes
+        return self.options.engine_batch_sizes if self.library else manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
-        mine = (self.options.runtime, self.capabilities)
+        mine = (self.options.backend, self.capabilities)
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         if self.library is None:
             return self._rewritten(source, job, compute, rank)
         devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
-        output = self._free(source.with_name(f"{source.stem}.{self.options.runtime}.{devices}.engine"))
+        output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
         name = f"compiling {source.parent.name}/{source.stem}"
         self.progress(name, 0, 1)
         report = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
@@ -180,7 +180,7 @@ class _Compiler:
         return CompiledEngine(
             file=output.relative_to(self.folder).as_posix(),
             source=source.relative_to(self.folder).as_posix(),
-            runtime=self.options.runtime,
+            runtime=self.options.backend,
             version=self.library.version,
             compute_capabilities=self.capabilities,
             compute=compute,
@@ -207,7 +207,7 @@ class _Compiler:
         return CompiledEngine(
             file=file,
             source=file,
-            runtime=self.options.runtime,
+            runtime=self.options.backend,
             version="",
             compute_capabilities=(),
             compute=compute,
@@ -251,13 +251,14 @@ def _stored(manifest: Manifest) -> set[StoredAs]:
     return _heads(manifest) | {model.precision.weights for model in manifest.models.values()}
 
 
-def _capabilities(library: CompilerLibrary, options: EngineOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
+def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
     """The devices to compile for, checked against what the library and they know."""
     if library.runtime == "tensorrt":
         here = _this_device()
-        if options.capabilities and set(options.capabilities) != {here}:
+        devices = options.compute_capability
+        if devices and set(devices) != {here}:
             raise BuildError(
-                f"compute_capability is {', '.join(map(dotted, options.capabilities))}, but TensorRT compiles for the "
+                f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles for the "
                 f"device it runs on only, which is {dotted(here)}; leave it out, or compile on that device"
             )
         check_stored(stored, (here,))
@@ -265,7 +266,7 @@ def _capabilities(library: CompilerLibrary, options: EngineOptions, stored: set[
     members = library.trt.ComputeCapability.__members__
     known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
     least = FP8_CAPABILITY if "fp8" in stored else (8, 0)
-    chosen = options.capabilities or tuple(device for device in known if device >= least)
+    chosen = options.compute_capability or tuple(device for device in known if device >= least)
     unknown = [device for device in chosen if device not in known]
     if unknown:
         raise BuildError(

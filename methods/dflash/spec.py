@@ -12,21 +12,14 @@ from specexport.contract.signature import GraphSignature
 from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
-from specexport.methods.hidden_states.spec import StatesDraft, StatesDraftOptions
+from specexport.methods.hidden_states.spec import StatesCheckpointOptions, StatesDraft
 
 MAX_BLOCK = 33
 
 
-class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="dflash"):
-    """Options of a DFlash draft.
+class DFlashOptions(StatesCheckpointOptions, frozen=True, kw_only=True, tag="dflash"):
+    """Options of a DFlash draft."""
 
-    Attributes:
-        model: folder or hub id of the draft.
-    """
-
-    model: str
-
-    main: ClassVar[str] = "model"
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"),
     )

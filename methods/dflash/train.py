@@ -14,7 +14,7 @@ from specexport.graphs.layers import noted_states
 from specexport.methods.dflash.checkpoint import read_dflash, save_dflash, usual_states
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
-from specexport.methods.hidden_states.train import read_back, train_draft
+from specexport.methods.hidden_states.train import train_draft, write_draft
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measured, run_model, summed_loss, weighted
 from specexport.training.loop import Log, Loss
@@ -37,7 +37,6 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     Raises:
         SpecExportError: an option, the data or a checkpoint is wrong; says which.
     """
-    options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     layers = int(target.model.config.num_hidden_layers)
@@ -45,10 +44,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     within("states", min(states), 1, layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
-        if options.self_distill:
-            run.self_distill(target, options.self_distill)
-        run.describe_data()
-        torch.manual_seed(options.seed)
+        run.prepare(target, options.self_distill)
         draft = new_draft(options, target, states)
 
         def loss_of(batch: Windows, number: int) -> Loss:
@@ -57,10 +53,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
 
         train_draft(run, draft, (), loss_of)
         accuracy = draft_accuracy(draft, target.model, states, run.held_out, place)
-        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
-        with run.output() as folder:
-            save_dflash(folder, draft.cpu(), states, layers)
-            read_back(read_dflash(str(folder)), target, layers)
+        write_draft(run, accuracy, layers, lambda folder: save_dflash(folder, draft.cpu(), states, layers), read_dflash)
     return run.record
 
 

@@ -40,7 +40,6 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     Raises:
         SpecExportError: an option, the data, a model or a checkpoint is wrong; says which.
     """
-    options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     torch.manual_seed(options.seed)
@@ -119,7 +118,7 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
         require_same_tokenizer(ours, theirs, target.path, draft.path)
         return draft
-    assert options.layers is not None and options.hidden is not None  # as options.check() saw
+    assert options.layers is not None and options.hidden is not None  # as DraftOptions.check saw
     heads = -(-options.hidden // 64)
     vocab = int(target.model.get_output_embeddings().weight.shape[0])
     positions = min(target.max_positions, 1 << 17)

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from specexport.contract.errors import TrainError
+from specexport.contract.options import options
 from specexport.tables import Table
 from specexport.training.options import (
-    DIVERGENCES,
-    LEARNING_RATES,
-    OPTIMIZER_HELP,
-    RATE_HELP,
+    Divergence,
+    DraftRunOptions,
     Report,
-    RunOptions,
     Training,
-    draft_flag,
-    training_flag,
+    draft_option,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions(RunOptions):
-    """Options of ``specexport train draft``."""
+class DraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+    """Options of ``specexport train draft``.
 
-    lr: float | None = training_flag(RATE_HELP, None, "RATE", above=0, high=1)
-    draft: str | None = draft_flag(
-        "model to start from, with the target's tokenizer (default: a new Llama)", None, "DIR_OR_ID"
-    )
-    layers: int | None = draft_flag(
-        "layers of a new Llama; required without --draft (default: none)", None, "N", low=1, high=64
-    )
-    hidden: int | None = draft_flag(
-        "hidden size of a new Llama; required without --draft (default: none)", None, "H", low=32, high=8192
-    )
-    divergence: str = draft_flag(
-        "divergence between the target's and the draft's next-token distributions to minimize",
-        "forward_kl",
-        choices=DIVERGENCES,
-    )
-    samples: str = draft_flag(
-        "what to learn: texts of the target, texts of the draft at that step (on-policy), or the data; prompts are cut "
-        "from the data",
-        "target",
-        choices=("target", "draft", "data"),
-    )
-    texts: int = draft_flag("number of texts sampled from the target", 1024, "N", low=1)
-    optimizer: str = draft_flag(OPTIMIZER_HELP, "adamw", choices=tuple(LEARNING_RATES))
+    Attributes:
+        draft: model to start from, with the target's tokenizer (default: a new Llama).
+        layers: layers of a new Llama; required without --draft (default: none).
+        hidden: hidden size of a new Llama; required without --draft (default: none).
+        divergence: divergence between the target's and the draft's next-token distributions to minimize.
+        samples: what to learn: texts of the target, texts of the draft at that step (on-policy), or the data; prompts
+            are cut from the data.
+        texts: number of texts sampled from the target.
+    """
+
+    draft: Annotated[str | None, draft_option("DIR_OR_ID")] = None
+    layers: Annotated[int | None, draft_option("N", ge=1, le=64)] = None
+    hidden: Annotated[int | None, draft_option("H", ge=32, le=8192)] = None
+    divergence: Annotated[Divergence, draft_option()] = "forward_kl"
+    samples: Annotated[Literal["target", "draft", "data"], draft_option()] = "target"
+    texts: Annotated[int, draft_option("N", ge=1)] = 1024
 
     def check(self) -> None:
         super().check()
@@ -55,7 +43,7 @@ class DraftOptions(RunOptions):
             raise TrainError(f"--draft was given together with {new[0]}, which is for a new draft")
         if self.draft is None and len(new) < 2:
             raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
-        if self.samples != "target" and self.texts != DraftOptions.texts:
+        if self.samples != "target" and self.texts != options(DraftOptions)["texts"].default:
             raise TrainError(
                 f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
             )

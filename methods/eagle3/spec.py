@@ -6,19 +6,12 @@ from typing import ClassVar
 
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
 from specexport.contract.suggestions import Suggestion, Wanted
-from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraftOptions
+from specexport.methods.hidden_states.spec import OwnStateDraft, StatesCheckpointOptions
 
 
-class Eagle3Options(StatesDraftOptions, frozen=True, kw_only=True, tag="eagle3"):
-    """Options of an EAGLE-3 draft.
+class Eagle3Options(StatesCheckpointOptions, frozen=True, kw_only=True, tag="eagle3"):
+    """Options of an EAGLE-3 draft."""
 
-    Attributes:
-        model: folder or hub id of the draft.
-    """
-
-    model: str
-
-    main: ClassVar[str] = "model"
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             "--eagle3", "model", "EAGLE-3 draft of the target (SafeAILab's or the speculators library's)", "DIR_OR_ID"

@@ -17,7 +17,7 @@ from specexport.graphs.layers import noted_states
 from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3, usual_states
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
-from specexport.methods.hidden_states.train import read_back, train_draft
+from specexport.methods.hidden_states.train import train_draft, write_draft
 from specexport.training.data import Windows
 from specexport.training.hidden import measured, run_model, summed_loss, weighted
 from specexport.training.loop import Log, Loss
@@ -37,7 +37,6 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     Raises:
         SpecExportError: an option, the data or a checkpoint is wrong; says which.
     """
-    options.check()
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     layers = int(target.model.config.num_hidden_layers)
@@ -45,10 +44,7 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
-        if options.self_distill:
-            run.self_distill(target, options.self_distill)
-        run.describe_data()
-        torch.manual_seed(options.seed)
+        run.prepare(target, options.self_distill)
         draft = new_draft(options, target, states, run.windows) if given is None else given[0]
 
         def accuracy_of(windows: Windows) -> HeadAccuracy:
@@ -62,10 +58,13 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
             accuracy_of,
         )
         accuracy = accuracy_of(run.held_out)
-        run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
-        with run.output() as folder:
-            save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
-            read_back(read_eagle3(str(folder)), target, layers)
+        write_draft(
+            run,
+            accuracy,
+            layers,
+            lambda folder: save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head),
+            read_eagle3,
+        )
     return run.record
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -26,6 +26,18 @@ class StatesDraftOptions(MethodOptions, frozen=True, kw_only=True):
     """
 
     dynamic_tree: bool = False
+
+
+class StatesCheckpointOptions(StatesDraftOptions, frozen=True, kw_only=True):
+    """Options of such a draft with a checkpoint of its own.
+
+    Attributes:
+        model: its folder or hub id.
+    """
+
+    model: str
+
+    main: ClassVar[str] = "model"
 
 
 class StatesDraft(ChainDraft, frozen=True, kw_only=True):

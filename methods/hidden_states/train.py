@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, optimizers
-from specexport.training.run import Run, TrainingModel
+from specexport.training.run import Run
 
 _WATCHED_WINDOWS = 16
 """Held-out windows over which a draft is measured at every checkpoint."""
@@ -48,12 +49,22 @@ def train_draft(
     run.train("draft", parameters, chosen, options.total_steps(len(run.windows)), loss_at, evaluate)
 
 
-def read_back(outline: DraftOutline, target: TrainingModel, layers: int) -> None:
-    """Reads what was written for a target of so many layers, so that it can be used.
+def write_draft(
+    run: Run[Any],
+    accuracy: HeadAccuracy,
+    layers: int,
+    save: Callable[[Path], None],
+    read: Callable[[str], DraftOutline],
+) -> None:
+    """Records a draft's accuracy, writes it for a target of so many layers, and reads it, so that it can be used.
 
     Raises:
         BuildError: it cannot.
     """
-    vocab, hidden = target.model.get_output_embeddings().weight.shape
-    outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
-    outline.load(target.path, layers, target.max_positions)
+    run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
+    vocab, hidden = run.target.model.get_output_embeddings().weight.shape
+    with run.output() as folder:
+        save(folder)
+        outline = read(str(folder))
+        outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
+        outline.load(run.target.path, layers, run.target.max_positions)

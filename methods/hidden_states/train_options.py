@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from specexport.training.options import (
-    LEARNING_RATES,
-    OPTIMIZER_HELP,
-    RATE_HELP,
-    RunOptions,
-    draft_flag,
-    training_flag,
-)
+from specexport.training.options import DraftRunOptions, draft_option
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatesDraftOptions(RunOptions):
-    """Options of trainings of drafts that see the target's layer states."""
+class StatesDraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+    """Options of trainings of drafts that see the target's layer states.
 
-    lr: float | None = training_flag(RATE_HELP, None, "RATE", above=0, high=1)
-    self_distill: int = draft_flag(
-        "number of texts sampled from the target to learn, half of them greedy, instead of the data, which give the "
-        "prompts",
-        0,
-        "TEXTS",
-        low=0,
-    )
-    intermediate_size: int | None = draft_flag("width of the draft's MLPs (default: the target's)", None, "I", low=16)
-    decay: float = draft_flag("drafted token i counts D**i in the loss", 0.8, "D", above=0, high=1)
-    optimizer: str = draft_flag(OPTIMIZER_HELP, "adamw", choices=tuple(LEARNING_RATES))
+    Attributes:
+        self_distill: number of texts sampled from the target to learn, half of them greedy, instead of the data, which
+            give the prompts.
+        intermediate_size: width of the draft's MLPs (default: the target's).
+        decay: drafted token i counts D**i in the loss.
+    """
+
+    self_distill: Annotated[int, draft_option("TEXTS", ge=0)] = 0
+    intermediate_size: Annotated[int | None, draft_option("I", ge=16)] = None
+    decay: Annotated[float, draft_option("D", gt=0, le=1)] = 0.8

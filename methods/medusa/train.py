@@ -43,7 +43,6 @@ def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
     Raises:
         SpecExportError: an option, the data or a checkpoint is wrong; says which.
     """
-    options.check()
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
     with open_run("train medusa", options, place, base, log) as run:

@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from specexport.contract.errors import TrainError
-from specexport.training.options import (
-    HiddenStateOptions,
-    Report,
-    Training,
-    ahead_flag,
-    dashed,
-    flag,
-    shares,
-)
+from specexport.contract.options import option, options
+from specexport.training.options import HiddenStateOptions, Report, Training, ahead_option, dashed, shares
 
 _STAGE_2 = "together with the model (--stage 2)"
-_heads, _together = (partial(flag, group=group) for group in ("heads", _STAGE_2))
+_heads, _together = (partial(option, group=group) for group in ("heads", _STAGE_2))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HiddenStateOptions):
-    """Options of ``specexport train medusa``."""
+class MedusaOptions(HiddenStateOptions, frozen=True, kw_only=True):
+    """Options of ``specexport train medusa``.
 
-    heads: int = _heads(
-        "number of heads; head i, from 0, predicts the token i + 2 positions ahead", 4, "N", low=1, high=16
-    )
-    layers: int = _heads("residual blocks a head", 1, "N", low=0, high=16)
-    tie_lm_head: bool = _heads("heads end in the model's own projection and are many times smaller", False)
-    decay: float = ahead_flag("head i counts D**i in the loss", 0.8, "D", above=0, high=1)
-    stage: int = _together("1: heads alone; 2: first alone, then both", 1, choices=(1, 2))
-    tune: str = _together("how the model is trained", "lora", choices=("lora", "full"))
-    lora_rank: int = _together("rank of the adapters", 16, "R", low=1)
-    base_lr: float | None = _together(
-        "the model's learning rate (default: lr/4 with LoRA, lr/50 with full tuning)", None, "RATE", above=0, high=1
-    )
-    heads_weight: float = _together("the loss is the model's plus λ times the heads'", 0.2, "λ", above=0)
-    heads_first: float = _together(
-        "share of the steps in which the heads are trained alone", 0.4, "SHARE", low=0, high=0.95
-    )
-    lm_loss: str | None = _together(
-        "the model's loss: cross-entropy, or divergence from the original model (default: ce; kl with --self-distill)",
-        None,
-        choices=("ce", "kl"),
-    )
+    Attributes:
+        heads: number of heads; head i, from 0, predicts the token i + 2 positions ahead.
+        layers: residual blocks a head.
+        tie_lm_head: heads end in the model's own projection and are many times smaller.
+        decay: head i counts D**i in the loss.
+        stage: 1: heads alone; 2: first alone, then both.
+        tune: how the model is trained.
+        lora_rank: rank of the adapters.
+        base_lr: the model's learning rate (default: lr/4 with LoRA, lr/50 with full tuning).
+        heads_weight: the loss is the model's plus λ times the heads'.
+        heads_first: share of the steps in which the heads are trained alone.
+        lm_loss: the model's loss: cross-entropy, or divergence from the original model (default: ce; kl with
+            --self-distill).
+    """
+
+    heads: Annotated[int, _heads("N", ge=1, le=16)] = 4
+    layers: Annotated[int, _heads("N", ge=0, le=16)] = 1
+    tie_lm_head: Annotated[bool, _heads()] = False
+    decay: Annotated[float, ahead_option("D", gt=0, le=1)] = 0.8
+    stage: Annotated[Literal[1, 2], _together()] = 1
+    tune: Annotated[Literal["lora", "full"], _together()] = "lora"
+    lora_rank: Annotated[int, _together("R", ge=1)] = 16
+    base_lr: Annotated[float | None, _together("RATE", gt=0, le=1)] = None
+    heads_weight: Annotated[float, _together("λ", gt=0)] = 0.2
+    heads_first: Annotated[float, _together("SHARE", ge=0, le=0.95)] = 0.4
+    lm_loss: Annotated[Literal["ce", "kl"] | None, _together()] = None
 
     def check(self) -> None:
         super().check()
-        for option in fields(self):
-            if (
-                self.stage == 1
-                and option.metadata["group"] == _STAGE_2
-                and getattr(self, option.name) != option.default
-            ):
-                raise TrainError(f"{dashed(option.name)} was given without --stage 2, the only one to use it")
+        for name, known in options(type(self)).items():
+            alone = self.stage == 1 and known.about.get("group") == _STAGE_2
+            if alone and getattr(self, name) != known.default:
+                raise TrainError(f"{dashed(name)} was given without --stage 2, the only one to use it")
 
 
 def _report(record: dict[str, Any]) -> Report:

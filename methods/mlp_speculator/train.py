@@ -31,7 +31,6 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
     Raises:
         SpecExportError: an option, the data or a checkpoint is wrong; says which.
     """
-    options.check()
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
     with open_run("train mlp-speculator", options, place, base, log) as run:

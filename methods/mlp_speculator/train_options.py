@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
+from specexport.contract.options import option
 from specexport.methods.mlp_speculator.spec import MAX_STAGES
-from specexport.training.options import (
-    HiddenStateOptions,
-    Training,
-    flag,
-    report_chain,
-)
+from specexport.training.options import HiddenStateOptions, Training, report_chain
 
-_stages = partial(flag, group="stages")
+_stages = partial(option, group="stages")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeculatorOptions(HiddenStateOptions):
-    """Options of ``specexport train mlp-speculator``."""
+class SpeculatorOptions(HiddenStateOptions, frozen=True, kw_only=True):
+    """Options of ``specexport train mlp-speculator``.
 
-    n_predict: int = _stages(
-        "number of stages; stage i, from 0, predicts the token i + 2 positions ahead and sees those before it",
-        3,
-        "N",
-        low=1,
-        high=MAX_STAGES,
-    )
-    inner_dim: int | None = _stages("width of the states between stages (default: the model's)", None, "I", low=16)
-    tie_weights: bool = _stages("stages share embedding, head and norm, and all but the first their projection", False)
-    scale_input: bool = _stages("normalize the model's hidden state first", False)
-    data_first: float = _stages(
-        "share of the steps that learn the data, before the sampled texts", 0.5, "SHARE", low=0, high=1
-    )
+    Attributes:
+        n_predict: number of stages; stage i, from 0, predicts the token i + 2 positions ahead and sees those before it.
+        inner_dim: width of the states between stages (default: the model's).
+        tie_weights: stages share embedding, head and norm, and all but the first their projection.
+        scale_input: normalize the model's hidden state first.
+        data_first: share of the steps that learn the data, before the sampled texts.
+    """
+
+    n_predict: Annotated[int, _stages("N", ge=1, le=MAX_STAGES)] = 3
+    inner_dim: Annotated[int | None, _stages("I", ge=16)] = None
+    tie_weights: Annotated[bool, _stages()] = False
+    scale_input: Annotated[bool, _stages()] = False
+    data_first: Annotated[float, _stages("SHARE", ge=0, le=1)] = 0.5
 
 
 TRAINING = Training(

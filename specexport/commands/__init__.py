@@ -1,100 +1,94 @@
-"""The commands, one module each: the docstring is its help, ``add_arguments`` declares flags, ``main`` runs it."""
+"""The commands, one module each: its docstring is its help, ``Command`` are its flags, ``main`` runs it.
+
+Commands with flags of several structs have ``add_arguments`` instead of ``Command``, and ``main`` takes the namespace.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
-from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
+from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.options import Options, option, options
+from specexport.exporter.options import BuildSettings
+from specexport.flags import add_flags, check_flags, flag_values, group_of
+from specexport.options import EngineOptions
+from specexport.runtime import SamplingParams
+from specexport.runtime.speculative import Speculative
 
-SOURCE = "BUNDLE_OR_MODEL"
-SOURCE_HELP = "a bundle, or a model (folder, hub id or .gguf file) that is built on first use"
-_SAMPLING = ("max_tokens", "stop", "temperature", "top_p", "top_k", "min_p")
-
-
-def add_report(parser: argparse._ActionsContainer, flag: str) -> None:
-    """Declares ``--plot`` or ``--report``."""
-    parser.add_argument(
-        flag,
-        type=Path,
-        metavar="FILE.html",
-        help="also write a page with these tables and charts, which opens offline (default: none)",
-    )
-
-
-def add_threads(parser: argparse._ActionsContainer) -> None:
-    """Declares ``--threads``."""
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+SAMPLING = (
+    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+"""Sampling parameters that are flags, beside the seed."""
+BUILD_GROUP = "the build: if a model is built on first use"
+BUILD = [name for name in options(BuildSettings) if name not in options(SamplingParams)]
+_OPENING = [name for name in options(EngineOptions) if name not in options(BuildSettings) and name != "model"]
 
 
-def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares the flags of the machine in a group, and returns it."""
-    group = parser.add_argument_group("the machine")
-    add_threads(group)
-    group.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        metavar="NAME",
-        help=f"what runs the bundle: {', '.join(BACKENDS)} (default: what it was built for)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=DEFAULT_UTILIZATION,
-        metavar="SHARE",
-        help="share of a GPU's memory that may be in use, including other programs'; has no effect on a CPU",
-    )
-    return group
+class BundleCommand(Options, frozen=True, kw_only=True):
+    """Options of commands over a bundle.
+
+    Attributes:
+        bundle: a folder written by specexport build.
+        json: print the result as JSON.
+    """
+
+    bundle: Annotated[Path, option("BUNDLE", positional=True)]
+    json: bool = False
 
 
-def add_calibrate(parser: argparse._ActionsContainer) -> None:
-    """Declares ``--no-calibrate``."""
-    parser.add_argument(
-        "--no-calibrate",
-        action="store_false",
-        dest="calibrate",
-        help="draft the bundle's default number of tokens; otherwise the cost of steps is measured once on this "
-        "machine, in a few seconds, and each step drafts as many tokens as pay",
-    )
+class PlottedCommand(BundleCommand, frozen=True, kw_only=True):
+    """The same with a page.
+
+    Attributes:
+        plot: also write a page with these tables and charts, which opens offline (default: none).
+    """
+
+    plot: Annotated[Path | None, option("FILE.html")] = None
 
 
-def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares the flags of building and opening a model in a group, and returns it."""
-    group = parser.add_argument_group("the model")
-    group.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        help="how to speculate, a mapping with method, model and the method's keys (default: a bundle's first method)",
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="S",
-        help="most tokens of a prompt and its output (default: the bundle's; to build, the model's, at most 2048)",
-    )
-    group.add_argument(
-        "--precision",
-        choices=("fp32", "fp16", "int8", "int4"),
-        help="of the weights, if a model is built (default: fp32, or as its checkpoint is quantized)",
-    )
-    return group
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Declares the argument that names a bundle or a model."""
+    source = options(EngineOptions)["model"]
+    parser.add_argument("model", metavar=source.about["metavar"], help=source.help)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of opening a bundle and of building a model, but ``--seed``."""
+    add_flags(parser, EngineOptions, [name for name in _OPENING if name != "seed"])
+    add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
 
 
 def opening(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``Frontend.open`` from the flags of :func:`add_model`, :func:`add_machine` and
-    :func:`add_calibrate`.
+    """Arguments of ``Frontend.open`` from the flags of :func:`add_source` and :func:`add_engine`.
 
     Raises:
-        RequestError: a number is out of range.
+        BuildError: a value is out of range.
     """
-    if arguments.threads is not None and arguments.threads < 1:
-        raise RequestError(f"--threads is {arguments.threads}; expected at least 1")
-    names = ("speculative_config", "max_model_len", "backend", "threads", "calibrate", "gpu_memory_utilization")
-    options = {name: getattr(arguments, name) for name in names}
-    return options | ({"precision": arguments.precision} if arguments.precision else {})
+    return engine_flags(arguments, [name for name in ("model", *_OPENING, *BUILD) if hasattr(arguments, name)])
+
+
+def add_target(parser: argparse.ArgumentParser, help: str) -> None:
+    """Declares a target, by itself or as ``--target``."""
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
+
+
+def engine_flags(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``Engine.load`` from flags of :class:`EngineOptions`, and their defaults.
+
+    Raises:
+        BuildError: a value is out of range.
+    """
+    known = options(EngineOptions)
+    values = {name: getattr(arguments, name, known[name].default) for name in names}
+    check_flags(EngineOptions, values)
+    return values
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
@@ -105,58 +99,25 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
         length: the most tokens if neither the command line nor the model sets them.
         seed: the help of ``--seed``.
     """
-    unset = argparse.SUPPRESS
-    output = parser.add_argument_group("text")
-    output.add_argument(
-        "-n",
-        "--max-tokens",
-        type=int,
-        default=unset,
-        metavar="N",
-        help=f"most tokens to generate (default: the model's own, else {length})",
-    )
-    output.add_argument(
-        "--stop",
-        action="append",
-        default=unset,
-        metavar="TEXT",
-        help="end the output before this text; repeatable (default: the model's own, if any)",
-    )
-    group = parser.add_argument_group("sampling")
-    for flag, kind, metavar, summary in (
-        ("--temperature", float, "T", "divide logits by this; 0 is greedy"),
-        ("--top-p", float, "P", "keep the most probable tokens with this total probability"),
-        ("--top-k", int, "N", "keep the N most probable tokens; 0 keeps all"),
-        ("--min-p", float, "P", "keep tokens with this share of the highest probability"),
-    ):
-        text = f"{summary} (default: the model's own)"
-        group.add_argument(flag, type=kind, default=unset, metavar=metavar, help=text)
-    group.add_argument("--seed", type=int, metavar="N", help=seed)
+    most = f"most tokens to generate (default: the model's own, else {length})"
+    defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")
+    add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=most)
+    add_flags(parser, SamplingParams, ("seed",), seed=seed)
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags of :func:`add_sampling` that were set, without the seed."""
-    return {name: getattr(arguments, name) for name in _SAMPLING if hasattr(arguments, name)}
+    values = {name: value for name, value in flag_values(SamplingParams, arguments).items() if name in SAMPLING}
+    check_flags(SamplingParams, values)
+    return values
 
 
-def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares the flags of speculation in a group, and returns it."""
-    group = parser.add_argument_group("speculation")
-    group.add_argument("--no-speculation", action="store_true", help="decode plainly, for comparison")
-    group.add_argument(
-        "--method",
-        metavar="NAME",
-        help="how to speculate: one the bundle was built for, or one that needs no graph, such as ngram or suffix "
-        "(default: the bundle's first)",
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of how a request speculates."""
+    group_of(parser, "speculation").add_argument(
+        "--no-speculation", action="store_true", help="decode plainly, for comparison"
     )
-    group.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="K",
-        help="draft tokens a step, one of the numbers it was built for (default: as many as pay on this machine)",
-    )
-    add_calibrate(group)
-    return group
+    add_flags(parser, Speculative, ("method", "num_speculative_tokens"))
 
 
 def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
@@ -165,9 +126,11 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     Raises:
         RequestError: flags contradict each other.
     """
-    keys = {name: getattr(arguments, name) for name in ("num_speculative_tokens", "method")} | extra
-    keys = {name: value for name, value in keys.items() if value is not None}
-    if arguments.no_speculation and keys:
+    keys = flag_values(Speculative, arguments) | {name: value for name, value in extra.items() if value is not None}
+    check_flags(Speculative, keys)
+    if not arguments.no_speculation:
+        return keys
+    if keys:
         flag = next(iter(keys)).replace("_", "-")
         raise RequestError(f"--{flag} was given with --no-speculation; give one of them")
-    return {"num_speculative_tokens": 0} if arguments.no_speculation else keys
+    return {"num_speculative_tokens": 0}

@@ -11,76 +11,77 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import add_calibrate, add_report, add_threads
+from specexport.commands import PlottedCommand, engine_flags
 from specexport.commands.draw import about
 from specexport.commands.inspect import bytes_text
-from specexport.contract.errors import RequestError
+from specexport.contract.options import option
+from specexport.flags import add_flags, from_flags
+from specexport.options import EngineOptions
 from specexport.runtime import Engine
 from specexport.tables import Table, show
 from specexport.tuning import workloads
 from specexport.tuning.bench import DEFAULT, MethodRow, compare
 
 
+class _BenchCommand(PlottedCommand, frozen=True, kw_only=True):
+    """Options of ``specexport bench``.
+
+    Attributes:
+        methods: methods the bundle was built for and those that need no graph, each with its default tree; 'default' is
+            a request that names none, whose steps draft as many tokens as pay.
+        data: lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default:
+            code completion, copying edits and prose, made of Python's own sources and help texts).
+        prompts: prompts of each workload.
+        prompt_tokens: most tokens of a prompt.
+        max_tokens: tokens to generate for each.
+    """
+
+    methods: Annotated[str, option("NAME[,NAME...]")] = "all"
+    data: Annotated[tuple[Path, ...], option("FILE.jsonl")] = ()
+    prompts: Annotated[int, option("N", ge=1)] = 4
+    prompt_tokens: Annotated[int, option("N", ge=2)] = 128
+    max_tokens: Annotated[int, option("N", short="-n", ge=2)] = 64
+
+
+_ENGINE = ("calibrate", "threads")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport bench``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
-    parser.add_argument(
-        "--methods",
-        default="all",
-        metavar="NAME[,NAME...]",
-        help="methods the bundle was built for and those that need no graph, each with its default tree; 'default' is "
-        "a request that names none, whose steps draft as many tokens as pay",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        metavar="FILE.jsonl",
-        help='lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default: '
-        "code completion, copying edits and prose, made of Python's own sources and help texts)",
-    )
-    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="prompts of each workload")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="most tokens of a prompt")
-    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate for each")
-    add_calibrate(parser)
-    add_threads(parser)
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    add_report(parser, "--plot")
+    add_flags(parser, _BenchCommand)
+    add_flags(parser, EngineOptions, _ENGINE, group="the engine")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport bench``; returns 1 if a method's text differs from plain decoding's."""
-    for flag, least in (("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2), ("threads", 1)):
-        value = getattr(arguments, flag)
-        if value is not None and value < least:
-            raise RequestError(f"--{flag.replace('_', '-')} is {value}; expected {least} or more")
-    report.check_path("--plot", arguments.plot)
-    with Engine.load(arguments.bundle, threads=arguments.threads, calibrate=arguments.calibrate) as engine:
-        names = arguments.methods.split(",")
-        if arguments.methods == "all":
+    command = from_flags(_BenchCommand, arguments)
+    report.check_path("--plot", command.plot)
+    with Engine.load(command.bundle, **engine_flags(arguments, _ENGINE)) as engine:
+        names = command.methods.split(",")
+        if command.methods == "all":
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]
-        sizes = (arguments.prompts, arguments.prompt_tokens)
-        if arguments.data is None:
+        sizes = (command.prompts, command.prompt_tokens)
+        if not command.data:
             tasks = workloads.built_in(engine.encode, *sizes)
         else:
-            tasks = workloads.read(engine.encode, arguments.data, *sizes)
+            tasks = workloads.read(engine.encode, command.data, *sizes)
         with progress_bars() as progress:
-            rows = compare(engine, names, tasks, arguments.max_tokens, progress)
+            rows = compare(engine, names, tasks, command.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest
     comparison = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
-    if arguments.json:
-        print(json.dumps({"bundle": str(arguments.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
+    if command.json:
+        print(json.dumps({"bundle": str(command.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
     else:
         show(comparison)
-    if arguments.plot is not None:
+    if command.plot is not None:
         speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
         charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))
-        parts = (device, comparison, *charts, *about(arguments.bundle, manifest))
-        report.write(arguments.plot, f"bench: {arguments.bundle}", parts)
+        parts = (device, comparison, *charts, *about(command.bundle, manifest))
+        report.write(command.plot, f"bench: {command.bundle}", parts)
     for row in rows:
         for workload, result in row.results.items():
             if result.contradictory:

@@ -19,22 +19,15 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from specexport.commands import (
-    SOURCE,
-    SOURCE_HELP,
-    add_machine,
-    add_model,
-    add_sampling,
-    add_speculation,
-    opening,
-    sampling,
-    speculation,
-)
+from specexport.commands import add_engine, add_sampling, add_source, add_speculation, opening, sampling, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.folders import expanded
+from specexport.contract.options import Options, option
 from specexport.conversation import Conversation
+from specexport.flags import add_flags, from_flags
 from specexport.frontend import Frontend
 from specexport.runtime import Stats
 from specexport.runtime.machine import cache_folder
@@ -48,15 +41,22 @@ _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?$", re.DOTALL)
 """Messages that begin with a path or a space are not commands."""
 
 
+class _ChatCommand(Options, frozen=True, kw_only=True):
+    """Options of ``specexport chat``.
+
+    Attributes:
+        system: the system prompt (default: the template's own).
+        show_drafts: underline accepted draft tokens; put them into [brackets] where nothing can be underlined.
+    """
+
+    system: Annotated[str, option("TEXT")] = ""
+    show_drafts: bool = False
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport chat``."""
-    parser.add_argument("source", metavar=SOURCE, help=SOURCE_HELP)
-    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: the template's own)")
-    parser.add_argument(
-        "--show-drafts",
-        action="store_true",
-        help="underline accepted draft tokens; put them into [brackets] where nothing can be underlined",
-    )
+    add_source(parser)
+    add_flags(parser, _ChatCommand)
     add_sampling(
         parser,
         length="what the context holds",
@@ -64,26 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "'specexport run --help' (default: new ones each time)",
     )
     add_speculation(parser)
-    add_model(parser)
-    add_machine(parser)
+    add_engine(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport chat``."""
-    keys, options = speculation(arguments), opening(arguments)
-    with closing(Frontend.open(arguments.source, seed=arguments.seed, **options)) as frontend:
+    command, keys, options = from_flags(_ChatCommand, arguments), speculation(arguments), opening(arguments)
+    with closing(Frontend.open(**options)) as frontend:
         if frontend.engine.chat_template is None:
             raise RequestError(
-                f"{arguments.source}: the model has no chat template, so it cannot read messages; continue texts "
-                f"with: specexport run {arguments.source}"
+                f"{options['model']}: the model has no chat template, so it cannot read messages; continue texts "
+                f"with: specexport run {options['model']}"
             )
         params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
-        conversation = Conversation(frontend, params, chosen, arguments.system)
+        conversation = Conversation(frontend, params, chosen, command.system)
         folder = cache_folder()
         history = None if folder is None else folder / "chat-history.jsonl"
         terminal = Terminal(history, [f"/{name}" for name in Session.commands])
-        Session(conversation, terminal, arguments.show_drafts).run()
+        Session(conversation, terminal, command.show_drafts).run()
     return 0
 
 

@@ -6,12 +6,13 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 from specexport import report
 from specexport.commands.inspect import summary, tree_of
 from specexport.contract.manifest import Manifest
+from specexport.contract.options import Options, option
 from specexport.contract.tree import TokenTree
 
 _STEP, _ROW, _RADIUS = 72, 30, 12
@@ -26,20 +27,25 @@ _STYLE = """
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport draw``."""
-    parser.add_argument(
-        "tree", type=Path, metavar="BUNDLE_OR_TREE", help="a bundle, a tree's JSON file or a preset's name"
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="SVG", help="the picture to write")
-    parser.add_argument("--method", metavar="NAME", help="whose tree (default: the bundle's first)")
+class Command(Options, frozen=True, kw_only=True):
+    """Options of ``specexport draw``.
+
+    Attributes:
+        tree: a bundle, a tree's JSON file or a preset's name.
+        output: the picture to write.
+        method: whose tree (default: the bundle's first).
+    """
+
+    tree: Annotated[Path, option("BUNDLE_OR_TREE", positional=True)]
+    output: Annotated[Path, option("SVG", short="-o")]
+    method: Annotated[str | None, option("NAME")] = None
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(command: Command) -> int:
     """Runs ``specexport draw``."""
-    tree = tree_of(arguments.tree, arguments.method)
-    arguments.output.write_text(svg(tree), encoding="utf-8")
-    print(f"{arguments.output}: {len(tree)} nodes with the root, depth {tree.depth}")
+    tree = tree_of(command.tree, command.method)
+    command.output.write_text(svg(tree), encoding="utf-8")
+    print(f"{command.output}: {len(tree)} nodes with the root, depth {tree.depth}")
     return 0
 
 

@@ -6,14 +6,15 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Annotated, Literal
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
+from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
 
 _INPUTS = {
@@ -90,26 +91,35 @@ with grpc.InferenceServerClient("localhost:8001") as client:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport export``."""
-    parser.add_argument("form", choices=("triton",), help="triton: a model repository for its Python backend")
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a bundle of specexport build; it is copied")
-    parser.add_argument("--name", metavar="NAME", help="the model's name in Triton (default: the name of BUNDLE)")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="REPOSITORY", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing repository")
+class Command(Options, frozen=True, kw_only=True):
+    """Options of ``specexport export``.
+
+    Attributes:
+        form: triton: a model repository for its Python backend.
+        bundle: a bundle of specexport build; it is copied.
+        output: folder to write.
+        name: the model's name in Triton (default: the name of BUNDLE).
+        overwrite: replace an existing repository.
+    """
+
+    form: Annotated[Literal["triton"], option(positional=True)]
+    bundle: Annotated[Path, option("BUNDLE", positional=True)]
+    output: Annotated[Path, option("REPOSITORY", short="-o")]
+    name: Annotated[str | None, option("NAME")] = None
+    overwrite: bool = False
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(command: Command) -> int:
     """Runs ``specexport export``."""
-    manifest = read_manifest(arguments.bundle)
-    name = arguments.name or arguments.bundle.resolve().name
+    manifest = read_manifest(command.bundle)
+    name = command.name or command.bundle.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
         raise BuildError(f"the model's name is {name!r}; expected letters, digits, '_', '.' and '-': give it as --name")
-    if arguments.output.exists() and not arguments.overwrite:
-        raise BuildError(f"{arguments.output}: exists already; choose another folder or pass --overwrite to replace it")
-    with written_beside(arguments.output, overwrite=arguments.overwrite) as folder:
+    if command.output.exists() and not command.overwrite:
+        raise BuildError(f"{command.output}: exists already; choose another folder or pass --overwrite to replace it")
+    with written_beside(command.output, overwrite=command.overwrite) as folder:
         version = folder / name / "1"
-        shutil.copytree(arguments.bundle, version / "bundle", ignore=shutil.ignore_patterns(".*"))
+        shutil.copytree(command.bundle, version / "bundle", ignore=shutil.ignore_patterns(".*"))
         for path, text in (
             (version / "model.py", _MODEL),
             (version / "model.json", json.dumps({"bundle": "bundle"}, indent=2) + "\n"),
@@ -117,7 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
             (folder / "README.md", _README.format(name=name)),
         ):
             path.write_text(text, encoding="utf-8")
-    print(f"{arguments.output}: {name}, a model of {max(manifest.batch_sizes)} slots")
+    print(f"{command.output}: {name}, a model of {max(manifest.batch_sizes)} slots")
     return 0
 
 

@@ -7,17 +7,19 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from specexport.commands import BundleCommand
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
+from specexport.contract.options import option
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backends.onnxruntime.kernels import kernels_described
@@ -26,32 +28,36 @@ from specexport.tables import Table, show
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport inspect``."""
-    parser.add_argument(
-        "bundle",
-        type=Path,
-        metavar="BUNDLE",
-        help="a folder written by specexport build; with --tree also a tree's JSON file or a preset's name",
-    )
-    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    parser.add_argument("--tree", action="store_true", help="draw the token tree a step verifies")
-    parser.add_argument("--method", metavar="NAME", help="with --tree: whose tree (default: the bundle's first)")
-    parser.add_argument("--hashes", action="store_true", help="also check every file's SHA-256")
+class Command(BundleCommand, frozen=True, kw_only=True):
+    """Options of ``specexport inspect``.
+
+    Attributes:
+        bundle: a folder written by specexport build; with --tree also a tree's JSON file or a preset's name.
+        tree: draw the token tree a step verifies.
+        method: with --tree: whose tree (default: the bundle's first).
+        hashes: also check every file's SHA-256.
+    """
+
+    bundle: Annotated[Path, option("BUNDLE", positional=True)]
+    tree: bool = False
+    method: Annotated[str | None, option("NAME")] = None
+    hashes: bool = False
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(command: Command) -> int:
     """Runs ``specexport inspect``."""
-    if arguments.method is not None and not arguments.tree:
+    if command.method is not None and not command.tree:
         raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
-    if arguments.tree:
-        return _draw(arguments)
-    manifest = read_manifest(arguments.bundle)
-    check_files(arguments.bundle, manifest, hashes=arguments.hashes)
-    if arguments.json:
+    if command.tree:
+        tree = tree_of(command.bundle, command.method)
+        show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
+        return 0
+    manifest = read_manifest(command.bundle)
+    check_files(command.bundle, manifest, hashes=command.hashes)
+    if command.json:
         print(json.dumps(msgspec.to_builtins(manifest), indent=2))
         return 0
-    show(*summary(arguments.bundle, manifest), _files(manifest))
+    show(*summary(command.bundle, manifest), _files(manifest))
     return 0
 
 
@@ -67,12 +73,6 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     if method is not None:
         raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
     return TokenTree.load(source)
-
-
-def _draw(arguments: argparse.Namespace) -> int:
-    tree = tree_of(arguments.bundle, arguments.method)
-    show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
-    return 0
 
 
 def terminal_tree(tree: TokenTree) -> str:

@@ -8,25 +8,47 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Annotated, Literal
 
 import msgspec
 
 from specexport.building import needs_extra
+from specexport.commands import add_target
 from specexport.commands.inspect import bytes_text
-from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import parse_method, read_method
+from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
+from specexport.flags import add_flags, from_flags
 from specexport.tables import Table, show
+
+
+class _PlanCommand(Options, frozen=True, kw_only=True):
+    """Options of ``specexport plan``.
+
+    Attributes:
+        device: device, such as orin-nano-8gb; an unknown name lists all.
+        precision: type of the weights of both models (default: int4, or a bundle's own).
+        max_seq_len: most tokens of a prompt and its output (default: 4096, or a bundle's own).
+        acceptance: probability that a draft token is accepted.
+        backend: what runs the models (default: tensorrt, or a bundle's own).
+        json: print the plan as JSON.
+    """
+
+    device: Annotated[str, option("NAME")]
+    precision: Literal["fp16", "bf16", "fp8", "int8", "int4"] | None = None
+    max_seq_len: Annotated[int | None, option("S", ge=2)] = None
+    acceptance: Annotated[float, option("A", ge=0, le=1)] = 0.7
+    backend: EngineRuntime | None = None
+    json: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, folder with a config.json, or hub id")
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
+    add_target(parser, "bundle, folder with a config.json, or hub id")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     draft.add_argument(
@@ -34,59 +56,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:VALUE]",
         help="what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none)",
     )
-    parser.add_argument(
-        "--device",
-        required=True,
-        metavar="NAME",
-        help="device, such as orin-nano-8gb; an unknown name lists all",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp16", "bf16", "fp8", "int8", "int4"),
-        help="type of the weights of both models (default: int4, or a bundle's own)",
-    )
-    parser.add_argument(
-        "--max-seq-len",
-        type=int,
-        metavar="S",
-        help="most tokens of a prompt and its output (default: 4096, or a bundle's own)",
-    )
-    parser.add_argument(
-        "--acceptance", type=float, default=0.7, metavar="A", help="probability that a draft token is accepted"
-    )
-    parser.add_argument(
-        "--backend", choices=ENGINE_RUNTIMES, help="what runs the models (default: tensorrt, or a bundle's own)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_flags(parser, _PlanCommand)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport plan``; returns 1 if the models do not fit."""
     from specexport.exporter.plan import DEVICES, EFFICIENCY, plan, plan_bundle
 
+    command = from_flags(_PlanCommand, arguments)
     target = arguments.target or arguments.model
-    device = DEVICES.get(arguments.device)
+    device = DEVICES.get(command.device)
     if device is None:
-        raise BuildError(f"device is {arguments.device!r}; expected one of {', '.join(DEVICES)}")
+        raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}")
     method = parse_method(arguments.method) if arguments.method else None
     if arguments.draft is not None:
         method = read_method({"method": "draft_model", "model": arguments.draft}, "--draft")
     if (expanded(target) / MANIFEST_NAME).is_file():
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
-            if getattr(arguments, name) is not None:
+            if getattr(arguments, name, None) is not None:
                 raise BuildError(
                     f"--{name.replace('_', '-')} was given with a bundle, which sets it itself; leave it out, or give "
                     "the model"
                 )
         manifest = read_manifest(expanded(target))
-        estimate = plan_bundle(manifest, target, device, acceptance=arguments.acceptance)
+        estimate = plan_bundle(manifest, target, device, acceptance=command.acceptance)
         methods = [method for method in manifest.methods if method.needs_graph]
         drafts = next((method.name for method in methods if method.models), None)
         without = ", ".join(method.name for method in methods if not method.models)
         stored = ", ".join(dict.fromkeys(model.precision.weights for model in manifest.models.values()))
-        title = f"{arguments.device}, {stored} as built, {manifest.max_seq_len} tokens"
+        title = f"{command.device}, {stored} as built, {manifest.max_seq_len} tokens"
     else:
-        precision, context = arguments.precision or "int4", arguments.max_seq_len or 4096
+        precision, context = command.precision or "int4", command.max_seq_len or 4096
         with needs_extra(f"{target}: reading this model", "export"):
             estimate = plan(
                 target,
@@ -94,12 +94,12 @@ def main(arguments: argparse.Namespace) -> int:
                 device,
                 precision=precision,
                 context=context,
-                acceptance=arguments.acceptance,
-                backend=arguments.backend or "tensorrt",
+                acceptance=command.acceptance,
+                backend=command.backend or "tensorrt",
             )
-        drafts, title = (method.name if method else None), f"{arguments.device}, {precision}, {context} tokens"
+        drafts, title = (method.name if method else None), f"{command.device}, {precision}, {context} tokens"
         without = ""
-    if arguments.json:
+    if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
         return 0 if estimate.fits else 1
     table = Table(title, ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"), "lr")
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
         f"{verdict}: {bytes_text(estimate.needed)} of {bytes_text(estimate.available)}",
         f"plain decoding: about {estimate.speeds[0]:.0f} tokens/s",
     ]
-    accepted = f"if {arguments.acceptance:.0%} of draft tokens are accepted"
+    accepted = f"if {command.acceptance:.0%} of draft tokens are accepted"
     if estimate.best_k:
         notes.append(f"with {drafts}: about {max(estimate.speeds):.0f} tokens/s at K = {estimate.best_k}, {accepted}")
     elif drafts is not None:

@@ -11,31 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import (
-    SOURCE,
-    SOURCE_HELP,
-    add_machine,
-    add_model,
-    add_sampling,
-    add_speculation,
-    opening,
-    sampling,
-    speculation,
-)
+from specexport.commands import add_engine, add_sampling, add_source, add_speculation, opening, speculation
 from specexport.contract.errors import RequestError
+from specexport.contract.options import Options, option
+from specexport.flags import add_flags, check_flags, flag_values, from_flags
 from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.engine import Prompt
+from specexport.runtime.params import DEFAULT_MAX_TOKENS
+from specexport.runtime.speculative import Speculative
 from specexport.terminal import from_standard_input
 
 _OF_ACCEPTANCE = {
@@ -45,107 +37,82 @@ _OF_ACCEPTANCE = {
     "entropy_threshold": "relaxed",
 }
 """The rule of acceptance that each parameter belongs to."""
+_ACCEPTANCE = ("acceptance", *_OF_ACCEPTANCE)
+
+
+class _RunCommand(Options, frozen=True, kw_only=True):
+    """Options of ``specexport run``.
+
+    Attributes:
+        prompt: text to continue (default: -, standard input).
+        chat: the prompt is a message to answer, formatted by the chat template.
+        prompt_embeds: embeddings to read before the prompt, a .npy file of [N,H], for bundles built with
+            --inputs-embeds (default: none).
+        json: print one JSON object instead of text.
+        stats: print counters and times to standard error.
+        hypothesis: the expected output, verified instead of a draft (default: none).
+    """
+
+    prompt: Annotated[str | None, option("TEXT", short="-p", group="the prompt")] = None
+    chat: Annotated[bool, option(group="the prompt")] = False
+    prompt_embeds: Annotated[Path | None, option("FILE", group="the prompt")] = None
+    json: Annotated[bool, option(group="output")] = False
+    stats: Annotated[bool, option(group="output")] = False
+    hypothesis: Annotated[Path | None, option("FILE", group="speculation")] = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport run``."""
-    parser.add_argument("source", metavar=SOURCE, help=SOURCE_HELP)
-    prompt = parser.add_argument_group("the prompt")
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue (default: -, standard input)")
-    prompt.add_argument(
-        "--chat", action="store_true", help="the prompt is a message to answer, formatted by the chat template"
-    )
-    prompt.add_argument(
-        "--prompt-embeds",
-        type=Path,
-        metavar="FILE",
-        help="embeddings to read before the prompt, a .npy file of [N,H], for bundles built with --inputs-embeds "
-        "(default: none)",
-    )
+    add_source(parser)
+    add_flags(parser, _RunCommand, ("prompt", "chat", "prompt_embeds"))
     add_sampling(
         parser,
-        length=f"{SamplingParams.max_tokens}; with --chat, what the context holds",
+        length=f"{DEFAULT_MAX_TOKENS}; with --chat, what the context holds",
         seed="gives the same sampled text again with --num-speculative-tokens, --no-calibrate or --no-speculation; "
         "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--ignore-eos", action="store_true", help="continue past the end-of-text token, to --max-tokens"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--stats", action="store_true", help="print counters and times to standard error")
-    group = add_speculation(parser)
-    group.add_argument(
-        "--hypothesis",
-        type=Path,
-        metavar="FILE",
-        help="the expected output, verified instead of a draft (default: none)",
-    )
-    group.add_argument(
-        "--hypothesis-entropy",
-        type=float,
-        metavar="H",
-        help="the greatest entropy with which the hypothesis was made, in nats (default: unknown)",
-    )
-    add: Callable[..., Any] = partial(group.add_argument, default=argparse.SUPPRESS)
-    add(
-        "--acceptance",
-        choices=("lossless", "typical", "relaxed"),
-        help="acceptance rule; typical and relaxed (for --hypothesis) accept more and are not lossless "
-        "(default: lossless)",
-    )
-    default = "(default: the bundle's)"
-    add("--posterior-threshold", type=float, metavar="E", help=f"epsilon of typical acceptance {default}")
-    add("--posterior-alpha", type=float, metavar="A", help=f"alpha of typical acceptance {default}")
-    add(
-        "--likelihood-threshold",
-        type=float,
-        metavar="P",
-        help="relaxed acceptance accepts tokens of at least this probability (default: 0.2)",
-    )
-    add(
-        "--entropy-threshold",
-        type=float,
-        metavar="H",
-        help="relaxed acceptance takes a whole hypothesis of less entropy than this, in nats (default: never)",
-    )
-    add_model(parser)
-    add_machine(parser)
+    add_flags(parser, SamplingParams, ("ignore_eos",), group="output")
+    add_flags(parser, _RunCommand, ("json", "stats"))
+    add_speculation(parser)
+    add_flags(parser, _RunCommand, ("hypothesis",))
+    add_flags(parser, Speculative, ("hypothesis_entropy",))
+    add_flags(parser, SamplingParams, _ACCEPTANCE)
+    add_engine(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport run``."""
-    options = opening(arguments)
+    command, engine_options = from_flags(_RunCommand, arguments), opening(arguments)
+    overrides = flag_values(SamplingParams, arguments)
+    check_flags(SamplingParams, overrides)
     for name, acceptance in _OF_ACCEPTANCE.items():
-        if hasattr(arguments, name) and getattr(arguments, "acceptance", "lossless") != acceptance:
+        if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
             raise RequestError(
                 f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it needs"
             )
-    if arguments.chat and arguments.prompt_embeds is not None:
+    if command.chat and command.prompt_embeds is not None:
         raise RequestError("--prompt-embeds was given with --chat, whose messages are text; give one of them")
-    hypothesis = _hypothesis(arguments.hypothesis) if arguments.hypothesis is not None else None
-    keys = speculation(arguments, hypothesis=hypothesis, hypothesis_entropy=arguments.hypothesis_entropy)
-    embeds = _embeds(arguments.prompt_embeds) if arguments.prompt_embeds is not None else None
-    text = _prompt(arguments.prompt) if embeds is None or arguments.prompt is not None else ""
-    overrides = {name: getattr(arguments, name) for name in ("acceptance", *_OF_ACCEPTANCE) if hasattr(arguments, name)}
-    overrides |= sampling(arguments) | {"seed": arguments.seed, "ignore_eos": arguments.ignore_eos}
+    hypothesis = _hypothesis(command.hypothesis) if command.hypothesis is not None else None
+    keys = speculation(arguments, hypothesis=hypothesis)
+    embeds = _embeds(command.prompt_embeds) if command.prompt_embeds is not None else None
+    text = _prompt(command.prompt) if embeds is None or command.prompt is not None else ""
     from specexport.frontend import Frontend
 
-    with closing(Frontend.open(arguments.source, **options)) as frontend:
+    with closing(Frontend.open(**engine_options)) as frontend:
         prompt: Prompt = text if embeds is None else EmbedsPrompt([embeds, text])
-        if arguments.chat:
+        if command.chat:
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
-        params = frontend.params(None if arguments.chat else SamplingParams.max_tokens, **overrides)
+        params = frontend.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
         engine = frontend.engine
         with stream:
-            if arguments.json:
+            if command.json:
                 print(json.dumps(_result(text, stream) | {"params": msgspec.to_builtins(stream.params)}))
             else:
                 for chunk in stream:
                     print(chunk.text, end="", flush=True)
                 print(flush=True)
-            if arguments.stats:
+            if command.stats:
                 print(
                     describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
                     file=sys.stderr,

@@ -9,41 +9,49 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from typing import Annotated, Literal
 
 from specexport.building import needs_extra
+from specexport.commands import add_target
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name, text_methods
+from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
+from specexport.flags import add_flags, from_flags
 from specexport.tables import Table, show
+
+
+class _SuggestCommand(Options, frozen=True, kw_only=True):
+    """Options of ``specexport suggest``.
+
+    Attributes:
+        draft: a smaller model to choose from (default: none).
+        device: where the bundle will run.
+    """
+
+    draft: Annotated[tuple[str, ...], option("DIR_OR_ID", repeat=True)] = ()
+    device: Literal["cpu", "gpu"] = "cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("model", nargs="?", metavar="TARGET", help="bundle, Hugging Face folder or hub id")
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
-    parser.add_argument(
-        "--draft",
-        action="append",
-        default=[],
-        metavar="DIR_OR_ID",
-        help="a smaller model to choose from; repeatable (default: none)",
-    )
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the bundle will run")
+    add_target(parser, "bundle, Hugging Face folder or hub id")
+    add_flags(parser, _SuggestCommand)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport suggest``."""
+    command = from_flags(_SuggestCommand, arguments)
     target = arguments.target or arguments.model
     with needs_extra(f"{target}: reading this model", "export"):
         from specexport.exporter.suggest import suggest
 
-        advice = suggest(target, arguments.draft, arguments.device)
+        advice = suggest(target, command.draft, command.device)
     folder = expanded(target)
     manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
     table = Table(
-        f"{target}: {advice.parameters:,} parameters, on a {arguments.device}",
+        f"{target}: {advice.parameters:,} parameters, on a {command.device}",
         ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
     )
     for suggestion in advice.suggestions:

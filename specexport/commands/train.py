@@ -13,8 +13,9 @@ from functools import partial
 
 from specexport.contract.errors import TrainError
 from specexport.contract.methods import known, method_type, part
+from specexport.flags import add_flags, from_flags
 from specexport.tables import show
-from specexport.training.options import Training, add_flags, from_flags
+from specexport.training.options import Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,17 +11,19 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import add_report, add_threads
+from specexport.commands import PlottedCommand, engine_flags
 from specexport.commands.draw import about, svg
 from specexport.commands.inspect import terminal_tree
-from specexport.contract.engines import BACKENDS
 from specexport.contract.errors import RequestError
+from specexport.contract.options import option
+from specexport.flags import add_flags, from_flags
+from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
@@ -30,6 +32,40 @@ from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
     from specexport.tuning.tree import TreeCandidate
+
+
+class _TreeCommand(PlottedCommand, frozen=True, kw_only=True):
+    """Options of ``specexport tune``.
+
+    Attributes:
+        data: text like your future requests, not the training data: text files, or .jsonl with a text a line.
+        method: whose tree, by name (default: the bundle's first method).
+        max_nodes: most tokens a step verifies.
+        prompts: prompts to decode.
+        prompt_tokens: tokens of a prompt.
+        max_tokens: tokens to generate for each.
+        temperature: divide logits by this; 0 decodes greedily.
+        dry_run: print the result and leave the bundle as it is.
+    """
+
+    data: Annotated[tuple[Path, ...], option("FILE")]
+    method: Annotated[str | None, option("NAME")] = None
+    max_nodes: Annotated[int, option("N", ge=2)] = 32
+    prompts: Annotated[int, option("N", ge=1)] = 32
+    prompt_tokens: Annotated[int, option("N", ge=2)] = 128
+    max_tokens: Annotated[int, option("N", short="-n", ge=2)] = 96
+    temperature: Annotated[float, option("T", ge=0)] = 0.0
+    dry_run: bool = False
+
+
+class _BatchCommand(PlottedCommand, frozen=True, kw_only=True):
+    """Options of ``specexport tune``.
+
+    Attributes:
+        seconds: about how many seconds to measure; at least two rounds.
+    """
+
+    seconds: Annotated[float, option("S", gt=0)] = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,27 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "make the tree that commits most tokens a second the method's default.",
         epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
     )
-    tree.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
-    tree.add_argument("--method", metavar="NAME", help="whose tree, by name (default: the bundle's first method)")
-    tree.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text like your future requests, not the training data: text files, or .jsonl with a text a line",
-    )
-    tree.add_argument("--max-nodes", type=int, default=32, metavar="N", help="most tokens a step verifies")
-    tree.add_argument("--prompts", type=int, default=32, metavar="N", help="prompts to decode")
-    tree.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of a prompt")
-    tree.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="tokens to generate for each")
-    tree.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="divide logits by this; 0 decodes greedily"
-    )
-    add_threads(tree)
-    tree.add_argument("--dry-run", action="store_true", help="print the result and leave the bundle as it is")
-    tree.add_argument("--json", action="store_true", help="print the result as JSON")
-    add_report(tree, "--plot")
+    add_flags(tree, _TreeCommand)
+    add_flags(tree, EngineOptions, ("threads",), group="the engine")
     batch = kinds.add_parser(
         "batch",
         help="what steps cost, which decides how much each step speculates",
@@ -71,18 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speculate as much as pays by these figures: less as the batch fills, down to none.",
         epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
     )
-    batch.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder written by specexport build")
-    add_threads(batch)
-    batch.add_argument("--backend", choices=BACKENDS, help="what runs the bundle (default: what it was built for)")
-    batch.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="about how many seconds to measure; at least two rounds",
-    )
-    batch.add_argument("--json", action="store_true", help="print it as JSON")
-    add_report(batch, "--plot")
+    add_flags(batch, _BatchCommand)
+    add_flags(batch, EngineOptions, ("threads", "backend"), group="the engine")
     batch.set_defaults(main=tune_batch)
 
 
@@ -90,20 +97,18 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune tree``."""
     from specexport.tuning import tree as tune
 
-    for flag, least in (("max_nodes", 2), ("prompts", 1), ("prompt_tokens", 2), ("max_tokens", 2)):
-        if getattr(arguments, flag) < least:
-            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(arguments, flag)}; expected {least} or more")
-    report.check_path("--plot", arguments.plot)
-    if not arguments.dry_run:
+    command, engine_options = from_flags(_TreeCommand, arguments), engine_flags(arguments, ("threads",))
+    report.check_path("--plot", command.plot)
+    if not command.dry_run:
         exporter()
-    bundle = Bundle.open(arguments.bundle)
+    bundle = Bundle.open(command.bundle)
     manifest = bundle.manifest
     if not manifest.methods:
-        raise RequestError(f"{arguments.bundle}: built without a method; there is no tree to tune")
-    method = manifest.methods[0] if arguments.method is None else manifest.method(arguments.method)
+        raise RequestError(f"{command.bundle}: built without a method; there is no tree to tune")
+    method = manifest.methods[0] if command.method is None else manifest.method(command.method)
     if method is None:
         there = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {arguments.method!r}; the bundle has {there}", param="method")
+        raise RequestError(f"--method is {command.method!r}; the bundle has {there}", param="method")
     name = method.name
     if not method.branching:
         raise RequestError(
@@ -113,42 +118,42 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if manifest.program or manifest.engines:
         raise RequestError(
-            f"{arguments.bundle}: is built for {manifest.backend}; its step program and engines are compiled for its "
+            f"{command.bundle}: is built for {manifest.backend}; its step program and engines are compiled for its "
             "trees. Tune a bundle built for onnxruntime, and build this one again with the best tree"
         )
     with progress_bars() as bars:
         with Engine.load(
-            arguments.bundle, threads=arguments.threads, check_hashes=False, calibrate=False, backend="onnxruntime"
+            command.bundle, check_hashes=False, calibrate=False, backend="onnxruntime", **engine_options
         ) as engine:
-            prompts = _read_prompts(engine, arguments.data, arguments.prompts, arguments.prompt_tokens)
+            prompts = _read_prompts(engine, command.data, command.prompts, command.prompt_tokens)
             params = SamplingParams(
-                temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=0, ignore_eos=True
+                temperature=command.temperature, max_tokens=command.max_tokens, seed=0, ignore_eos=True
             )
             observed = tune.observe(engine, name, prompts, params, bars)
             device = engine.backend.device
         # The widest step behind the longest context, and rows half-way through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
-        rows = min(arguments.prompt_tokens + arguments.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tune.step_costs(bundle, rows, min(arguments.max_nodes, widest), arguments.threads, bars)
+        rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
+        costs = tune.step_costs(bundle, rows, min(command.max_nodes, widest), engine_options["threads"], bars)
     ranked = tune.candidates(method, observed, costs)
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")
     best, table = ranked[0], _table(name, ranked, costs)
-    if arguments.json:
+    if command.json:
         print(json.dumps(_as_dict(name, ranked, costs), indent=2))
     else:
         show(table, terminal_tree(best.tree))
-    if arguments.plot is not None:
-        parts = (device, table, *_figures(name, ranked, costs), *about(arguments.bundle, manifest))
-        report.write(arguments.plot, f"tune tree: {arguments.bundle}", parts)
-    if arguments.dry_run:
+    if command.plot is not None:
+        parts = (device, table, *_figures(name, ranked, costs), *about(command.bundle, manifest))
+        report.write(command.plot, f"tune tree: {command.bundle}", parts)
+    if command.dry_run:
         return 0
     from specexport.exporter.set_tree import set_default_tree
 
-    set_default_tree(arguments.bundle, name, best.tree)
-    if not arguments.json:
+    set_default_tree(command.bundle, name, best.tree)
+    if not command.json:
         warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
-        print(f"{arguments.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
+        print(f"{command.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
     return 0
 
 
@@ -233,29 +238,27 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
 
 def tune_batch(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
-    if not arguments.seconds > 0:
-        raise RequestError(f"--seconds is {arguments.seconds:g}; expected more than 0")
-    report.check_path("--plot", arguments.plot)
+    command = from_flags(_BatchCommand, arguments)
+    engine_options = engine_flags(arguments, ("threads", "backend"))
+    report.check_path("--plot", command.plot)
     with (
         progress_bars() as progress,
-        Engine.load(
-            arguments.bundle, threads=arguments.threads, backend=arguments.backend, check_hashes=False, calibrate=False
-        ) as engine,
+        Engine.load(command.bundle, check_hashes=False, calibrate=False, **engine_options) as engine,
     ):
-        curve, device = engine.calibrate(arguments.seconds, progress), engine.backend.device
+        curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
-    if arguments.json:
+    if command.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
         show(device, *tables(curve))
-    if arguments.plot is not None:
+    if command.plot is not None:
         steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
         charts = [report.Figure("A step of the target", steps)]
         for costs in curve.methods:
             chart = report.lines("nodes of a tree", "ms", _by_slots(costs.propose))
             charts.append(report.Figure(f"Proposing with {costs.method}", chart))
-        parts = (device, *tables(curve), *charts, *about(arguments.bundle, manifest))
-        report.write(arguments.plot, f"tune batch: {arguments.bundle}", parts)
+        parts = (device, *tables(curve), *charts, *about(command.bundle, manifest))
+        report.write(command.plot, f"tune batch: {command.bundle}", parts)
     return 0
 
 

@@ -20,31 +20,29 @@ from starlette.types import Scope
 
 from specexport import __version__
 from specexport.contract.errors import ClosedError, RequestError
-from specexport.server.chat import chat, chat_tokens
-from specexport.server.completions import complete
-from specexport.server.errors import ApiError, api_error
-from specexport.server.middleware import REQUEST_ID, Edge
-from specexport.server.page import PATHS, add_page
-from specexport.server.responses import answer_response
-from specexport.server.schema import (
-    ChatRequest,
+from specexport.contract.options import options
+from specexport.server.answers import (
     ChatResponse,
-    CompletionRequest,
     CompletionResponse,
     ErrorResponse,
     MethodCard,
     ModelCard,
     ModelList,
     ResponseAnswer,
-    ResponseRequest,
     Status,
-    TokenizeRequest,
     TokenizeResponse,
 )
+from specexport.server.chat import chat, chat_tokens
+from specexport.server.completions import complete
+from specexport.server.errors import ApiError, api_error
+from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.options import ServerOptions
+from specexport.server.page import PATHS, add_page
+from specexport.server.responses import answer_response
+from specexport.server.schema import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.service import Service
 from specexport.server.tools import template_tools
 
-DEFAULT_MAX_BODY_BYTES = 8 << 20
 _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 """Paths that need no API key."""
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
@@ -71,7 +69,7 @@ def create_app(
     service: Service,
     *,
     api_keys: Sequence[str] = (),
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    max_body_bytes: int = options(ServerOptions)["max_body_bytes"].default,
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:

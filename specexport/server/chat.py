@@ -15,23 +15,20 @@ from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
-from specexport.server.schema import (
-    ANY_OBJECT,
+from specexport.server.answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatLogprob,
     ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
     ChatResponse,
     Choice,
-    JsonSchema,
-    TemplateOptions,
     TopLogprob,
     Usage,
 )
+from specexport.server.messages import ANY_OBJECT, ChatMessage
+from specexport.server.schema import ChatRequest, JsonSchema, TemplateOptions
 from specexport.server.service import Service, least, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
+from specexport.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from specexport.server.offsets import PlacedTokens
-from specexport.server.schema import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Usage
+from specexport.server.schema import CompletionRequest
 from specexport.server.service import Service, least, prompt_logprobs, respond
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from specexport.contract.errors import ClosedError, ContextLengthError, DeadlineError, QueueFullError, RequestError
-from specexport.server.schema import ErrorDetail, ErrorResponse
+from specexport.server.answers import ErrorDetail, ErrorResponse
 
 _LOG = logging.getLogger("uvicorn.error")
 _PARAMS = {

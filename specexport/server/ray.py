@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
@@ -35,12 +35,14 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specexport.async_engine import DEFAULT_MAX_QUEUE, AsyncEngine
+from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BackendError, BuildError, QueueFullError
 from specexport.contract.reading import read_manifest
-from specexport.server.app import DEFAULT_MAX_BODY_BYTES, create_app
+from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
+from specexport.server.fields import model_of
 from specexport.server.middleware import Edge
+from specexport.server.options import ServerOptions
 from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
@@ -54,58 +56,49 @@ _KEYED = 512
 """Characters of a prompt's beginning that determine its replica."""
 
 
-class Settings(BaseModel):
+_ENGINE = (
+    *("speculative_config", "calibrate", "max_model_len", "seed", "gpu_memory_utilization", "backend", "max_queue"),
+)
+_SERVER = (
+    "served_model_name",
+    "timeout",
+    "shutdown_timeout",
+    "cors",
+    "page",
+    "max_body_bytes",
+    "replicas",
+    "max_replicas",
+)
+
+if TYPE_CHECKING:
+    _Fields: Any
+else:
+    _Fields = model_of(BaseModel, ServerOptions, (*_ENGINE, *_SERVER))
+
+
+class Settings(_Fields):  # type: ignore[misc]
     """Arguments of :func:`app`, as ``serve run`` and a config file's ``args`` give them.
+
+    The other fields are those of :class:`~specexport.server.options.ServerOptions`.
 
     Attributes:
         bundle: a folder, with the same path on every machine.
-        replicas: engines, each with a copy of the model.
-        max_replicas: if more than ``replicas``, Ray adds replicas while requests wait, and removes them again.
         threads: CPU cores of a replica.
         gpus: GPUs of a replica; None for one if the bundle runs on a GPU.
-        served_model_name: the model's names in the API; by default the bundle's path.
-        max_queue: most requests that wait at a front for a replica.
-        timeout: seconds a request may take at a replica; None for no limit.
-        shutdown_timeout: seconds in which the requests of a replaced replica may finish.
         api_keys: clients have to send one of them; by default ``$SPECEXPORT_API_KEY``, if set.
-        cors: origins of pages that may call it.
-        page: whether to serve a page at ``/``.
-        max_body_bytes: most bytes of a request's body.
-        speculative_config: this and the following fields are those of ``LLM``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     bundle: str
-    replicas: PositiveInt = 1
-    max_replicas: PositiveInt | None = None
     threads: PositiveInt = 1
     gpus: float | None = Field(None, ge=0)
-    served_model_name: tuple[str, ...] = ()
-    max_queue: int = Field(DEFAULT_MAX_QUEUE, ge=0)
-    timeout: float | None = Field(600.0, gt=0)
-    shutdown_timeout: float = Field(30.0, ge=0)
     api_keys: tuple[str, ...] = Field(default_factory=lambda: tuple(filter(None, [os.environ.get(API_KEY)])))
-    cors: tuple[str, ...] = ()
-    page: bool = True
-    max_body_bytes: PositiveInt = DEFAULT_MAX_BODY_BYTES
-    speculative_config: str | dict[str, Any] | None = None
-    max_model_len: int | None = None
-    seed: int | None = None
-    gpu_memory_utilization: float | None = None
-    backend: str | None = None
-    calibrate: bool = True
 
     def actor(self, backend: str) -> dict[str, float]:
         """Ray's resources for a replica, whose bundle was built for a backend."""
         device = 0.0 if (self.backend or backend) == "onnxruntime" else 1.0
         return {"num_cpus": self.threads, "num_gpus": device if self.gpus is None else self.gpus}
-
-
-_OF_ENGINE = {
-    *("bundle", "max_queue", "threads", "speculative_config", "max_model_len", "seed", "gpu_memory_utilization"),
-    *("backend", "calibrate"),
-}
 
 
 class ForwardedRequest(BaseModel):
@@ -120,10 +113,12 @@ class EngineReplica:
     """One replica: an engine with the server's application around it."""
 
     def __init__(self, settings: Settings) -> None:
-        self.engine = AsyncEngine.open(**settings.model_dump(include=_OF_ENGINE))
+        self.engine = AsyncEngine.open(
+            **settings.model_dump(include={"bundle", "threads", *_ENGINE}, exclude_none=True)
+        )
         if kernels := self.engine.frontend.engine.backend.kernels:
             logging.getLogger("ray.serve").info("Kernels: %s", kernels)
-        service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout)
+        service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout or None)
         self._metrics = service.metrics
         self._app: ASGIApp = create_app(
             service,

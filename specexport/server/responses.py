@@ -14,28 +14,20 @@ from fastapi import Request, Response
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import SamplingParams
-from specexport.server.chat import chat_tokens
-from specexport.server.errors import api_error
-from specexport.server.schema import (
-    ANY_OBJECT,
+from specexport.server.answers import (
     AssistantCall,
-    CalledFunction,
-    ChatMessage,
-    Content,
     IncompleteDetails,
-    InputCall,
-    InputItem,
-    InputMessage,
     OutputCall,
     OutputDetails,
     OutputMessage,
     OutputText,
     ResponseAnswer,
-    ResponseRequest,
     ResponseUsage,
-    SchemaFormat,
-    ToolCall,
 )
+from specexport.server.chat import chat_tokens
+from specexport.server.errors import api_error
+from specexport.server.messages import ANY_OBJECT, CalledFunction, ChatMessage, Content, ToolCall
+from specexport.server.schema import InputCall, InputItem, InputMessage, ResponseRequest, SchemaFormat
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools
 

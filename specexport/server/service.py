@@ -23,29 +23,21 @@ from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.outputs import by_token
 from specexport.runtime import Chunk, SamplingParams, Stream
-from specexport.server.errors import ApiError, api_error
-from specexport.server.metrics import Metrics
-from specexport.server.schema import (
-    ChatRequest,
+from specexport.server.answers import (
     Choice,
     CompletionTokensDetails,
-    GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
-    ResponseRequest,
     SpeculationUsage,
     Step,
-    StreamOptions,
     Usage,
 )
+from specexport.server.errors import ApiError, api_error
+from specexport.server.metrics import Metrics
+from specexport.server.schema import SAMPLING, ChatRequest, GenerationRequest, ResponseRequest, StreamOptions
 from specexport.server.tools import Calling, calling
 
-SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-}
-"""Fields with the names of the engine's parameters."""
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 """Names of the most tokens of an output; a request without any of them uses the model's own limit, if it has one."""
 GONE = 499
@@ -149,7 +141,7 @@ class Service:
                 "structured_outputs: given with tools or a response_format; give one of them",
                 param="structured_outputs",
             )
-        overrides: dict[str, Any] = body.model_dump(include=SAMPLING, exclude_none=True)
+        overrides: dict[str, Any] = body.model_dump(include=set(SAMPLING), exclude_none=True)
         if body.model_fields_set & LENGTHS:
             overrides["max_tokens"] = max_tokens
         if body.stop is not None:

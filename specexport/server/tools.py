@@ -11,15 +11,9 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.server import parameters
-from specexport.server.schema import (
-    AssistantCall,
-    ChatRequest,
-    Function,
-    FunctionCall,
-    FunctionName,
-    ResponseRequest,
-    quoted,
-)
+from specexport.server.answers import AssistantCall, FunctionCall
+from specexport.server.messages import Function, FunctionName, quoted
+from specexport.server.schema import ChatRequest, ResponseRequest
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from pydantic import ValidationError
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BundleError, RequestError
 from specexport.server.errors import api_error
-from specexport.server.schema import CompletionRequest
-from specexport.server.service import SAMPLING, Service, merged
+from specexport.server.schema import SAMPLING, CompletionRequest
+from specexport.server.service import Service, merged
 
 SETTINGS = "model.json"
 """File beside ``model.py``: the bundle's relative path, ``timeout`` in seconds, and options of ``AsyncEngine.open``."""
-_PARAMETERS = SAMPLING | {
+_PARAMETERS = {
+    *SAMPLING,
     *("max_tokens", "n", "seed", "stop", "stop_token_ids", "logit_bias", "structured_outputs", "speculative"),
     *("timeout", "add_special_tokens"),
 }

@@ -13,6 +13,7 @@ import onnx
 
 from specexport.contract import tensors
 from specexport.contract.engines import Accept, Commit, ComputedIn, Fill, ProgramGraph
+from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -137,8 +138,8 @@ def _accept(call: GraphRun) -> _Values:
         tensors.DRAFT_IDS: ids,
         tensors.DRAFT_PROBS: probs,
         tensors.UNIFORM: call.random.random(1 if call.of.rule == "typical" else len(parents)),
-        tensors.THRESHOLD: 0.09,
-        tensors.ALPHA: 0.3,
+        tensors.THRESHOLD: GenerationDefaults().posterior_threshold,
+        tensors.ALPHA: GenerationDefaults().posterior_alpha,
         **_SAMPLING,
     }
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from filelock import FileLock
 
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.methods import Method
+from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
-from specexport.exporter.engines.options import EngineOptions
-from specexport.exporter.options import LOWERINGS, BuildOptions
+from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import BuildOptions
 from tests.checkpoints import (
     GROUPED,
     VOCAB,
@@ -48,7 +49,7 @@ _EXPERTS: dict[str, Any] = {
 }
 
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
-_MIXED = [pair for pair in itertools.product(_PRECISIONS, LOWERINGS) if pair != ("int4", "portable")]
+_MIXED = [pair for pair in itertools.product(_PRECISIONS, get_args(LoweredAs)) if pair != ("int4", "portable")]
 """Every precision with every lowering, but for what cannot be stored."""
 KINDS = (
     "hybrid",
@@ -132,7 +133,7 @@ def make(name: str, root: Path) -> Path:
                     max_batch_size=max(SLOTS),
                     backend=BACKEND,
                     tensor_parallel=2 if kind == "split" else 1,
-                    engines=EngineOptions(BACKEND),
+                    engines=CompileOptions(BACKEND),
                 )
             )
     return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specexport.contract.errors import RequestError
@@ -15,6 +15,14 @@ def plain(value: Any) -> Any:
     """A number or an array of NumPy or torch as Python's numbers and lists; anything else unchanged."""
     convert = getattr(value, "tolist", None)
     return convert() if callable(convert) and not isinstance(value, type) else value
+
+
+def plain_deep(value: Any) -> Any:
+    """The same within lists and mappings, of which lists become tuples."""
+    value = plain(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(plain_deep, value))
+    return {plain(key): plain_deep(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def is_sequence(value: Any) -> bool:

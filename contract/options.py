@@ -1,0 +1,279 @@
+"""Options as structs: a field is an option, with its type, range and default; its help is in the class docstring.
+
+Flags (``specexport.flags``), the keywords of functions, the fields of requests and the tables in ``docs/`` follow from
+these fields, and every value is checked against them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import Signature, signature
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.values import plain_deep, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+REQUIRED: Any = msgspec.NODEFAULT
+_FIELD = re.compile(r"\$\.(\w+)")
+"""The field in an error of msgspec."""
+_LIMITS = ("ge", "gt", "le", "lt", "min_length")
+_DOCUMENTED = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
+_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+
+
+def option(metavar: str | None = None, **about: Any) -> Meta:
+    """What ``Annotated`` says of a field beside its type; its help is in the class docstring.
+
+    Args:
+        metavar: the value's name in ``--help``.
+        about: ``ge``, ``gt``, ``le`` and ``lt``, limits of its numbers, and ``min_length`` of its texts, as of
+            ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
+            ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
+            taking several values; ``parse``, which reads the flag's text; ``expected``, its values in words, where its
+            type says too little; ``hidden``, if it is no flag; ``unchecked``, if it is checked where it is used; and
+            what a kind of options adds.
+    """
+    return Meta(extra={"metavar": metavar, **about})
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option, as its field states it.
+
+    Attributes:
+        name: the field's.
+        help: what it does.
+        kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; of a list that of
+            its elements.
+        several: whether it is a list.
+        choices: the values it may have; empty for any.
+        default: :data:`REQUIRED` if there is none.
+        default_text: the default in words; empty if there is none, or it is a truth value.
+        expected: which values it may have, in words.
+        about: the rest of what :func:`option` was told.
+    """
+
+    name: str
+    help: str
+    kind: type
+    several: bool
+    choices: tuple[Any, ...]
+    default: Any
+    default_text: str
+    expected: str
+    about: Mapping[str, Any]
+
+    @property
+    def sentence(self) -> str:
+        """What it does, with its default."""
+        return self.help + (f" (default: {self.default_text})" if self.default_text else "")
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all options. Numbers may be NumPy's or torch's, and paths texts.
+
+    Raises:
+        SpecExportError: a value is of the wrong kind or out of range; names it.
+    """
+
+    @classmethod
+    def refusal(cls, message: str, name: str) -> SpecExportError:
+        """The error for a wrong value."""
+        return BuildError(message)
+
+    @classmethod
+    def from_keywords(cls, *args: Any, **values: Any) -> Self:
+        """The options of a caller, whose names may be wrong.
+
+        Raises:
+            SpecExportError: see the class; or there is no such option.
+        """
+        unknown = next((name for name in values if name not in cls.__struct_fields__), None)
+        if unknown is not None:
+            raise cls.refusal(f"{unknown} is no option; expected some of {', '.join(cls.__struct_fields__)}", unknown)
+        return cls(*args, **values)
+
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name, value in checked(type(self), values).items():
+            if value is not values[name]:
+                msgspec.structs.force_setattr(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Checks options against each other."""
+
+
+def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
+    """Values of all options, as their types are; ``spelled`` makes the name for an error.
+
+    Raises:
+        SpecExportError: one is of the wrong kind or out of range.
+    """
+    values = {name: plain_deep(value) for name, value in values.items()}
+
+    def refuse(name: str) -> SpecExportError:
+        expected = options(kind)[name].expected
+        return kind.refusal(f"{spelled(name)} is {shown(values[name])}; expected {expected}", name)
+
+    try:
+        twin = msgspec.convert(values, _twin(kind), dec_hook=_path)
+    except msgspec.ValidationError as error:
+        field = _FIELD.search(str(error))
+        raise refuse(field[1] if field else next(iter(values))) from error
+    converted = {name: getattr(twin, name) for name in kind.__struct_fields__}
+    for name, value in converted.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise refuse(name)
+    return converted
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, (str, PathLike)):
+        return Path(value)
+    raise ValueError
+
+
+@lru_cache(maxsize=64)
+def options(kind: type[Options]) -> dict[str, Option]:
+    """The options of a struct by the names of its fields."""
+    hints, help = get_type_hints(kind, include_extras=True), dict[str, str]()
+    for parent in reversed(kind.__mro__):
+        help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(parent.__doc__ or "")}
+    known = {}
+    for field in msgspec.structs.fields(kind):
+        about = dict((_meta(hints[field.name]) or option()).extra or {})
+        limits = {limit: value for limit, value in about.items() if limit in _LIMITS}
+        hint = Any if about.get("unchecked") else _limited(hints[field.name], limits)
+        default = field.default if field.default_factory is REQUIRED else field.default_factory()
+        text, _, stated = help.get(field.name, "").partition(" (default: ")
+        silent = default is REQUIRED or isinstance(default, bool) or default in (None, ())
+        stated = stated.removesuffix(")") or ("" if silent else str(default).strip("()"))
+        words = about.get("expected") or expected(hint)
+        shape = _shape(hints[field.name])
+        known[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": hint})
+    return known
+
+
+@lru_cache(maxsize=64)
+def _twin(kind: type[Options]) -> type[msgspec.Struct]:
+    """A struct of the same fields that checks types alone."""
+    return msgspec.defstruct(kind.__name__, [(name, known.about["type"]) for name, known in options(kind).items()])
+
+
+def _meta(hint: Any) -> Meta | None:
+    metas = getattr(hint, "__metadata__", ())
+    return next((meta for meta in metas if isinstance(meta, Meta) and meta.extra is not None), None)
+
+
+def _alternatives(bare: Any) -> tuple[Any, ...]:
+    """The types that a union allows beside None; empty if it is no union."""
+    union = get_origin(bare) in (Union, UnionType)
+    return tuple(part for part in get_args(bare) if part is not NoneType) if union else ()
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _limited(hint: Any, limits: dict[str, Any]) -> Any:
+    """A type without its option, whose numbers, or texts, are limited."""
+    bare, metas = _bare(hint), [meta for meta in getattr(hint, "__metadata__", ()) if meta is not _meta(hint)]
+    if get_origin(bare) in (Union, UnionType):
+        return Union[tuple(_limited(part, limits) for part in get_args(bare))]  # noqa: UP007
+    if get_origin(bare) is tuple and limits:
+        return tuple[_limited(get_args(bare)[0], limits), ...]  # type: ignore[misc]
+    if limits and bare is str if "min_length" in limits else limits and bare in (int, float):
+        metas.append(Meta(**limits))
+    for meta in metas:
+        bare = Annotated[bare, meta]
+    return bare
+
+
+def _shape(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
+    """The kind, whether there are several, and the choices."""
+    bare = _bare(hint)
+    if parts := _alternatives(bare):
+        shapes = list(map(_shape, parts))
+        return shapes[0] if len(shapes) == 1 else (object, False, ())
+    if get_origin(bare) is Literal:
+        return type(get_args(bare)[0]), False, get_args(bare)
+    if get_origin(bare) is tuple:
+        kind, _, choices = _shape(get_args(bare)[0])
+        return kind, True, choices
+    return (bare if bare in _NOUNS else object), False, ()
+
+
+def expected(hint: Any) -> str:
+    """Which values a type has, in words."""
+    bare = _bare(hint)
+    origin, args = get_origin(bare), get_args(bare)
+    if parts := _alternatives(bare):
+        return " or ".join(dict.fromkeys(map(expected, parts)))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if len(args) == 2 and origin is not tuple:
+        return f"a mapping of {expected(args[0])} to {expected(args[1])}"
+    if args:
+        return f"a list, each {expected(args[0])}"
+    ranges = (_range(bare, meta) for meta in getattr(hint, "__metadata__", ()))
+    return _NOUNS.get(bare, getattr(bare, "__name__", "a value")) + "".join(ranges)
+
+
+def _range(kind: type, meta: Any) -> str:
+    if not isinstance(meta, Meta):
+        return ""
+    if meta.min_length:
+        return " that is not empty"
+    low = meta.ge if meta.ge is not None else meta.gt
+    high = meta.le if meta.le is not None else meta.lt
+    if low is not None and high is not None:
+        opening, closing = "[("[meta.ge is None], "])"[meta.le is None]
+        return f" in {opening}{low:g}, {high:g}{closing}" if kind is float else f" from {low} to {high}"
+    if low is not None:
+        return f" {'>' if meta.ge is None else '>='} {low}"
+    return "" if high is None else f" {'<' if meta.le is None else '<='} {high}"
+
+
+def keywords(kind: Callable[P, Any]) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
+    """Declares that a method takes the fields of ``kind``, for type checkers, editors and ``help()``."""
+
+    def declared(function: Callable[Concatenate[S, ...], R]) -> Callable[Concatenate[S, P], R]:
+        first, *_ = signature(function).parameters.values()
+        hints = get_type_hints(kind)
+        fields = (field.replace(annotation=hints[name]) for name, field in signature(kind).parameters.items())
+        function.__signature__ = Signature([first, *fields])  # type: ignore[attr-defined]
+        lines = (f"    {option.name}: {option.sentence}" for option in options(cast(Any, kind)).values())
+        function.__doc__ = "\n".join([function.__doc__ or "", "", "Args:", *lines])
+        return function
+
+    return declared

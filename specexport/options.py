@@ -1,0 +1,86 @@
+"""Options of opening a model, whoever opens it: ``LLM``, ``AsyncEngine``, the commands, the server, Ray and Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from specexport.contract.methods import MethodOptions
+from specexport.contract.options import option
+from specexport.exporter.options import BuildSettings
+from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
+
+SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
+"""One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
+_model, _speculation, _machine = (partial(option, group=group) for group in ("the model", "speculation", "the machine"))
+
+
+class _ModelOptions(BuildSettings, frozen=True):
+    """What to open.
+
+    Attributes:
+        model: a bundle, or a model (folder, hub id or .gguf file) that is built on first use (default: none).
+    """
+
+    model: Annotated[str | Path | None, option("BUNDLE_OR_MODEL", positional=True, unchecked=True)] = None
+
+
+class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
+    """How to open a bundle, or a model, which is built on first use; the options of its build are the first ones.
+
+    Attributes:
+        bundle: a folder written by specexport build, instead of a model (default: none).
+        speculative_config: how to speculate: a mapping with method, model and the method's keys, or several, the
+            default first; of a bundle's methods it chooses one, and sets options of those that need no graph (default:
+            a bundle's first method; a model is built without one and looks up in the text where that pays).
+        calibrate: choose how much each step speculates by the costs of steps on this machine, which are measured in a
+            few seconds when a bundle is first opened on it.
+        max_model_len: most tokens of a prompt and its output (default: the bundle's; to build, the model's, at most
+            2048).
+        seed: gives requests without a seed of their own one each, by their order; a seed gives the same sampled text
+            again to a request alone, with num_speculative_tokens or without calibration (default: a new one each).
+        check_hashes: compare a bundle's files with its manifest.
+        cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that a bundle opens faster next
+            time.
+        tensor_parallel_size: processes that share the target (default: 1, or what the bundle was built for).
+        threads: CPU threads (default: one per core).
+        backend: what runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed package's
+            (default: what it was built for).
+        gpu_memory_utilization: share of a GPU's memory that may be in use, including other programs'; has no effect on
+            a CPU.
+    """
+
+    bundle: Annotated[str | Path | None, option(hidden=True, unchecked=True)] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _speculation("JSON", unchecked=True, expected="a mapping, its JSON, or a list of such"),
+    ] = None
+    calibrate: Annotated[
+        bool,
+        _speculation(
+            off="draft the bundle's default number of tokens; otherwise the cost of steps is measured once on this "
+            "machine, in a few seconds, and each step drafts as many tokens as pay"
+        ),
+    ] = True
+    max_model_len: Annotated[int | None, _model("S", ge=2)] = None
+    seed: Annotated[int | None, _model("N", ge=0)] = None
+    check_hashes: Annotated[bool, _model(off="compare only the sizes of a bundle's files")] = True
+    cache_graphs: Annotated[
+        bool, _machine(off="do not keep int8 and int4 matrices in packed form in the cache folder")
+    ] = True
+    tensor_parallel_size: Annotated[int | None, _machine("N", short="-tp", ge=1)] = None
+    threads: Annotated[int | None, _machine("N", ge=1)] = None
+    backend: Annotated[str | None, _machine("NAME")] = None
+    gpu_memory_utilization: Annotated[float, _machine("SHARE", gt=0, le=1)] = DEFAULT_UTILIZATION
+
+
+class ServiceOptions(EngineOptions, frozen=True, kw_only=True):
+    """The same for an engine that serves requests as they come.
+
+    Attributes:
+        max_queue: most waiting requests; more are refused with 429.
+    """
+
+    max_queue: Annotated[int, option("N", group="limits", ge=0)] = 128

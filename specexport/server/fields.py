@@ -1,0 +1,152 @@
+"""What requests are made of: strict models, fields without effect, and fields that options of the engine state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    create_model,
+    model_validator,
+)
+from pydantic_core import core_schema
+
+from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.options import Options, options
+from specexport.runtime.params import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+LARGEST = 2**31 - 1
+_LIMITS = ("ge", "gt", "le", "lt")
+
+
+@dataclass(frozen=True, eq=False)  # ``Annotated`` caches by equality, and 0 equals False
+class Only:
+    """A field that may only have its default, one of ``values``, or be empty; anything else is refused."""
+
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, {}, [], *self.values], "description": "Anything else is not supported."}
+
+    def _checked(self, value: Any) -> Any:
+        same_type = (allowed for allowed in self.values if isinstance(allowed, bool) == isinstance(value, bool))
+        if value not in ({}, []) and value not in tuple(same_type):
+            expected = " or ".join(map(json.dumps, self.values))
+            raise ValueError(f"not supported; leave it out{expected and f' or send {expected}'}")
+        return value
+
+
+Unsupported = Annotated[Any, Only()]
+Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
+
+# Lists are refused at their first error: reporting a million of them would take long.
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptAlternatives = Annotated[Alternatives | None, Field(description="The same of the prompt's tokens; not streamed.")]
+Text = Annotated[str, Field(max_length=4_000_000)]
+TokenId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ToolMode = Literal["none", "auto", "required"]
+
+
+def _nullable(schema: dict[str, Any]) -> None:
+    """Allows null for optional fields in a schema."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
+
+
+class RequestModel(BaseModel):
+    """Base of everything in a request: strict, and without other fields than it names."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, json_schema_extra=_nullable
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Removes nulls, which clients send for absent fields; for ``max_tokens`` null means no limit."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
+
+
+class Accepted(RequestModel):
+    """Fields without effect: labels, and fields that may only have their default."""
+
+    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = Field(None, description="A label.")
+    prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+    request_id: Label = None
+    safety_identifier: Label = None
+    service_tier: Label = None
+    user: Label = None
+    audio: Unsupported = None
+    background: Annotated[Any, Only((False,))] = None
+    bad_words: Unsupported = None
+    best_of: Annotated[Any, Only((1,))] = None
+    continue_final_message: Annotated[Any, Only((False,))] = None
+    detokenize: Annotated[Any, Only((True,))] = None
+    early_stopping: Annotated[Any, Only((False,))] = None
+    function_call: Annotated[Any, Only(("none",))] = None
+    functions: Unsupported = None
+    include: Unsupported = None
+    include_reasoning: Annotated[Any, Only((True,))] = None
+    include_stop_str_in_output: Annotated[Any, Only((False,))] = None
+    length_penalty: Annotated[Any, Only((1.0,))] = None
+    logits_processors: Unsupported = None
+    modalities: Annotated[Any, Only((["text"],))] = None
+    prediction: Unsupported = None
+    priority: Annotated[Any, Only((0,))] = None
+    prompt_logprobs: Unsupported = None
+    return_token_ids: Annotated[Any, Only((False,))] = None
+    return_tokens_as_token_ids: Annotated[Any, Only((False,))] = None
+    spaces_between_special_tokens: Annotated[Any, Only((True,))] = None
+    store: Annotated[Any, Only((False,))] = None
+    suffix: Annotated[Any, Only(("",))] = None
+    truncation: Annotated[Any, Only(("disabled",))] = None
+    use_beam_search: Annotated[Any, Only((False,))] = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
+    web_search_options: Unsupported = None
+
+
+def model_of(
+    base: type[BaseModel], kind: type[Options], names: Collection[str], **limits: dict[str, Any]
+) -> type[BaseModel]:
+    """A model with fields of options: their types, ranges, help and, unless the model of a bundle may have its own
+    value, their defaults.
+
+    Args:
+        base: its base.
+        kind: the options.
+        names: those that are fields.
+        limits: other ranges of some of them.
+    """
+    fields: dict[str, Any] = {}
+    for option in (options(kind)[name] for name in names):
+        models = option.name in GenerationDefaults.__struct_fields__  # a bundle's model may have a value of its own
+        optional = models or option.default is None
+        text = f"{option.help} (default: the model's own)" if models else option.sentence
+        about = {limit: value for limit, value in option.about.items() if limit in _LIMITS}
+        about |= {"description": text[0].upper() + text[1:] + ".", **limits.get(option.name, {})}
+        part: Any = Any if option.kind is object else option.kind
+        kinds: Any = tuple[part, ...] if option.several else part
+        default = None if optional else option.default
+        fields[option.name] = (kinds | None if optional else kinds, Field(default, **about))
+    return create_model(f"_{kind.__name__}Fields", __base__=base, **fields)
