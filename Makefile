@@ -55,10 +55,11 @@ MINUTES ?= 60
 fuzz: $(VENV)/.dev
 	SPECEXPORT_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/fuzz
 
-# OpenAI's clients of today against a server: prints the table of docs/serving.md.
+# OpenAI's current clients against a server, and the table in docs/serving.md.
 clients: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles llama-near
 	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
+	$(BIN)/python -m scripts.docs
 
 # The server on a Ray of two replicas: one is killed, the bundle is exchanged, replicas come and go.
 ray: $(VENV)/.dev
@@ -103,7 +104,8 @@ losslessness: $(VENV)/.dev
 # SmolLM2 and Gemma 3 against transformers and llama.cpp, which is compiled for it: an hour, on a quiet machine.
 real: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.peers.setup llamacpp
-	$(BIN)/python -m benchmarks real --models smollm2 gemma3
+	$(BIN)/python -m benchmarks real
+	$(BIN)/python -m scripts.docs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def read_texts(prompts: Path) -> list[str]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures were taken on; of the processor's instruction sets those that kernels are chosen by."""
+    """The processor, the instruction sets that matter for the choice of kernels, the versions and the date."""
     features = cpu_features().split()
     return {
         "cpu": cpu_name(),
@@ -48,6 +49,7 @@ def machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "onnxruntime": onnxruntime.__version__,
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 

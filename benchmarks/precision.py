@@ -14,15 +14,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import common
+from benchmarks import common, tables
 from specexport.contract.reading import read_manifest
 from specexport.exporter import quality
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.options import BuildOptions
-
-PAGE, BEGIN, END = Path("docs/precision.md"), "<!-- figures -->", "<!-- end of figures -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +51,7 @@ def main(args: argparse.Namespace) -> int:
         for file in files:
             rows[Path(file).stem.rpartition(".")[2]] = _read(source, Path(file))
             common.write_report(args.json, results)
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    print(table(results))
+    print(tables.precision(results))
     return 0
 
 
@@ -77,14 +72,3 @@ def _read(source: str, file: Path) -> dict[str, Any]:
     assert other is not None
     found = quality.compare(expected, other.logits)
     return {"bytes": file.stat().st_size, **msgspec.to_builtins(found)}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = ["| model | weights | MB | KL | perplexity (fp32) | same first choice |", "|---|---|---|---|---|---|"]
-    for model, rows in results.items():
-        for name, row in rows.items():
-            perplexity = f"{row['perplexity']:.4g} ({row['reference_perplexity']:.4g})"
-            share, size = f"{row['same_choice']:.1%}", f"{row['bytes'] / 1e6:.1f}"
-            lines.append(f"| {model} | {name} | {size} | {row['kl']:.4f} | {perplexity} | {share} |")
-    return "\n".join(lines)

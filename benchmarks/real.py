@@ -2,9 +2,9 @@
 
 SmolLM2-135M-Instruct and Gemma 3 270M come from the package index as GGUF files. Each is built at each of
 ``--precisions`` and answers nine questions: six chats, an edit of code, a summary, a rewriting. Texts at the file's own
-precision are compared with those of transformers, which reads the same file. Speeds are taken in turns with llama.cpp,
-which runs the same file, or its own requantization of it, plainly and with look-ups. Results are kept in a file;
-without ``--models`` only the tables are written again.
+precision are compared with those of transformers, which reads the same file. For speed it takes turns with llama.cpp,
+which runs the same file, or its own requantization of it, plainly and with look-ups. ``python -m scripts.docs`` writes
+the table and the chart from the results file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,14 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import tables
 from benchmarks.common import machine, write_report
-from benchmarks.peers.compare import NAMES, Worker
+from benchmarks.peers.compare import Worker
 from benchmarks.peers.job import Job, Settings, Way
 from benchmarks.peers.setup import llama_tool
 from specexport.contract.reading import read_manifest
 
 PROMPTS = Path(__file__).with_name("real_prompts.json")
-PAGE, BEGIN, END = Path("docs/benchmarks.md"), "<!-- real models -->", "<!-- end of real models -->"
-PICTURE = Path("docs/speed.svg")
 CONTEXT = 512
 WARM_TOKENS = 24
 
@@ -61,7 +59,7 @@ THEIRS = (Way("plain"), Way("ngram", 4))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``python -m benchmarks real``."""
-    parser.add_argument("--models", nargs="*", default=[], choices=tuple(MODELS), help="to measure; none: the tables")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(MODELS))
     parser.add_argument("--file", type=Path, help="the GGUF file of the one model, instead of downloading it")
     parser.add_argument("--draft", help="a draft of the one model, built into its bundles")
     parser.add_argument("--precisions", nargs="*", default=["stored", "int8", "int4"], choices=tuple(LLAMA_TYPES))
@@ -73,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures the models, and writes the tables."""
+    """Measures the models and prints their table."""
     if (args.file or args.draft) and len(args.models) != 1:
         print("error: --file and --draft are of one model; name one with --models", file=sys.stderr)
         return 1
@@ -89,11 +87,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"{model.name}, {precision}", file=sys.stderr, flush=True)
             entry[precision] = _measured(file, precision, prompts, folder, args)
             write_report(args.json, results)
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    PICTURE.write_text(picture(results), encoding="utf-8")
-    print(table(results))
+    print(tables.real_models(results))
     return 0
 
 
@@ -167,7 +161,6 @@ def _measured(
         versions = {engine: worker.version for engine, worker in workers.items()}
     entry: dict[str, Any] = {
         "machine": machine(args.threads),
-        "date": time.strftime("%Y-%m-%d"),
         "versions": versions,
         "bytes": sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()),
         "quality": msgspec.to_builtins(read_manifest(bundle).target.precision.quality),
@@ -258,53 +251,3 @@ def _same_as_plain(runs: list[dict[str, Any]]) -> list[int]:
     plain = {(run["turn"], run["prompt"]): run["tokens"] for run in ours if run["way"] == "plain"}
     others = [run for run in ours if run["way"] != "plain"]
     return [sum(run["tokens"] == plain[run["turn"], run["prompt"]] for run in others), len(others)]
-
-
-def table(results: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = [
-        "| model | weights | MB | | tokens/s | a step | over our plain | over llama.cpp's best |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for model, entry in results.items():
-        for precision in LLAMA_TYPES:
-            for row in entry.get(precision, {}).get("ways", []):
-                size = f"{entry[precision]['bytes'] / 1e6:.0f}" if row["engine"] == "specexport" else ""
-                way = {"ngram": "look-ups", "default": "by default"}.get(row["way"], row["way"])
-                cells = [model, precision, size, f"{NAMES[row['engine']]}, {way}"]
-                cells += [f"{row['decode_tokens_per_s']:.1f}", f"{row['tokens_per_step']:.2f}"]
-                cells += [f"{row['over_our_plain']:.2f}", f"{row['over_best_llamacpp']:.2f}"]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def picture(results: dict[str, Any]) -> str:
-    """Tokens a second as bars, in SVG: our default, our plain decoding, and the best of llama.cpp."""
-    bars: list[tuple[str, list[tuple[str, str, float]]]] = []
-    for model, entry in results.items():
-        for precision in LLAMA_TYPES:
-            ways = entry.get(precision, {}).get("ways", [])
-            speeds = {(row["engine"], row["way"]): row["decode_tokens_per_s"] for row in ways}
-            if speeds:
-                theirs = max(speed for (engine, _), speed in speeds.items() if engine == "llamacpp")
-                group = [
-                    ("specexport", "#2f7d4f", speeds["specexport", "default"]),
-                    ("without speculation", "#8fbfa1", speeds["specexport", "plain"]),
-                    ("llama.cpp, its best", "#9a9a9a", theirs),
-                ]
-                bars.append((f"{model}, {precision}", group))
-    longest = max((speed for _, group in bars for *_, speed in group), default=1.0)
-    lines, top = [], 10
-    for title, group in bars:
-        lines.append(f'<text x="0" y="{top + 11}" font-weight="bold">{title}</text>')
-        for label, colour, speed in group:
-            top += 18
-            width = 380 * speed / longest
-            lines.append(f'<text x="150" y="{top + 11}" text-anchor="end">{label}</text>')
-            lines.append(f'<rect x="158" y="{top}" width="{width:.0f}" height="14" fill="{colour}"/>')
-            lines.append(f'<text x="{164 + width:.0f}" y="{top + 11}">{speed:.0f} tokens/s</text>')
-        top += 30
-    # Of a grey that is read on white and on black.
-    style = 'font-family="sans-serif" font-size="12" fill="#777"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {top}" width="640" height="{top}" {style}>'
-    return "\n".join([head, *lines, "</svg>"]) + "\n"

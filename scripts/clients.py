@@ -1,9 +1,10 @@
-"""Runs OpenAI's clients of today against a server over a bundle, and prints the table of docs/serving.md.
+"""Run OpenAI's current clients against a server over a bundle; results go to docs/clients.json.
 
     python scripts/clients.py build/test-bundles/llama-near
 
-They are installed into an environment of their own (``build/clients``), as their dependencies conflict with others.
-``--record FILE`` keeps the bodies they send, which tests/test_clients.py sends again.
+The clients are installed into a separate environment (``build/clients``), as their dependencies conflict with others.
+``--record FILE`` stores the request bodies, which tests/test_clients.py replays. ``python -m scripts.docs`` writes the
+table in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "clients.json"
 PACKAGES = {
     "openai": "openai",
     "litellm": "litellm",
@@ -264,7 +266,7 @@ class Recorder:
 
 
 def run(bundle: Path, record: Path | None, only: list[str]) -> int:
-    """Installs the clients, runs them, and prints the table."""
+    """Installs the clients and runs the checks of all, or of those in ``only``; returns the number of failures."""
     sys.path.insert(0, str(ROOT))
     from tests.serving import HERMES, NAME, served, with_chat_template
 
@@ -281,6 +283,7 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
         return recorders[0]
 
     sent: list[dict[str, Any]] = []
+    results: list[dict[str, str]] = []
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = with_chat_template(bundle, Path(folder, "bundle"), HERMES)
@@ -288,22 +291,34 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
             '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
         )
         with served(copy, around=around) as server:
-            print("| Client | Version | What it does | |\n|---|---|---|---|")
             for client in only or PACKAGES:
                 for does in CHECKS[client]:
                     arguments = ["--check", client, does, f"{server.url}/v1", NAME, str(copy / "tokenizer")]
                     done = subprocess.run([python, __file__, *arguments], capture_output=True, text=True, check=False)
                     failed += done.returncode != 0
-                    said = done.stdout.splitlines()[-1] if done.returncode == 0 else "?"
-                    name, works = PACKAGES[client].partition("[")[0], "fails" if done.returncode else "works"
-                    print(f"| {name} | {said} | {does} | {works} |", flush=True)
+                    results.append(
+                        {
+                            "client": PACKAGES[client].partition("[")[0],
+                            "version": done.stdout.splitlines()[-1] if done.returncode == 0 else "?",
+                            "check": does,
+                            "result": "fails" if done.returncode else "works",
+                        }
+                    )
+                    print(*results[-1].values(), sep=", ", flush=True)
                     if done.returncode:
                         print(done.stderr[-3000:], file=sys.stderr)
                     bodies, recorders[0].bodies = recorders[0].bodies, []
                     sent += [{"client": f"{client}: {does}", "path": path, "body": body} for path, body in bodies]
     if record is not None:
-        record.write_text("\n".join(["[", ",\n".join(map(json.dumps, sent)), "]", ""]))
+        record.write_text(_json_lines(sent))
+    if not only:
+        RESULTS.write_text(_json_lines(results))
     return failed
+
+
+def _json_lines(objects: list[Any]) -> str:
+    """A JSON list with one object a line."""
+    return "\n".join(["[", ",\n".join(map(json.dumps, objects)), "]", ""])
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
-from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle, table
+from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle
 
 CHAT: Any = [{"role": "user", "content": "one two"}]
 PET = {
@@ -267,10 +267,6 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
         assert thoughts == "so to=functions.f?"
         assert said.replace("<|start|>", "") == "waitwell!"
         assert not reader.calls
-
-
-def test_the_table_of_the_documentation_is_true() -> None:
-    assert table() in Path("docs/serving.md").read_text(encoding="utf-8")
 
 
 # --- added tokens in grammars ----------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-ENGINES = ("specexport", "transformers", "ort", "openvino", "llamacpp")
+from benchmarks.tables import ENGINES
+
 PRECISIONS = ("fp32", "int8", "int4")
 
 
@@ -31,7 +32,7 @@ def _words(allowed: tuple[str, ...], text: str) -> list[str]:
 
 
 def _engines(text: str) -> list[str]:
-    return _words(ENGINES, text)
+    return _words(tuple(ENGINES), text)
 
 
 def _precisions(text: str) -> list[str]:

@@ -24,16 +24,10 @@ from benchmarks.common import machine, new_table, write_report
 from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
 from benchmarks.peers.job import UNCOUNTED, Job, Settings, Way, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
+from benchmarks.tables import ENGINES
 from specexport.tables import Table, show
 
 REPO = Path(__file__).resolve().parents[2]
-NAMES = {
-    "specexport": "specexport",
-    "transformers": "transformers",
-    "ort": "ONNX Runtime GenAI",
-    "openvino": "OpenVINO GenAI",
-    "llamacpp": "llama.cpp",
-}
 OURS = "specexport"
 # Plain decoding with either attention implementation; the better one counts. Drafts allow only the other.
 MORE_WAYS = {"openvino": [Way("sdpa")]}
@@ -120,7 +114,7 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{NAMES[self.engine]} ended: {last_lines(self.log.read_text(errors='replace'))}")
+            raise RuntimeError(f"{ENGINES[self.engine]} ended: {last_lines(self.log.read_text(errors='replace'))}")
         return json.loads(line)
 
     def ask(self, job: Job) -> Any:
@@ -325,7 +319,7 @@ def table(entries: list[dict[str, Any]]) -> Table:
         if entry["best"]:
             ratios = (entry[name] for name in ("over_our_plain", "ours_over_it", "ours_over_it_end_to_end"))
             shown.add_row(
-                NAMES[entry["engine"]],
+                ENGINES[entry["engine"]],
                 entry["precision"],
                 f"{entry['method']} {entry['k'] or ''}",
                 f"{entry['decode_tokens_per_s']:.1f}",
