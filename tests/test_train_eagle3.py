@@ -24,7 +24,7 @@ from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
     draft_accuracy,
     draft_loss,
-    given_draft,
+    initial_draft,
     new_draft,
     train_eagle3,
 )
@@ -193,8 +193,8 @@ def test_a_draft_is_gone_on_from_with_the_strongest_units_of_its_mlp(
     save_file(state, folder / "model.safetensors")
     loaded = load_model(str(target), CPU, frozen=True)
     asked = options(draft=str(folder), states=None, intermediate_size=32)
-    whole, states = given_draft(replace(asked, intermediate_size=None), loaded, LAYERS)
-    narrow, _ = given_draft(asked, loaded, LAYERS)
+    whole, states = initial_draft(replace(asked, intermediate_size=None), loaded, LAYERS)
+    narrow, _ = initial_draft(asked, loaded, LAYERS)
     assert states == STATES
     assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
     draw = torch.Generator().manual_seed(3)
@@ -215,7 +215,7 @@ def test_drafts_that_are_not_written_are_not_gone_on_from(
 ) -> None:
     folder = make_eagle3(tmp_path / "given", target, published="speculators", model_type="qwen3", fc_norm=True)
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({}, "has fc_norm, layers of a qwen3; expected what is written"),
+        ({}, "has fc_norm, layers of a qwen3; expected one plain llama layer"),
         ({"states": STATES}, "--draft was given together with --states"),
         ({"draft_vocab_size": 100}, "--draft was given together with --draft-vocab-size"),
     )

@@ -1,4 +1,4 @@
-"""Options of trainings: a field here is a flag of ``specexport train``, with help, default and range.
+"""Options of trainings: each field is a flag of ``specexport train``, with help, default and range.
 
 Imports no torch, so that ``--help`` needs none.
 """
@@ -18,11 +18,11 @@ from specexport.tables import Table
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 LEARNING_RATES = {"adamw": 3e-4, "muon": 4e-3}
-"""A draft's default learning rate by optimizer."""
+"""Default learning rates of drafts by optimizer."""
 RATE_HELP = "highest learning rate (default: 3e-4 with adamw, 4e-3 with muon)"
 OPTIMIZER_HELP = "muon serves a draft that starts from nothing"
 _SHORTEST = 8
-"""Tokens of a continuation, at least."""
+"""Minimum length of a continuation in tokens."""
 _REQUIRED: Any = object()
 _TYPES = {"int": int, "float": float, "str": str, "Path": Path, "Sequence[Path]": Path, "Sequence[int]": int}
 
@@ -40,7 +40,7 @@ def flag(
     short: str | None = None,
     keyed: bool = True,
 ) -> Any:
-    """A field that is a flag; ``keyed``: a resumed training must have the same value."""
+    """A field that is a flag; if ``keyed``, a resumed training must have the same value."""
     about = {
         "help": text, "metavar": metavar, "range": (low, high, above), "choices": choices, "group": group,
         "short": short, "keyed": keyed,
@@ -55,7 +55,7 @@ _data, training_flag, draft_flag, ahead_flag = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of every training."""
+    """Options common to all trainings."""
 
     target: str = flag("Hugging Face folder or hub id", metavar="DIR_OR_ID")
     data: Sequence[Path] = flag(
@@ -95,7 +95,7 @@ class RunOptions:
     )
 
     def check(self) -> None:
-        """Checks what can be checked without a model.
+        """Runs the checks that need no model.
 
         Raises:
             TrainError: an option is out of its range, or the output exists; names the flag.
@@ -113,12 +113,12 @@ class RunOptions:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on; the data and the models are told by their contents instead."""
+        """The options that affect the result, except data and models, which are identified by their contents."""
         keyed = {option.name for option in fields(self) if option.metadata["keyed"]}
         return {name: value for name, value in asdict(self).items() if name in keyed}
 
     def lengths(self, longest: int) -> tuple[int, int]:
-        """Tokens a window and tokens a prompt, for a model of so many positions.
+        """The lengths of a window and of a prompt in tokens, for a model with ``positions`` positions.
 
         Raises:
             TrainError: the model, or the window, is too short.
@@ -130,13 +130,13 @@ class RunOptions:
         return window, prompt
 
     def total_steps(self, windows: int) -> int:
-        """Steps of the optimizers over so many windows."""
+        """The number of optimizer steps over ``windows`` windows."""
         return self.steps or max(1, round(self.epochs * windows / (self.batch_size * self.accumulate)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStateOptions(RunOptions):
-    """Options of trainings of heads and stages over a model's hidden states."""
+    """Options for training heads and stages over a model's hidden states."""
 
     lr: float = training_flag("highest learning rate", 1e-3, "RATE", above=0, high=1)
     decay: float = ahead_flag("head, or stage, i counts D**i in the loss", 1.0, "D", above=0, high=1)
@@ -159,17 +159,17 @@ Report = Iterator[Table | str]
 
 @dataclass(frozen=True)
 class Training:
-    """What ``specexport train`` offers of a method: ``TRAINING`` in its module ``train_options``.
+    """A method's command of ``specexport train``: ``TRAINING`` in its module ``train_options``.
 
-    Its module ``train`` has a function named ``train_`` and the command, which takes the options and a log, and returns
-    the record of the training.
+    Its module ``train`` has a function ``train_<command>``, which takes the options and a log, and returns the
+    training's record.
 
     Attributes:
         command: the word after ``specexport train``.
         summary: for ``--help``.
         options: its flags.
-        report: what is shown of a record.
-        example: flags that an example needs beside ``--target``, ``--data`` and ``-o``.
+        report: formats a record.
+        example: flags that an example needs besides ``--target``, ``--data`` and ``-o``.
     """
 
     command: str
@@ -180,36 +180,38 @@ class Training:
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[RunOptions]) -> None:
-    """Declares the flags of a kind of training."""
+    """Adds the flags of a kind of training to a parser."""
     groups: dict[str | None, Any] = {None: parser}
     for option in fields(kind):
         about = option.metadata
         if about["group"] not in groups:
             groups[about["group"]] = parser.add_argument_group(about["group"])
-        how: dict[str, Any] = {"help": about["help"]}
+        settings: dict[str, Any] = {"help": about["help"]}
         if option.type == "bool":
-            how["action"] = "store_true"
+            settings["action"] = "store_true"
         else:
             of = str(option.type)
-            how |= {
+            settings |= {
                 "metavar": about["metavar"],
                 "choices": about["choices"],
                 "type": _TYPES[of.removesuffix(" | None")],
             }
-            how |= {"required": True} if about["metavar"] and option.default is MISSING else {"default": option.default}
-            how |= {"nargs": "+"} if of.startswith("Sequence") else {}
-        groups[about["group"]].add_argument(*filter(None, (about["short"], dashed(option.name))), **how)
+            settings |= (
+                {"required": True} if about["metavar"] and option.default is MISSING else {"default": option.default}
+            )
+            settings |= {"nargs": "+"} if of.startswith("Sequence") else {}
+        groups[about["group"]].add_argument(*filter(None, (about["short"], dashed(option.name))), **settings)
 
 
 def from_flags(kind: type[Options], arguments: argparse.Namespace) -> Options:
-    """The options of a kind from the flags of their names."""
+    """The options from parsed flags."""
     return kind(**{option.name: getattr(arguments, option.name) for option in fields(kind)})
 
 
 def within(
     flag: str, value: float, low: float | None, high: float = math.inf, why: str = "", *, above: float | None = None
 ) -> None:
-    """Checks a flag's number; ``above``, instead of ``low``, is what it must exceed, and ``why`` what ``high`` is.
+    """Checks a flag's range; ``above`` is an exclusive bound instead of ``low``, and ``why`` explains ``high``.
 
     Raises:
         TrainError: it is out of range; names the flag.
@@ -226,17 +228,17 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def shares(what: str, accuracy: list[list[float]]) -> Table:
-    """How often the token is among the first candidates."""
+def shares(label: str, accuracy: list[list[float]]) -> Table:
+    """A table of how often the true token is among the first candidates."""
     ranks = (1, 2, 3, 5, 10)
-    table = Table("", (what, *(f"top-{rank}" for rank in ranks)))
+    table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):
         table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
     return table
 
 
 def report_chain(key: str, record: dict[str, Any]) -> Report:
-    """Reports how often each of a chain's tokens is right: the record's shares under a key."""
+    """Reports the accuracy of each of a chain's tokens: the record's shares under a key."""
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
     yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"

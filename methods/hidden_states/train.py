@@ -14,7 +14,7 @@ from specexport.training.loop import Loss, optimizers
 from specexport.training.run import Run, TrainingModel
 
 _WATCHED_WINDOWS = 16
-"""Held-out windows over which a draft is measured at every checkpoint."""
+"""The number of held-out windows to evaluate a draft on at every checkpoint."""
 
 
 def train_draft(
@@ -24,10 +24,10 @@ def train_draft(
     loss_of: Callable[[Windows, int], Loss],
     accuracy_of: Callable[[Windows], HeadAccuracy] | None = None,
 ) -> None:
-    """Trains what of a draft asks for a gradient.
+    """Trains the parameters of a draft that require a gradient.
 
     ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number.
-    ``accuracy_of`` measures the draft as it is, at every checkpoint, over a few of the windows held out.
+    ``accuracy_of`` evaluates the draft on a few held-out windows at every checkpoint.
     """
     options = run.options
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
@@ -49,10 +49,10 @@ def train_draft(
 
 
 def read_back(outline: DraftOutline, target: TrainingModel, layers: int) -> None:
-    """Reads what was written for a target of so many layers, so that it can be used.
+    """Checks that a written draft loads for a target with ``layers`` layers.
 
     Raises:
-        BuildError: it cannot.
+        BuildError: it does not.
     """
     vocab, hidden = target.model.get_output_embeddings().weight.shape
     outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
