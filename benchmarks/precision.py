@@ -1,8 +1,8 @@
-"""What precisions make of models: KL divergence from fp32, perplexity and same first choices over the text that ships.
+"""The effect of precisions on models: KL divergence from fp32, perplexity and equal first choices over a fixed text.
 
-Each model is built at each precision, which measures it. GGUF files beside it, such as llama.cpp's Q4_K_M of the same
-model, are read as transformers restores their weights: what is compared are weights alone, not another engine's
-arithmetic. What is done is kept in the results file, and the table of docs/precision.md is written from that.
+Each model is built at each precision, and the build measures it. GGUF files of the same model, such as llama.cpp's
+Q4_K_M, are dequantized by transformers: only weights are compared, not another engine's arithmetic. Results are stored
+in a file, from which ``python -m scripts.docs`` writes the table of docs/precision.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specexport.exporter.options import BuildOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks precision``."""
+    """Adds the arguments of ``python -m benchmarks precision``."""
     parser.add_argument(
         "models",
         nargs="*",
@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures the models, and writes the table."""
+    """Measures the models and prints the table."""
     results: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
-    for asked in args.models:
-        name, _, rest = asked.partition("=")
+    for argument in args.models:
+        name, _, rest = argument.partition("=")
         source, *files = rest.split(",")
         rows = results.setdefault(name, {})
         for precision in args.precisions.split(","):
@@ -70,5 +70,5 @@ def _read(source: str, file: Path) -> dict[str, Any]:
     del checkpoint
     other = quality.reference(load_checkpoint(str(file)), tokens)
     assert other is not None
-    found = quality.compare(expected, other.logits)
-    return {"bytes": file.stat().st_size, **msgspec.to_builtins(found)}
+    comparison = quality.compare(expected, other.logits)
+    return {"bytes": file.stat().st_size, **msgspec.to_builtins(comparison)}

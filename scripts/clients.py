@@ -31,7 +31,7 @@ PACKAGES = {
     "guidellm": "guidellm",
 }
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""A small model with random weights would write spaces for ever."""
+"""Without it, a small model with random weights would write spaces forever."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
@@ -46,19 +46,20 @@ Check = Callable[[str, str, str], None]
 
 
 def check_pet(text: str) -> None:
-    """Whether a text is a pet."""
+    """Checks that a text is a pet in JSON."""
     assert set(json.loads(text)) == {"kind", "old"}, text
 
 
-# --- the clients, each in one function a thing it does; they get the URL, the model and a tokenizer's folder ---------
+# --- the clients' checks, functions of the URL, the model and a tokenizer's folder
+# -------------------------------------
 
 
 def _openai_completions(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
-    assert len(made.choices) == 2
+    completion = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
+    assert len(completion.choices) == 2
     parts = client.completions.create(model=model, prompt="one", stream=True, stream_options={"include_usage": True})
     assert list(parts)[-1].usage is not None
 
@@ -67,7 +68,7 @@ def _openai_chat(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model=model,
         messages=CHAT,
         max_completion_tokens=8,
@@ -81,8 +82,8 @@ def _openai_chat(url: str, model: str, _: str) -> None:
         reasoning_effort="low",
         prediction={"type": "content", "content": "three"},
     )
-    assert made.choices[0].logprobs is not None
-    assert made._request_id
+    assert completion.choices[0].logprobs is not None
+    assert completion._request_id
     parts = list(client.chat.completions.create(model=model, messages=CHAT, max_tokens=8, stream=True))
     assert parts[-1].choices[0].finish_reason
 
@@ -92,21 +93,23 @@ def _openai_schema(url: str, model: str, _: str) -> None:
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
-    check_pet(made.choices[0].message.content or "")
+    completion = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
+    check_pet(completion.choices[0].message.content or "")
 
 
 def _openai_tools(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(model=model, messages=CHAT, tools=[TOOL], tool_choice="required").choices[0]
-    assert made.finish_reason == "tool_calls"
-    assert made.message.tool_calls
-    call: Any = made.message.tool_calls[0]
+    completion = client.chat.completions.create(
+        model=model, messages=CHAT, tools=[TOOL], tool_choice="required"
+    ).choices[0]
+    assert completion.finish_reason == "tool_calls"
+    assert completion.message.tool_calls
+    call: Any = completion.message.tool_calls[0]
     check_pet(call.function.arguments)
     answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    again: Any = [*CHAT, made.message, answer]
+    again: Any = [*CHAT, completion.message, answer]
     client.chat.completions.create(model=model, messages=again, tools=[TOOL], max_tokens=4)
     with client.chat.completions.stream(model=model, messages=CHAT, tools=[TOOL], tool_choice=CHOICE) as stream:
         final: Any = stream.get_final_completion()
@@ -117,9 +120,9 @@ def _openai_responses(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
-    assert made.output_text
-    assert made.usage is not None
+    response = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
+    assert response.output_text
+    assert response.usage is not None
     form: Any = {"format": {"type": "json_schema", "name": "pet", "schema": PET}}
     with client.responses.stream(model=model, input=CHAT, extra_body={"text": form}) as stream:
         check_pet(stream.get_final_response().output_text)
@@ -134,19 +137,19 @@ def _openai_responses(url: str, model: str, _: str) -> None:
 def _litellm_chat(url: str, model: str, _: str) -> None:
     import litellm
 
-    given: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "messages": CHAT}
-    assert litellm.completion(**given, max_tokens=8).choices[0].message.content
-    parts = list(litellm.completion(**given, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    arguments: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "messages": CHAT}
+    assert litellm.completion(**arguments, max_tokens=8).choices[0].message.content
+    parts = list(litellm.completion(**arguments, max_tokens=8, stream=True, stream_options={"include_usage": True}))
     assert parts
-    called: Any = litellm.completion(**given, tools=[TOOL], tool_choice="required")
+    called: Any = litellm.completion(**arguments, tools=[TOOL], tool_choice="required")
     check_pet(called.choices[0].message.tool_calls[0].function.arguments)
 
 
 def _litellm_text(url: str, model: str, _: str) -> None:
     import litellm
 
-    given: Any = {"model": f"text-completion-openai/{model}", "api_base": url, "api_key": "x", "prompt": "one two"}
-    assert litellm.text_completion(**given, max_tokens=8).choices[0].text
+    arguments: Any = {"model": f"text-completion-openai/{model}", "api_base": url, "api_key": "x", "prompt": "one two"}
+    assert litellm.text_completion(**arguments, max_tokens=8).choices[0].text
 
 
 def _langchain_chat(url: str, model: str, _: str) -> None:
@@ -159,8 +162,8 @@ def _langchain_chat(url: str, model: str, _: str) -> None:
     assert called.tool_calls[0]["name"] == "keep"
     schema = {"title": "pet", "description": "A pet.", **PET}
     for method in ("function_calling", "json_schema"):
-        found = chat.with_structured_output(schema, method=method).invoke("one")
-        assert set(found) == {"kind", "old"}, found
+        pet = chat.with_structured_output(schema, method=method).invoke("one")
+        assert set(pet) == {"kind", "old"}, pet
 
 
 def _langchain_text(url: str, model: str, _: str) -> None:
@@ -182,9 +185,9 @@ def _instructor_models(url: str, model: str, _: str) -> None:
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="x"), mode=mode)
-        # Against endless spaces once more: the model's configuration does not reach every mode's schema.
-        asked: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
-        pet: Any = client.chat.completions.create(response_model=Pet, **asked)
+        # Prevents endless spaces too, as the model's configuration does not apply to every mode's schema.
+        arguments: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
+        pet: Any = client.chat.completions.create(response_model=Pet, **arguments)
         assert pet.kind in ("cat", "dog")
 
 
@@ -241,11 +244,11 @@ CHECKS: dict[str, dict[str, Check]] = {
 }
 
 
-# --- the server, and the table -----------------------------------------------------------------------------------
+# --- the server and the results --------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """An application around the server's that keeps the bodies it is sent."""
+    """An application around the server's that records request bodies."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -274,7 +277,7 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
     python = place / "bin" / "python"
     if not python.exists():
         venv.create(place, with_pip=True)
-        # litellm asks for mcp as soon as there are tools, and does not install it.
+        # litellm needs mcp for tools, but does not install it.
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values(), "mcp"], check=True)
     recorders: list[Recorder] = []
 
