@@ -188,7 +188,10 @@ def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:
     name = "tokenizer/chat_template.jinja"
     (folder / name).write_text(family.template, encoding="utf-8")
     changed = {manifest.tokenizer.file, name}
-    files = (*(one for one in manifest.files if one.path not in changed), *(file_entry(folder, one) for one in changed))
+    files = (
+        *(file for file in manifest.files if file.path not in changed),
+        *(file_entry(folder, file) for file in changed),
+    )
     last = manifest.target.vocab_size - 1
     ends = (last - 1, last) if family is GPT_OSS else (last,)
     tokenizer = msgspec.structs.replace(manifest.tokenizer, chat_template=name, eos_token_ids=ends)

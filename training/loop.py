@@ -173,9 +173,9 @@ def train(
             if step % every == 0 or step == schedule.steps:
                 evaluation = evaluate() if evaluate is not None else ""
                 spent = time.monotonic() - began
-                figures = " ".join(filter(None, (_words(running), evaluation)))
+                summary = " ".join(filter(None, (_words(running), evaluation)))
                 with bar.external_write_mode():  # printed above the bar
-                    log(f"{name}: step {step} {figures} after {spent:.0f} s")
+                    log(f"{name}: step {step} {summary} after {spent:.0f} s")
                 history.append({"step": step, **running} | ({"evaluation": evaluation} if evaluation else {}))
                 state = {"step": step, "seconds": spent, "running": running, "history": history}
                 state["parameters"] = {key: value.detach() for key, value in parameters.items()}
