@@ -293,3 +293,32 @@ def serve() -> str:
         name = {"speculation": "with speculation"}.get(row["name"], row["name"])
         rows.append((name, f"{row['tokens_per_second']:.1f}", first, between, f"{row['acceptance_length']:.2f}"))
     return markdown(("", "tokens/s", "first token", "between tokens", "tokens a step"), rows)
+
+
+def losslessness() -> str:
+    """The tests of the sampled distribution, for the real acceptance and for two biased ones."""
+    report = load("losslessness")
+    rows = []
+    for name in ("lossless", "accepts 1 point too often", "accepts 1 % too often"):
+        result = report[name]
+        values = [p for row in report["rows"] if (row["bias"] or "lossless") == name for p in row["p"]]
+        least = f"{min(values):.2g}"
+        rows.append((name, str(result["cells"]), f"{result['samples']:,}", least, f"{result['overall']:.2g}"))
+    return markdown(("acceptance", "cells", "samples", "least p-value", "all p-values, corrected"), rows)
+
+
+def soak() -> str:
+    """The soak of the server."""
+    report = load("soak")
+    outcomes, memory = report["outcomes"], report["memory_mb"]
+    refused = sum(count for name, count in outcomes.items() if name.startswith("refused"))
+    row = (
+        f"{report['minutes']:g}",
+        f"{report['requests']:,}",
+        f"{refused:,}",
+        f"{outcomes['cancelled by the client']:,}",
+        str(report["errors"] + len(report["failures"])),
+        f"{memory['late'] - memory['early']:.1f} MB",
+        f"{report['health_ms']['max']:.0f} ms",
+    )
+    return markdown(("minutes", "requests", "refused", "cancelled", "failures", "growth", "/health"), [row])
