@@ -55,10 +55,11 @@ MINUTES ?= 60
 fuzz: $(VENV)/.dev
 	SPECEXPORT_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/fuzz
 
-# OpenAI's clients of today against a server: prints the table of docs/serving.md.
+# OpenAI's current clients against a server, and the table in docs/serving.md.
 clients: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles llama-near
 	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
+	$(BIN)/python -m scripts.docs
 
 # The server on a Ray of two replicas: one is killed, the bundle is exchanged, replicas come and go.
 ray: $(VENV)/.dev
@@ -83,7 +84,7 @@ compat: $(VENV)/.dev
 	    cuda-bindings pytest hypothesis scipy httpx openai schemathesis || exit 1; \
 	done
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
-	  -k "not may_be_moved and not no_tokenizer_is_named and not graph_that_is_not and not only_the_graph_has" \
+	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has" \
 	  tests/test_bundle.py tests/test_sampling.py tests/test_text.py tests/test_tree.py
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" -k portable \
 	  tests/test_losslessness.py tests/test_commit.py
@@ -103,7 +104,8 @@ losslessness: $(VENV)/.dev
 # SmolLM2 and Gemma 3 against transformers and llama.cpp, which is compiled for it: an hour, on a quiet machine.
 real: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.peers.setup llamacpp
-	$(BIN)/python -m benchmarks real --models smollm2 gemma3
+	$(BIN)/python -m benchmarks real
+	$(BIN)/python -m scripts.docs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Compiles the kernels, writes the commit into what is built, and the same sdist each time; see pyproject.toml."""
+"""Build: compiles the kernels, records the commit, and makes reproducible sdists; see pyproject.toml."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class _BuildPy(build_py):
 
 
 class _BuildExt(build_ext):
-    """Compiles the library, which has no Python in it; without it everything runs on onnxruntime's kernels."""
+    """Compiles the kernels' library, which contains no Python; without it onnxruntime's kernels run."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], _KERNELS["NAME"]))
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
-        library.unlink(missing_ok=True)  # of an earlier build
+        library.unlink(missing_ok=True)  # left by an earlier build
         try:
             _KERNELS["build"](library, Path("build", "kernels"))
         except _KERNELS["CompilerError"] as error:
@@ -49,7 +49,7 @@ class _BuildExt(build_ext):
 
 class _Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3 loads the library, on its own platform; a wheel without it is for every platform."""
+        """Tags wheels: any Python 3 on this platform; without the library, any platform."""
         self.root_is_pure = not Path(self.bdist_dir, "specexport", "kernels", _KERNELS["NAME"]).exists()
         return "py3", "none", super().get_tag()[2]
 
@@ -60,7 +60,7 @@ class _Sdist(sdist):
         _write_commit(base_dir)
 
     def make_archive(self, base_name: str, format: str, root_dir: Any = None, base_dir: Any = None, **_: Any) -> str:
-        """A .tar.gz in which times are SOURCE_DATE_EPOCH's, and neither owners nor the umask show."""
+        """Writes a .tar.gz with SOURCE_DATE_EPOCH as all times, and without owners or the umask's effect."""
         assert format == "gztar", f"format is {format!r}; expected gztar"
         time = int(os.environ.get("SOURCE_DATE_EPOCH", 0)) or None
 
@@ -77,7 +77,7 @@ class _Sdist(sdist):
             gzip.GzipFile("", "wb", fileobj=file, mtime=time) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
         ):
-            archive.add(Path(root_dir or ".") / base_dir, base_dir, filter=plain)  # in the order of names
+            archive.add(Path(root_dir or ".") / base_dir, base_dir, filter=plain)  # sorted by name
         return path
 
 

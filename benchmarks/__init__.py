@@ -1,1 +1,1 @@
-"""Measurements: speculative decoding here, and in other engines, on the same models and prompts."""
+"""Benchmarks of speculative decoding, here and in other engines, on the same models and prompts."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks COMMAND``.
 
-The models are those that ``benchmarks.inflate`` makes, but for ``exactness``, ``gpu-host``, ``losslessness``,
-``precision``, ``real`` and ``real-size``.
+All use the models of ``benchmarks.inflate``, except ``exactness``, ``gpu-host``, ``losslessness``, ``precision``,
+``real`` and ``real-size``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ COMMANDS = (
 
 
 class _Command(argparse.ArgumentParser):
-    """A benchmark's parser, whose module is imported when it is chosen: what one needs the others run without."""
+    """A benchmark's parser, which imports the module on use, so that each benchmark needs only its own dependencies."""
 
     def __init__(self, *, module: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._module = module
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None, **how: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **options: Any) -> Any:
         if self._module is not None:
             name, self._module = self._module, None
             module = importlib.import_module(name)
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(main=module.main)
-        return super().parse_known_args(args, namespace, **how)
+        return super().parse_known_args(args, namespace, **options)
 
 
 def parser() -> argparse.ArgumentParser:

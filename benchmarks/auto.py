@@ -1,11 +1,11 @@
-"""What a request gets that does not say how to speculate, against plain decoding and every fixed choice.
+"""The default choice of speculation, against plain decoding and every fixed choice.
 
-A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, every time
-in another order, and what is reported are medians of ratios within a turn, so that a machine whose speed drifts treats
-them alike. The best of several noisy figures flatters: so first the best fixed choice is found, and then it, plain
-decoding and the default take further turns, which alone count. A fixed choice is kept in a batch too, which a request
-cannot ask for. ``first`` is the default as after opening a bundle: nothing is known of what earlier requests accepted,
-nor of how long steps took. Cells that a result file holds already are not run again.
+A cell is a precision, a kind of text, a temperature and a number of requests at once. All ways take turns, in another
+order each time, and medians of ratios within a turn are reported, so that drift of the machine's speed affects all
+equally. As the best of several noisy figures is biased, the best fixed choice is determined first; then it, plain
+decoding and the default take further turns, and only these count. A fixed choice applies in a batch too, which requests
+cannot ask for. ``first`` is the default right after opening a bundle, without any statistics of acceptance and step
+times. Cells in the result file are not run again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from specexport.tuning import workloads
 
 SIZES = (4, 1, 2, 3, 6, 8)
 FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}
-"""Of these sizes the draft's fixed ones, which the default is compared with, by the requests at once."""
+"""The fixed numbers of draft tokens to compare with, by requests at once."""
 NEW_TOKENS = {1: 48, 4: 48, 8: 32}
-"""Of each request, unless ``--new-tokens`` says so, likewise."""
+"""Default of ``--new-tokens`` by requests at once."""
 ALONE = 3
-"""Prompts that are decoded one after the other where requests are alone."""
+"""Number of prompts, decoded one after the other, when requests run alone."""
 MAX_SEQ_LEN = 512
 LOOKUP = "ngram"
 TEXTS = {"code": "completion", "prose": "text", "edits": "edit"}
@@ -55,13 +55,13 @@ class Row:
         text: kind of prompt; ``random`` are tokens drawn evenly.
         temperature: 0 is greedy.
         concurrency: requests at once.
-        speeds: by way: ``plain``, ``default``, the draft's number of tokens, a look-up; of ``best`` and these two in
-            the turns that count.
-        best: the fixed choice that was fastest in the turns before, plain decoding among them.
-        over_best: median of the repeats' ratios of the default to it.
-        over_plain: likewise to plain decoding.
-        first_over_plain: likewise of a first request, which is alone.
-        steps: how many steps of the default each method proposed for.
+        speeds: by way: ``plain``, ``default``, the draft's number of tokens, a look-up; for ``best`` and the first
+            two from the turns that count.
+        best: the fastest fixed choice, including plain decoding, in the earlier turns.
+        over_best: median ratio of the default to it.
+        over_plain: median ratio of the default to plain decoding.
+        first_over_plain: the same ratio of a first request.
+        steps: number of the default's steps by method.
         same_text: whether greedy texts are those of plain decoding.
     """
 
@@ -79,14 +79,14 @@ class Row:
 
 
 class Fixed(SpeculationPolicy):
-    """Every request verifies the tree it asked for, however many there are."""
+    """Every request verifies the tree it chose, whatever the batch."""
 
     def _share(self, request: Request, others: int) -> TokenTree:
         return request.tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks auto``."""
+    """Adds the arguments of ``python -m benchmarks auto``."""
     add_common_arguments(parser, prompt_tokens=48, new_tokens=0)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--texts", default=",".join((*TEXTS, RANDOM)))
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
         missing = [cell for cell in cells if (precision, *cell) not in known]
         if not missing:
             continue
-        # Every prompt is read each time: what a prefix cache saves is not what is asked here.
+        # Every prompt is read each time: the prefix cache's savings are not measured here.
         with Engine.load(folder, threads=args.threads, check_hashes=False, prefix_cache=False) as engine:
             warm = set[int]()
             for text, temperature, concurrency in missing:
@@ -151,9 +151,9 @@ def _cell(
         seconds, streams = dict.fromkeys(order, 0.0), {name: list[Stream]() for name in order}
         for each, name in itertools.product(together, order):
             with _policy(engine, name):
-                taken, made = _run(engine, each, params, concurrency, ways[name])
+                taken, new_streams = _run(engine, each, params, concurrency, ways[name])
             seconds[name] += taken
-            streams[name] += made
+            streams[name] += new_streams
         for name in order:
             texts[name] = [stream.tokens[-new_tokens:] for stream in streams[name]]
             times[name].append(seconds[name])
@@ -161,7 +161,7 @@ def _cell(
             for method, by in stream.stats.steps_by_draft.items():
                 steps[method] = steps.get(method, 0) + sum(by.values())
 
-    if cold:  # pays for buffers
+    if cold:  # warm-up, which allocates buffers
         turn_of(list(ways), 0)
         times = {name: [] for name in ways}
     fixed = [name for name in ways if name not in ("default", "first")]
@@ -176,7 +176,7 @@ def _cell(
     tokens = len(prompts) * new_tokens
 
     def over(name: str, way: str = "default") -> float:
-        return statistics.median(other / own for own, other in zip(times[way], times[name], strict=True))
+        return statistics.median(other / base for base, other in zip(times[way], times[name], strict=True))
 
     return Row(
         precision,
@@ -189,13 +189,13 @@ def _cell(
         over("plain"),
         over("plain", "first") if "first" in ways else None,
         steps,
-        all(found == texts["plain"] for found in texts.values()) if temperature == 0 else None,
+        all(decoded == texts["plain"] for decoded in texts.values()) if temperature == 0 else None,
     )
 
 
 @contextlib.contextmanager
 def _policy(engine: Engine, name: str) -> Iterator[None]:
-    """Has the engine's steps chosen as a way says: a fixed one's kept, the first request's by what it finds alone."""
+    """Sets the policy of a way: fixed trees, or for ``first`` one without statistics."""
     scheduler, program = engine._scheduler, engine._scheduler._program
     assert engine.costs is not None
     kept = scheduler._policy
@@ -223,7 +223,7 @@ def _prompts(engine: Engine, text: str, count: int, tokens: int) -> list[list[in
 def _run(
     engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int, way: Speculative
 ) -> tuple[float, list[Stream]]:
-    """Seconds for all prompts, so many at once, and their streams."""
+    """Runs all prompts, ``concurrency`` at once; returns the seconds and the streams."""
     waiting = deque(engine.stream(prompt, params, way) for prompt in prompts)
     everyone, running = list(waiting), deque[Stream]()
     start = time.perf_counter()

@@ -1,10 +1,11 @@
-"""What the benchmarks share: arguments, prompts, the machine, speeds, tables and files."""
+"""Helpers of the benchmarks: arguments, prompts, the machine, speeds, tables and files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_in
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None:
-    """Declares what every benchmark of the benchmark-size pair takes, and numbers with its own defaults.
+    """Adds the arguments common to benchmarks of the benchmark-size pair.
 
-    ``counts`` are some of ``num_prompts``, ``prompt_tokens`` and ``new_tokens``.
+    ``counts`` has the benchmark's defaults of some of ``num_prompts``, ``prompt_tokens`` and ``new_tokens``.
     """
     parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo models and heads")
     parser.add_argument("--prompts", type=Path, default=Path("examples/prompts/held_out.jsonl"))
@@ -34,12 +35,12 @@ def add_common_arguments(parser: argparse.ArgumentParser, **counts: int) -> None
 
 
 def read_texts(prompts: Path) -> list[str]:
-    """The prompts of a file with a JSON object a line."""
+    """The prompts of a JSON Lines file."""
     return [json.loads(line)["text"] for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures were taken on; of the processor's instruction sets those that kernels are chosen by."""
+    """The processor, the instruction sets that matter for the choice of kernels, the versions and the date."""
     features = cpu_features().split()
     return {
         "cpu": cpu_name(),
@@ -48,6 +49,7 @@ def machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "onnxruntime": onnxruntime.__version__,
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -57,22 +59,22 @@ def speed(done: Sequence[Completion]) -> float:
 
 
 def acceptance_length(done: Sequence[Completion]) -> float:
-    """Tokens a step commits."""
+    """Mean tokens committed per step."""
     return 1 + sum(run.stats.accepted for run in done) / sum(run.stats.steps for run in done)
 
 
 def same_texts(done: Sequence[Completion], others: Sequence[Completion]) -> int:
-    """How many of the texts are equal token for token."""
+    """The number of texts that are equal token for token."""
     return sum(a.token_ids == b.token_ids for a, b in zip(done, others, strict=True))
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table with columns of words, then of numbers."""
+    """A table with text columns followed by number columns."""
     return Table(title, (*words, *numbers), "l" * len(words) + "r")
 
 
 def write_report(path: Path | None, report: Any) -> None:
-    """Writes what was measured, if a file was named."""
+    """Writes a report as JSON, unless ``path`` is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Plain and speculative decoding, with the cost of every step, on the benchmark-size pair.
 
-Plain decoding and every K run one after another on each prompt, each between as many steps of its bare graphs alone, so
-that a machine whose speed drifts treats them all alike. Speeds are tokens over seconds, both summed over prompts and
-repeats; step costs are means too.
+Plain decoding and every K take turns on each prompt, each between as many steps of its bare graphs, so that drift of
+the machine's speed affects all equally. Speeds are tokens over seconds, both summed over prompts and repeats; step
+costs are means too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHOICES = tuple(range(1, 9))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks decode``."""
+    """Adds the arguments of ``python -m benchmarks decode``."""
     common.add_common_arguments(parser, num_prompts=16, prompt_tokens=128, new_tokens=96)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--k", default="1,2,3,4,5,6,7,8", help="draft tokens a step to try")
@@ -120,11 +120,11 @@ def _decode(
     assert isinstance(proposer, DraftModelProposer)
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}
-    for k in runs:  # warm every shape up
+    for k in runs:  # warm-up of every shape
         engine.generate(prompts[0], params.replace(max_tokens=2 * k + 2), {"num_speculative_tokens": k})
     for prompt in tqdm(prompts * args.repeats, f"decoding at {precision}", disable=None):
         for k, done in runs.items():
-            half = args.new_tokens // (2 * k + 2) + 1  # of the steps that K tokens and the bonus token would need
+            half = args.new_tokens // (2 * k + 2) + 1  # plain steps for the K tokens and the bonus token
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
             done.append(engine.generate(prompt, params, {"num_speculative_tokens": k}))
             costs[k] += step_costs(engine._target, proposer.graph, k, rows, half)
@@ -132,7 +132,7 @@ def _decode(
 
 
 def _plain_over_bare(engine: Engine, prompts: list[list[int]], repeats: int = 2, steps: int = 60) -> float:
-    """How long a step of plain decoding takes, over the bare graph's run at as many rows before and after it."""
+    """The time of a plain step over that of the bare graph, run with the same rows before and after it."""
     params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
     ratios = []
     for prompt in prompts * repeats:
@@ -154,7 +154,7 @@ def _point(
     done, plain = runs[k], runs[0]
     steps = sum(run.stats.steps for run in done)
     length = common.acceptance_length(done)
-    # Means, as speeds are: a median would leave out the moments when the machine was slow for everyone.
+    # Means, like speeds: a median would ignore moments when the machine was slow for all.
     verify, propose = (statistics.mean(part) for part in zip(*costs[k], strict=True))
     bare = statistics.mean(cost for cost, _ in costs[0])
     return Point(
@@ -176,11 +176,10 @@ def step_costs(
 ) -> list[tuple[float, float]]:
     """Times of the bare graphs of a step, c(K+1) and d(K), in milliseconds, with ``rows`` valid cache rows.
 
-    They run in turn, as in decoding: alone, a draft that fits the processor's cache would stay in it and look cheaper
-    than it is.
+    They alternate, as in decoding: alone, a small draft would stay in the processor's cache and look too cheap.
     """
-    given = _filled(target, rows, k + 1, k + 1)
-    given[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
+    inputs = _filled(target, rows, k + 1, k + 1)
+    inputs[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
     if k and draft is not None:
         _filled(draft, rows, 2, 0, k)
     times = []
@@ -196,14 +195,14 @@ def step_costs(
 
 def _filled(graph: Graph, past: int, tokens: int, rows: int, drafts: int = 0) -> dict[str, Array]:
     graph.reserve(past + tokens + drafts)
-    given = graph.inputs(tokens, rows, drafts)
-    given[tensors.INPUT_IDS][:] = np.arange(tokens) + 50
-    given[tensors.PAST_LENGTH][:] = past
-    return given
+    inputs = graph.inputs(tokens, rows, drafts)
+    inputs[tensors.INPUT_IDS][:] = np.arange(tokens) + 50
+    inputs[tensors.PAST_LENGTH][:] = past
+    return inputs
 
 
 def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Namespace) -> dict[str, float]:
-    """Step times 300 tokens into a text: a long declared context over a short one."""
+    """Ratio of step times 300 tokens into a text, with a long declared context over a short one."""
     engines = {
         length: Engine.load(
             bundle(target, draft, args.work, "int8", CHOICES, length, args.block_size),
@@ -227,7 +226,7 @@ def _long_context(target: Path, draft: Path, texts: list[str], args: argparse.Na
 
 
 def _table(title: str, points: list[Point], comparable: int) -> Table:
-    """A row a K; ``comparable`` is how many prompts can be expected to give the same text, 0 for samples."""
+    """A table with a row per K; ``comparable`` prompts should give equal texts, 0 for samples."""
     columns = ("K", "tokens/s", "speed-up", "acceptance length", "c(K+1) ms", "d(K) ms", "allowed", "efficiency")
     table = common.new_table(title, (), (*columns, "host ms", "same text"))
     for p in points:

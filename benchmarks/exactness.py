@@ -1,13 +1,12 @@
-"""Whether greedy text with speculation is plain decoding's token for token, on a model nothing was tuned on.
+"""Checks that greedy text with speculation equals plain decoding token for token, on an untuned model.
 
 The target is a Llama of random weights: 292.6 M parameters, hidden size 1152, 20 layers, 18 heads and 6 key/value heads
 of 64. Its draft has 23.5 M and the same tokenizer. Heads and speculator are random too, so that theirs and the draft's
-tokens are mostly rejected; what look-ups and hypotheses propose is accepted, as such a model soon repeats itself. All
-are built into one bundle for each precision, in blocks of 32. Every method and tree, alone and in a batch of 4, with a
-made-up cost curve by which speculating costs nothing, is compared with plain decoding of the same engine.
+tokens are mostly rejected; look-ups and hypotheses are accepted, as such a model soon repeats itself. All are built
+into one bundle for each precision, in blocks of 32. Every method and tree, alone and in a batch of 4, with an
+artificial cost curve that makes speculation free, is compared with plain decoding of the same engine.
 
-What is done is kept in ``--json`` cell by cell, and a run goes on with what is missing there. Exits with 1 if texts
-differ.
+Results are stored in ``--json`` cell by cell, and another run resumes there. Exits with 1 if texts differ.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from specexport.tables import show
 
 Sizes = dict[str, int]
 Texts = list[tuple[tuple[int, ...], list[float]]]
-"""Tokens of each prompt's text, and by how much each one's logit is above the second largest."""
+"""The tokens of each prompt's text, and the margin of each token's logit over the second largest."""
 
 SHAPES: dict[str, tuple[Sizes, Sizes, int]] = {
     "292M": (
@@ -48,20 +47,20 @@ SHAPES: dict[str, tuple[Sizes, Sizes, int]] = {
         1,
     ),
 }  # fmt: skip
-"""Of the target and of its draft, heads of 64 both; and how many of the target's layers draft."""
+"""Sizes of the target and of its draft, both with heads of 64, and the number of layers of the self-draft."""
 HEADS = 3
 CHAINS = (4, 2, 8)
 BATCH = 4
 MAX_SEQ_LEN = 512
 ERROR = 9
-"""Every so many tokens a hypothesis is wrong."""
+"""Distance of the wrong tokens in a hypothesis."""
 _SPINE = TokenTree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
 _BUSHY = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0]])
 _SMALL = TokenTree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks exactness``."""
+    """Adds the arguments of ``python -m benchmarks exactness``."""
     parser.add_argument("--shape", choices=tuple(SHAPES), default="292M", help="tiny: to try this out")
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--only", default="", metavar="WORDS", help="cells whose name holds this")
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to decode: ``tokens`` draft tokens a step, in the tree of a method that has so many; 0 is plain."""
+    """A way to decode: with the method's tree of ``tokens`` draft tokens; 0 is plain."""
 
     precision: str
     method: str
@@ -92,16 +91,16 @@ class Cell:
 
 @dataclass
 class Row:
-    """What was found in a cell.
+    """The result of a cell.
 
     Attributes:
-        texts: how many.
-        equal: those that are plain decoding's token for token.
+        texts: number of texts.
+        equal: number of texts that equal plain decoding's.
         drafted: draft tokens verified.
-        accepted: of them.
-        first: the difference that comes first in its text, where there is one: which prompt, after how many tokens,
-            what plain decoding says and what was said, and how far plain decoding's two largest logits are apart there.
-        seconds: that it took.
+        accepted: draft tokens accepted.
+        first: the earliest difference, if any: its prompt, its position, plain decoding's token, the cell's token, and
+            the margin between plain decoding's two largest logits.
+        seconds: run time.
     """
 
     precision: str
@@ -117,7 +116,7 @@ class Row:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what is missing and prints the table; 1 if texts differ."""
+    """Runs the missing cells and prints the table; returns 1 if texts differ."""
     report = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {}
     names = ("shape", "num_prompts", "prompt_tokens", "new_tokens", "threads")
     options = {name: getattr(args, name) for name in names}
@@ -152,8 +151,8 @@ def main(args: argparse.Namespace) -> int:
 def cells(folder: Path, precision: str) -> list[Cell]:
     """Every method of a bundle with each of its trees, alone and in a batch; and plain decoding in a batch."""
     ways = [("plain", 0), *((m.name, len(tree) - 1) for m in read_manifest(folder).methods for tree in m.token_trees())]
-    found = [Cell(precision, method, tokens, load) for method, tokens in ways for load in ("alone", "batch")]
-    return [cell for cell in found if (cell.method, cell.load) != ("plain", "alone")]
+    ordered = [Cell(precision, method, tokens, load) for method, tokens in ways for load in ("alone", "batch")]
+    return [cell for cell in ordered if (cell.method, cell.load) != ("plain", "alone")]
 
 
 def _open(folder: Path, args: argparse.Namespace) -> Engine:
@@ -164,7 +163,7 @@ def _open(folder: Path, args: argparse.Namespace) -> Engine:
 
 
 def _bundle(args: argparse.Namespace, precision: str) -> Path:
-    """The bundle of a precision; made if it is not there, its models too."""
+    """The bundle of a precision, built, with its models, if it does not exist."""
     from benchmarks.pair import built
     from tests.checkpoints import make_heads, make_speculator
 
@@ -200,7 +199,7 @@ def _bundle(args: argparse.Namespace, precision: str) -> Path:
 
 
 def _checkpoint(folder: Path, tokenizer: Path, seed: int, sizes: Sizes) -> None:
-    """A Llama with the weights that transformers begins a training with."""
+    """A Llama with transformers' initial weights."""
     if folder.exists():
         return
     import torch
@@ -217,42 +216,45 @@ def _checkpoint(folder: Path, tokenizer: Path, seed: int, sizes: Sizes) -> None:
 def _plain(engine: Engine, prompts: Sequence[list[int]], count: int) -> Texts:
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2)
     done = [engine.generate(prompt, params, PLAIN) for prompt in prompts]
-    return [(one.token_ids, [entry.top[0][1] - entry.top[1][1] for entry in one.logprobs]) for one in done]
+    return [
+        (completion.token_ids, [entry.top[0][1] - entry.top[1][1] for entry in completion.logprobs])
+        for completion in done
+    ]
 
 
 def run(engine: Engine, cell: Cell, prompts: Sequence[list[int]], expected: Texts) -> Row:
-    """Decodes all prompts in the way of a cell and compares."""
+    """Decodes all prompts of a cell and compares the texts."""
     start = time.monotonic()
     done = list(_decode(engine, cell, prompts, expected))
-    found = [
-        {"prompt": at, "after": after, "plain": plain[after], "said": one.token_ids[after], "gap": gaps[after]}
-        for at, (one, (plain, gaps)) in enumerate(zip(done, expected, strict=True))
-        if (after := next((i for i, token in enumerate(plain) if one.token_ids[i] != token), None)) is not None
+    differences = [
+        {"prompt": at, "after": after, "plain": plain[after], "said": completion.token_ids[after], "gap": gaps[after]}
+        for at, (completion, (plain, gaps)) in enumerate(zip(done, expected, strict=True))
+        if (after := next((i for i, token in enumerate(plain) if completion.token_ids[i] != token), None)) is not None
     ]
     return Row(
         **asdict(cell),
         texts=len(done),
-        equal=len(done) - len(found),
-        drafted=sum(one.stats.drafted for one in done),
-        accepted=sum(one.stats.accepted for one in done),
-        first=min(found, key=lambda one: one["after"], default=None),
+        equal=len(done) - len(differences),
+        drafted=sum(completion.stats.drafted for completion in done),
+        accepted=sum(completion.stats.accepted for completion in done),
+        first=min(differences, key=lambda completion: completion["after"], default=None),
         seconds=round(time.monotonic() - start, 1),
     )
 
 
 def _decode(engine: Engine, cell: Cell, prompts: Sequence[list[int]], expected: Texts) -> Iterator[Completion]:
-    """The texts, in order; in a batch the next request begins as one ends."""
+    """The texts in order; in a batch, a request starts whenever another ends."""
     running: deque[Stream] = deque()
     takes = cell.tokens and engine.methods[cell.method].takes_hypothesis
     for prompt, (plain, _) in zip(prompts, expected, strict=True):
-        how = PLAIN
+        speculation = PLAIN
         if cell.tokens:
             wrong = tuple(token ^ (at % ERROR == ERROR - 1) for at, token in enumerate(plain)) if takes else None
-            how = Speculative(method=cell.method, num_speculative_tokens=cell.tokens, hypothesis=wrong)
+            speculation = Speculative(method=cell.method, num_speculative_tokens=cell.tokens, hypothesis=wrong)
         params = SamplingParams(temperature=0.0, max_tokens=len(plain), ignore_eos=True)
         if len(running) == (1 if cell.load == "alone" else BATCH):
             yield completed(running.popleft())
-        running.append(engine.stream(prompt, params, how))
+        running.append(engine.stream(prompt, params, speculation))
         running[-1].start()
     yield from map(completed, running)
 

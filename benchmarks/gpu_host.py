@@ -1,7 +1,7 @@
-"""What the host does in a step on the device, in microseconds: the real onnxruntime-gpu over null CUDA libraries.
+"""The host's part of a step on a device, in microseconds: the real onnxruntime-gpu over null CUDA libraries.
 
-The device takes no time, so what is measured is Python, NumPy and the calls' own way. All steps are alike: kernels that
-do nothing accept nothing. With ``--profile`` the functions that took longest are shown first; it slows steps down.
+The device takes no time, so only Python, NumPy and call overhead are measured. All steps are alike, as nothing is ever
+accepted. ``--profile`` first shows the functions with the longest times; it slows steps down.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.null_cuda.install import ONNXRUNTIME, environment
 MAX_SEQ_LEN, K, BATCHES = 1024, 4, (1, 4)
 PROMPT_TOKENS = 64
 WARM_UP = 32
-"""Steps not counted."""
+"""Number of warm-up steps."""
 _GIVING = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaGraphLaunch")
 PROFILED = 25
-"""Functions shown."""
+"""Number of functions shown by ``--profile``."""
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
     "sampled": SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=5, ignore_eos=True),
@@ -45,7 +45,7 @@ SAMPLINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks gpu-host``."""
+    """Adds the arguments of ``python -m benchmarks gpu-host``."""
     parser.add_argument("--bundle", type=Path, help="built for onnxruntime-cuda; the demo pair's unless given")
     parser.add_argument("--models", type=Path, default=Path("examples/models"), help="holds the demo pair")
     parser.add_argument("--work", type=Path, default=Path(".cache/bench"), help="keeps its bundle")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures in a process of the null GPU's environment, and prints the table."""
+    """Measures in a process with the null GPU's environment, and prints the table."""
     command = [sys.executable, "-m", "benchmarks.gpu_host", str(args.bundle or _demo_bundle(args)), str(args.steps)]
     done = subprocess.run(
         [*command, *(["--profile"] if args.profile else [])],
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _demo_bundle(args: argparse.Namespace) -> Path:
-    # They need torch, which the process that measures does not.
+    # Building needs torch, the measuring process does not.
     from benchmarks.pair import built
     from specexport.exporter.engines.options import CompileOptions
 
@@ -101,10 +101,10 @@ class Row:
         way: plain or a method.
         sampling: greedy or sampled.
         batch: requests in the step.
-        steps: how many were counted.
+        steps: number of measured steps.
         whole: first quartile, median, third quartile.
-        before: until the first call that gives the device work: planning, and writing the inputs.
-        device: from there until the device was waited for.
+        before: until the first call that submits work: planning, and writing the inputs.
+        device: from there until the device has finished.
         after: reading the results.
     """
 
@@ -119,7 +119,7 @@ class Row:
 
 
 class TimedRuntime(NullRuntime):
-    """Notes when a step first gave the device work, and when it was last waited for."""
+    """Records when a step first submitted work, and when it last waited for the device."""
 
     given: float | None = None
     waited = 0.0
@@ -138,18 +138,20 @@ class TimedRuntime(NullRuntime):
         return status
 
     def profile(self) -> None:
-        """Profiles this thread from here on, if profiles are wanted: that which steps, and that which launches."""
+        """Starts profiling this thread, if requested: the stepping thread, and the launching one."""
         if self.profiles is None or threading.get_ident() in self.profiles:
             return
         profile = self.profiles[threading.get_ident()] = cProfile.Profile()
-        with contextlib.suppress(ValueError):  # from Python 3.12 on the first one sees all threads
+        with contextlib.suppress(ValueError):  # from Python 3.12, the first profiler sees all threads
             profile.enable()
 
 
-def measure(runtime: TimedRuntime, engine: Engine, asked: Any, params: SamplingParams, steps: int) -> list[list[float]]:
-    """Seconds of each step of all slots: the whole, before the device is given work, until it was waited for, after.
+def measure(
+    runtime: TimedRuntime, engine: Engine, method: Any, params: SamplingParams, steps: int
+) -> list[list[float]]:
+    """Seconds of each step of all slots: the whole, before submitting work, until the device finished, and after.
 
-    Where a method was asked for, of those that drafted.
+    With a method, only the steps that drafted.
     """
     taken: list[list[float]] = []
     step = DeviceProgram.step
@@ -160,16 +162,16 @@ def measure(runtime: TimedRuntime, engine: Engine, asked: Any, params: SamplingP
         start = time.perf_counter()
         done = step(program, views)
         end = time.perf_counter()
-        given = start if runtime.given is None else runtime.given
+        submitted = start if runtime.given is None else runtime.given
         drafts = any(outcome.drafted for outcome in done.outcomes)
-        if len(views) == engine.slots and drafts == (asked is not PLAIN):
-            taken.append([end - start, given - start, runtime.waited - given, end - runtime.waited])
+        if len(views) == engine.slots and drafts == (method is not PLAIN):
+            taken.append([end - start, submitted - start, runtime.waited - submitted, end - runtime.waited])
         return done
 
     DeviceProgram.step = timed  # type: ignore[method-assign]
     try:
         prompts = [[7 + slot, *range(20, 19 + PROMPT_TOKENS)] for slot in range(engine.slots)]
-        streams = [engine.stream(prompt, params.replace(max_tokens=steps), asked) for prompt in prompts]
+        streams = [engine.stream(prompt, params.replace(max_tokens=steps), method) for prompt in prompts]
         for stream in streams:
             stream.start()
         for stream in streams:
@@ -189,12 +191,12 @@ def _job(folder: str, steps: int, profile: bool) -> list[Row]:
                 for sampling, params in SAMPLINGS.items():
                     runtime.profiles = {} if profile else None
                     taken = measure(runtime, engine, PLAIN if way == "plain" else way, params, steps)
-                    columns = [[1e6 * one for one in column] for column in zip(*taken, strict=True)]
+                    columns = [[1e6 * seconds for seconds in column] for column in zip(*taken, strict=True)]
                     whole = statistics.quantiles(columns[0], n=4)
                     medians = [statistics.median(column) for column in columns[1:]]
                     rows.append(Row(way, sampling, batch, len(taken), (whole[0], whole[1], whole[2]), *medians))
-                    for one in (runtime.profiles or {}).values():
-                        print(f"{way}, {sampling}, batch {batch}:\n{_slowest(one)}")
+                    for seconds in (runtime.profiles or {}).values():
+                        print(f"{way}, {sampling}, batch {batch}:\n{_slowest(seconds)}")
     return rows
 
 

@@ -100,13 +100,13 @@ class Shape:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """All tensors of the model, in the order they are written."""
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for layer in range(self.layers):
-            found.update({f"{LAYERS}{layer}.{name}": shape for name, shape in self.layer_tensors().items()})
-        found["model.norm.weight"] = (self.hidden,)
+            shapes.update({f"{LAYERS}{layer}.{name}": shape for name, shape in self.layer_tensors().items()})
+        shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
-            found["lm_head.weight"] = (self.vocab, self.hidden)
-        return found
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
 
     @property
     def params(self) -> int:
@@ -296,11 +296,11 @@ def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int =
     if not outline.tied:
         raise ValueError(f"{source} has projections of its own to the vocabulary; only tied heads are enlarged")
     heads = load_medusa(source, hidden=old.hidden, vocab=old.vocab)
-    made = MedusaHeads(outline.count, outline.layers, new.hidden, new.vocab, tied=True)
+    inflated = MedusaHeads(outline.count, outline.layers, new.hidden, new.vocab, tied=True)
     tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
     originals = heads.state_dict()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in inflated.named_parameters():
             weight = originals[name]
             parameter.zero_()
             if parameter.ndim == 2:
@@ -311,7 +311,9 @@ def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int =
             else:
                 parameter[: old.hidden] = weight
     accuracy = outline.accuracy
-    save_medusa(out, made, torch.empty(0), base=large.name, accuracy=accuracy, dtype=torch.float32, compatible=False)
+    save_medusa(
+        out, inflated, torch.empty(0), base=large.name, accuracy=accuracy, dtype=torch.float32, compatible=False
+    )
 
 
 def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
@@ -330,7 +332,7 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
     old, new = Shape.of(read_config(small)), Shape.of(read_config(large))
     require_fit(outline, hidden=old.hidden, vocab=old.vocab)
     grown = replace(outline, hidden=new.hidden, inner=outline.inner * new.hidden // old.hidden)
-    originals, made = load_speculator(outline).state_dict(), grown.make()
+    originals, inflated = load_speculator(outline).state_dict(), grown.make()
     tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
     # A norm divides by the root of a mean over more numbers, and embeddings are multiplied with the root of their size.
     narrower = (outline.inner / grown.inner) ** 0.5
@@ -338,7 +340,7 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
     if grown.scale_input:
         scales["proj.0"] = (old.hidden / new.hidden) ** 0.5
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in inflated.named_parameters():
             weight = originals[name]
             scale = scales.get(name.rpartition(".")[0], scales.get(name.partition(".")[0], 1.0))
             if parameter.ndim == 1:
@@ -352,7 +354,7 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
             if not name.startswith("head"):
                 written *= tiny
             parameter[: weight.shape[0], : weight.shape[1]] = weight * scale
-    save_speculator(out, made, widths=outline.widths, accuracy=outline.accuracy, dtype=torch.float32)
+    save_speculator(out, inflated, widths=outline.widths, accuracy=outline.accuracy, dtype=torch.float32)
 
 
 def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
@@ -369,27 +371,33 @@ def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed
         seed: of the new weights.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    old, new, own = Shape.of(read_config(small)), Shape.of(read_config(large)), Shape.of(config)
-    if own.hidden != old.hidden:
-        raise ValueError(f"{source}: its states are {own.hidden} wide; expected {old.hidden}, as the target's")
+    old, new, draft_shape = Shape.of(read_config(small)), Shape.of(read_config(large)), Shape.of(config)
+    if draft_shape.hidden != old.hidden:
+        raise ValueError(f"{source}: its states are {draft_shape.hidden} wide; expected {old.hidden}, as the target's")
     by = new.hidden // old.hidden
-    grown = replace(own, hidden=new.hidden, heads=by * own.heads, kv_heads=by * own.kv_heads, ffn=by * own.ffn)
+    grown = replace(
+        draft_shape,
+        hidden=new.hidden,
+        heads=by * draft_shape.heads,
+        kv_heads=by * draft_shape.kv_heads,
+        ffn=by * draft_shape.ffn,
+    )
     tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
     tables = ("embed_tokens", "lm_head")
-    narrow, wide = own.layer_tensors(), grown.layer_tensors()
-    made = {}
+    narrow, wide = draft_shape.layer_tensors(), grown.layer_tensors()
+    inflated = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         weight, kind = tensor.float(), name.rpartition(".")[0].rpartition(".")[2]
         if not tensor.is_floating_point() or kind in ("q_norm", "k_norm"):
-            made[name] = tensor
+            inflated[name] = tensor
             continue
         if weight.ndim == 1:
-            made[name] = torch.ones(grown.hidden)
-            made[name][: len(weight)] = weight
-            made[name] *= (own.hidden / grown.hidden) ** 0.5
+            inflated[name] = torch.ones(grown.hidden)
+            inflated[name][: len(weight)] = weight
+            inflated[name] *= (draft_shape.hidden / grown.hidden) ** 0.5
             continue
-        key = next((one for one in narrow if one.endswith(f".{kind}.weight")), None)
-        each, (rows, reads) = (own.hidden, (grown.hidden,) * 2) if key is None else (narrow[key][1], wide[key])
+        key = next((suffix for suffix in narrow if suffix.endswith(f".{kind}.weight")), None)
+        each, (rows, reads) = (draft_shape.hidden, (grown.hidden,) * 2) if key is None else (narrow[key][1], wide[key])
         rows = len(weight) if kind in tables else rows
         # It may read several states side by side: of each the new part is next to nothing.
         blocks = weight.shape[1] // each
@@ -397,10 +405,10 @@ def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed
         writes = kind in ("fc", "o_proj", "down_proj", *tables)
         parts = torch.randn(rows, blocks, reads, generator=generator).mul_(tiny if writes else float(weight.std()))
         parts[: len(weight), :, :each] = weight.reshape(len(weight), blocks, each)
-        made[name] = parts.reshape(rows, -1)
+        inflated[name] = parts.reshape(rows, -1)
     places = {layer: place for place, layer in real_layers(old.layers, new.layers).items()}
     after = {0: 0} | {layer + 1: place + 1 for layer, place in places.items()}
-    config |= grown.as_config() | {"rms_norm_eps": config["rms_norm_eps"] * own.hidden / grown.hidden}
+    config |= grown.as_config() | {"rms_norm_eps": config["rms_norm_eps"] * draft_shape.hidden / grown.hidden}
     counted = "eagle_aux_hidden_state_layer_ids"
     if counted in config:
         config[counted] = [after[count] for count in config[counted]]
@@ -410,7 +418,7 @@ def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed
         drafting["target_layer_ids"] = [after[layer + 1] - 1 for layer in drafting["target_layer_ids"]]
         config["num_target_layers"] = new.layers
     out.mkdir(parents=True, exist_ok=True)
-    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(inflated, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -442,10 +450,10 @@ class Agreement:
 def compare(source: Path, out: Path, prompts: list[list[int]]) -> Agreement:
     """Run both models over the prompts and compare their logits at every position."""
     positions, same, largest = 0, 0, 0.0
-    for expected, found in zip(_logits(source, prompts), _logits(out, prompts), strict=True):
+    for expected, actual in zip(_logits(source, prompts), _logits(out, prompts), strict=True):
         positions += expected.shape[0]
-        same += int((expected.argmax(-1) == found.argmax(-1)).sum())
-        largest = max(largest, float((expected - found).abs().max()))
+        same += int((expected.argmax(-1) == actual.argmax(-1)).sum())
+        largest = max(largest, float((expected - actual).abs().max()))
     return Agreement(positions, same, largest)
 
 

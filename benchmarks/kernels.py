@@ -1,7 +1,7 @@
-"""What a step of T tokens costs on our kernels and on onnxruntime's, in turns, and how near it comes to plain reading.
+"""The cost of a step of T tokens on our kernels and on onnxruntime's, in turns, and its ratio to reading the weights.
 
-The target's step graph runs at every T, with 100 tokens in the cache, on one session of each kind. Reading is every
-thread adding up its share of an array that no cache holds.
+The target's step graph runs at every T, with 100 tokens in the cache, on one session of each kind. The reading speed is
+that of all threads summing an array larger than the processor's caches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ READ_BYTES = 256 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks kernels``."""
+    """Adds the arguments of ``python -m benchmarks kernels``."""
     common.add_common_arguments(parser)
     parser.add_argument("--precisions", default="fp32,bf16,int8,int4")
     parser.add_argument("--tokens", default="1,2,3,5,8,16", help="T, the first to compare the others with")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints a table a precision."""
+    """Prints a table for each precision."""
     if not instruction_set():
         raise BackendError(f"there is nothing to compare: {kernels_described()}")
     target, draft = inflated_pair(args.models, args.work)
@@ -85,7 +85,7 @@ def _open(opened: Bundle, threads: int, kernels: str) -> Graph:
 
 
 def _reading(threads: int) -> float:
-    """Bytes a second, the median of several times."""
+    """The median reading speed in bytes a second."""
     parts = [np.ones(READ_BYTES // 4 // threads, np.float32) for _ in range(threads)]
     taken = []
     with ThreadPoolExecutor(threads) as pool:

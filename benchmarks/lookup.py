@@ -1,13 +1,12 @@
 """N-gram lookup and suffix decoding against plain decoding, on text that repeats and on text that does not.
 
-``edit`` holds a file of the standard library and has begun to write it again, as an answer does that repeats most of
-what it was given; ``completion`` goes on with held-out code; ``no repeats`` samples at a temperature where hardly any
-two tokens come together twice. Held-out code has half as many tokens as a file. All ways run one after another on each
-prompt, so that a machine whose speed drifts treats them alike. Speeds are tokens over seconds, both summed over
-prompts.
+``edit`` contains a file of the standard library and the beginning of a copy, like an answer that repeats most of its
+prompt; ``completion`` continues held-out code; ``no repeats`` samples at a temperature where hardly any bigram occurs
+twice. Held-out code has half as many tokens as a file. All ways take turns on each prompt, so that drift of the
+machine's speed affects all equally. Speeds are tokens over seconds, both summed over prompts.
 
-Beside the table it says what a tree would add: at every step of greedy text, how many more tokens the second-latest
-continuation would have had right than the latest one.
+Besides the table it shows the gain of a tree: at every step of greedy text, how many more tokens the second-latest
+continuation would have predicted than the latest one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WARM_UP = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks lookup``."""
+    """Adds the arguments of ``python -m benchmarks lookup``."""
     common.add_common_arguments(parser, num_prompts=8, prompt_tokens=240, new_tokens=96)
     parser.add_argument("--bundles", type=Path, help="keeps bundles (default: as --work)")
     parser.add_argument("--precision", default="fp32")
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how they are gone on with."""
+    """Prompts and sampling parameters."""
 
     name: str
     prompts: list[list[int]]
@@ -50,7 +49,7 @@ class Workload:
 
 @dataclass
 class Row:
-    """What was measured of one way on one workload.
+    """The result of one way on one workload.
 
     Attributes:
         workload: its name.
@@ -96,9 +95,9 @@ def main(args: argparse.Namespace) -> int:
                 doing = f"{workload.name}: {'warming up' if warm else 'decoding'}"
                 for prompt in tqdm(prompts, doing, disable=None):
                     for way, done in zip(ways, runs, strict=True):
-                        made = _decode(engine, way, prompt, workload.params, WARM_UP if warm else args.new_tokens)
+                        completion = _decode(engine, way, prompt, workload.params, WARM_UP if warm else args.new_tokens)
                         if not warm:
-                            done.append(made)
+                            done.append(completion)
             rows += [_row(workload.name, way, done, runs[0]) for way, done in zip(ways, runs, strict=True)]
             if workload.params.greedy:
                 pairs = zip(workload.prompts, runs[0], strict=True)
@@ -141,10 +140,10 @@ def _decode(engine: Engine, way: tuple[str, int], prompt: list[int], params: Sam
 
 
 def gained_by_branching(texts: Sequence[tuple[Sequence[int], Sequence[int]]], size: int = 8) -> float:
-    """Tokens a step that the second-latest continuation of the last tokens had right beyond the latest one's.
+    """Correct tokens a step of the second-latest continuation beyond those of the latest one.
 
     Args:
-        texts: prompts and what greedy decoding went on with.
+        texts: prompts and their greedy continuations.
         size: draft tokens of each chain.
     """
     steps = gained = 0
@@ -162,17 +161,17 @@ def gained_by_branching(texts: Sequence[tuple[Sequence[int], Sequence[int]]], si
 
 
 def _continuations(text: Sequence[int]) -> list[int]:
-    """Where the last four tokens, or three, or two, were gone on from: latest first, at most two."""
+    """The starts of the latest two continuations of the last four, three or two tokens, latest first."""
     for n in (4, 3, 2):
         tail = text[-n:]
-        found = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == tail]
-        if found:
-            return [found[0], *[end for end in found[1:] if text[end] != text[found[0]]][:1]]
+        starts = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == tail]
+        if starts:
+            return [starts[0], *[end for end in starts[1:] if text[end] != text[starts[0]]][:1]]
     return []
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts share."""
+    """The length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,16 +1,16 @@
-"""Whether sampled text has the target's own distribution: every way to speculate, at a size that settles it.
+"""Large-sample tests that sampled text has the target's own distribution, for every way to speculate.
 
 A cell is a way to speculate, requests alone or in a batch, and sampling parameters. Its samples are texts of three
-tokens after one prompt, of a model of twelve tokens, so that the probability of each of the 1728 texts is known. Three
-chi-square tests compare them: first tokens, first two, all three. Holm's correction over all tests of all cells holds
-however they depend on each other, as the three of a cell do. Cells are independent, so that their p-values must also be
-uniform together: Kolmogorov-Smirnov and Fisher, for each of the three lengths.
+tokens after one prompt, of a model with twelve tokens, so that the probability of each of the 1728 texts is known.
+Three chi-square tests compare the first tokens, the first two, and all three. Holm's correction over all tests of all
+cells is valid for any dependence, such as that of a cell's three tests. Cells are independent, so their p-values must
+also be uniform together: Kolmogorov-Smirnov and Fisher, for each of the three lengths.
 
-A batch has up to 8 requests that come and go, and a made-up cost curve by which the number of draft tokens follows from
-how many they are. Cells named for a bias show what the tests find: acceptance is made wrong by that much.
+A batch has up to 8 requests that come and go, and an artificial cost curve, so that the number of draft tokens depends
+on the batch. Cells named for a bias show the power of the tests: their acceptance is wrong by that much.
 
-What is done is kept in ``--json`` cell by cell, and a run goes on with what is missing there. Exits with 1 if a
-distribution is not the target's, or a bias was not found.
+Results are stored in ``--json`` cell by cell, and another run resumes there. Exits with 1 if a distribution is not the
+target's, or if a bias was not detected.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from specexport.tables import show
 PROMPT = (5, 8, 5, 8)
 LENGTH = 3
 LONG = 56
-"""Tokens of the requests that keep others company; the model's context is 64."""
+"""Tokens of the requests that only fill the batch; the model's context is 64."""
 LEVEL = 0.01
-"""What ``overall`` has to stay above: the least of all p-values of :func:`summary`, corrected for how many they are."""
+"""Lower limit of ``overall``, the least p-value of :func:`summary`, corrected for their number."""
 
 Text = tuple[int, ...]
 Accept = Callable[..., tuple[list[int], int]]
@@ -60,9 +60,9 @@ class Way:
 
     Attributes:
         recipe: of its bundle; see ``tests.make_bundles``.
-        method: which of the bundle's.
-        tokens: draft tokens of the tree that a request alone verifies.
-        hypothesis: for the method that takes one.
+        method: the bundle's method.
+        tokens: draft tokens of the tree that a single request verifies.
+        hypothesis: for the method of that name.
     """
 
     recipe: str
@@ -103,12 +103,12 @@ SAMPLING = {
 }
 SHIFT, FACTOR = "accepts 1 point too often", "accepts 1 % too often"
 BIASED = {0: (("T 0.7", SHIFT), ("T 1.0", SHIFT)), 1: tuple((sampling, FACTOR) for sampling in SAMPLING)}
-"""By after which turn of :func:`cells`. SHIFT goes without filters: it would accept what they make impossible."""
+"""By the turn of :func:`cells` that they follow. SHIFT has no filters, as it would accept excluded tokens."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one set of samples is drawn by; ``bias`` is empty but for those that show what would be found."""
+    """The settings of one set of samples; ``bias`` is empty except for cells that show the tests' power."""
 
     way: str
     load: str
@@ -121,16 +121,16 @@ class Cell:
 
 @dataclass
 class Row:
-    """What was found in a cell.
+    """The result of a cell.
 
     Attributes:
-        samples: texts.
+        samples: number of texts.
         p: of the chi-square tests of the first token, the first two, and all three.
         drafted: draft tokens verified.
         steps: steps with draft tokens.
-        accepted_at: in how many of those a draft token was accepted at each depth.
-        drafts: how many texts' first step verified so many draft tokens, where only one step had some.
-        seconds: that it took.
+        accepted_at: number of those that accepted a draft token at each depth.
+        drafts: number of texts by the draft tokens of their first step, if only one step had any.
+        seconds: run time.
     """
 
     way: str
@@ -147,7 +147,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks losslessness``."""
+    """Adds the arguments of ``python -m benchmarks losslessness``."""
     parser.add_argument("--samples", type=int, default=100_000, help="of each cell")
     parser.add_argument("--only", default="", metavar="WORDS", help="cells whose name holds this")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, a process and a thread each")
@@ -159,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what is missing and prints the verdict; 1 if a distribution is not the target's or a bias was not found."""
+    """Runs the missing cells and prints the verdict; returns 1 if a distribution is wrong or a bias undetected."""
     report = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {}
     rows = [Row(**row) for row in report.get("rows", ())]
     done = {(row.way, row.load, row.sampling, row.bias) for row in rows if row.samples == args.samples}
@@ -197,32 +197,34 @@ def _next(waiting: Iterator[Cell], minutes: float | None, began: float) -> Cell 
 
 
 def cells() -> list[Cell]:
-    """All cells, those done first spread out: the first turn has every way once, the next with the other load, and so
-    on with other sampling parameters; biased ones come early.
+    """All cells in an order that covers much early: the first turn has every way once, the next the other loads, and
+    the following ones other sampling parameters; biased cells come early.
     """
     loads, sampling = ("alone", "batch"), tuple(SAMPLING)
-    found = []
+    ordered = []
     for turn in range(2 * len(sampling)):
         for at, way in enumerate(WAYS):
-            found.append(Cell(way, loads[(at + turn) % 2], sampling[(at + turn // 2 + 3 * (turn % 2)) % len(sampling)]))
-        found += [Cell("draft_model, chain", "alone", *biased) for biased in BIASED.get(turn, ())]
-    return found
+            ordered.append(
+                Cell(way, loads[(at + turn) % 2], sampling[(at + turn // 2 + 3 * (turn % 2)) % len(sampling)])
+            )
+        ordered += [Cell("draft_model, chain", "alone", *biased) for biased in BIASED.get(turn, ())]
+    return ordered
 
 
 def _bundle(work: Path, name: str) -> Path:
-    """A bundle; made if it is not there."""
+    """A bundle, built if it does not exist."""
     folder = work / name
     if not folder.exists():
-        from tests.make_bundles import LOSSLESSNESS, make  # needs torch, which the rest does not
+        from tests.make_bundles import LOSSLESSNESS, make  # imported here, as only it needs torch
 
         make(name, work, LOSSLESSNESS[name])
     return folder
 
 
 def _costs(manifest: Manifest) -> CostCurve:
-    """Costs by which the number of draft tokens depends on the batch.
+    """Costs that make the number of draft tokens depend on the batch.
 
-    A step costs nothing more up to some tokens in all: alone the largest trees pay, in a full batch the smallest.
+    Steps up to a total number of tokens cost the same: alone the largest trees pay, in a full batch the smallest.
     """
     from tests.manifests import curve
 
@@ -233,7 +235,7 @@ def _costs(manifest: Manifest) -> CostCurve:
 @lru_cache(maxsize=2)
 def _engine(folder: Path, load: str) -> Engine:
     batch = load == "batch"
-    # What observes the target proposes in the first step only if the prompt was read, so alone it is.
+    # Methods that observe the target propose in the first step only if the prompt was read by this request.
     manifest = read_manifest(folder)
     observes = any(method.target_outputs for method in manifest.methods)
     engine = Engine.load(
@@ -280,25 +282,25 @@ def run(cell: Cell, samples: int, work: Path) -> Row:
 
 
 def draw(engine: Engine, cell: Cell, way: Way, params: SamplingParams, samples: int) -> Iterator[tuple[Text, Stats]]:
-    """The samples of a cell, each a request of its own with a seed that no other cell has.
+    """The samples of a cell, each a separate request with a seed that no other cell has.
 
-    In a batch there are always some that run. As a turn of the scheduler lets one request in, and they are soon over,
-    they never fill the slots by themselves: up to five longer requests, plain ones, run beside them.
+    In a batch several run at once. As each turn of the scheduler admits one request, and requests are short, they never
+    fill the slots by themselves: up to five longer plain requests run beside them.
     """
     first = zlib.crc32(str(cell).encode()) << 32
-    how = Speculative(method=way.method, num_speculative_tokens=way.tokens, hypothesis=way.hypothesis)
+    speculation = Speculative(method=way.method, num_speculative_tokens=way.tokens, hypothesis=way.hypothesis)
     params = params.replace(max_tokens=LENGTH, ignore_eos=True)
     sizes, running, others = random.Random(first), deque[Stream](), deque[Stream]()
-    beside = 0
+    long_requests = 0
     for at in range(samples):
         if cell.load == "batch" and at % 16 == 0:
-            beside = sizes.choice((0, 1, 2, 4, 5)) if at % 64 == 0 else beside
-            while others and (len(others) > beside or others[0].stats.output_tokens > LONG - 24):
+            long_requests = sizes.choice((0, 1, 2, 4, 5)) if at % 64 == 0 else long_requests
+            while others and (len(others) > long_requests or others[0].stats.output_tokens > LONG - 24):
                 others.popleft().close()
-            while len(others) < beside:
+            while len(others) < long_requests:
                 others.append(engine.stream(PROMPT, SamplingParams(temperature=0.0, max_tokens=LONG), PLAIN))
                 others[-1].start()
-        stream = engine.stream(PROMPT, params.replace(seed=first + at), how)
+        stream = engine.stream(PROMPT, params.replace(seed=first + at), speculation)
         stream.start()
         running.append(stream)
         if len(running) >= (3 if cell.load == "batch" else 1):
@@ -317,7 +319,7 @@ def _finished(stream: Stream) -> tuple[Text, Stats]:
 
 
 def _with_noise(change: Callable[[Any], Any]) -> Accept:
-    """Acceptance whose noise for draft tokens, not for the token after them, is changed."""
+    """Acceptance with changed noise for draft tokens, but not for the token after them."""
 
     def accept(
         logits: Any, tree: TokenTree, tokens: Any, q: Distributions | None, params: SamplingParams, noise: Any
@@ -338,7 +340,7 @@ ACCEPT: dict[str, Accept] = {
 
 
 def verdict(rows: list[Row]) -> dict[str, Any]:
-    """What all cells say together: of those with the true acceptance, and of each bias."""
+    """Joint statistics of all unbiased cells, and of the cells of each bias."""
     return {
         name: summary([row for row in rows if row.bias == bias])
         for name, bias in (("lossless", ""), (SHIFT, SHIFT), (FACTOR, FACTOR))
@@ -347,7 +349,7 @@ def verdict(rows: list[Row]) -> dict[str, Any]:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Of some cells: how many, the least p by Holm, how uniform the p-values of each length are, and all in one p."""
+    """The number of cells, the least p by Holm, the tests of uniformity for each length, and all combined."""
     from scipy import stats
 
     p = np.array([row.p for row in rows])  # [cells, lengths]
@@ -376,8 +378,8 @@ def _print(rows: list[Row]) -> int:
             *(f"{count / max(1, row.steps):.3f}" for count in row.accepted_at),
         )
     show(table)
-    found = verdict(rows)
-    for name, together in found.items():
+    report = verdict(rows)
+    for name, together in report.items():
         print(name, together)
-    wrong = [name for name, together in found.items() if (together["overall"] < LEVEL) is not (name != "lossless")]
+    wrong = [name for name, together in report.items() if (together["overall"] < LEVEL) is not (name != "lossless")]
     return int(bool(wrong))

@@ -1,9 +1,8 @@
-"""Every way to propose on the benchmark-size pair: method by tree size.
+"""All methods on the benchmark-size pair, by tree size.
 
-All run one after another on each prompt, so that a machine whose speed drifts treats them alike. Trees of heads are
-those that suit what training measured, and one tuned on this machine, for greedy decoding, with prompts that are not
-decoded here. Speeds are tokens over seconds, both summed over prompts, against plain decoding of the bundle without
-heads.
+All take turns on each prompt, so that drift of the machine's speed affects all equally. Trees of heads are chosen by
+the accuracy that training measured; one is tuned on this machine, for greedy decoding, with other prompts. Speeds are
+tokens over seconds, both summed over prompts, against plain decoding of the bundle without heads.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WARM_UP = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks methods``."""
+    """Adds the arguments of ``python -m benchmarks methods``."""
     common.add_common_arguments(parser, num_prompts=8, prompt_tokens=128, new_tokens=96)
     parser.add_argument("--draft-heads", default="demo-draft-medusa", help="heads of demo-draft; left out if not there")
     parser.add_argument("--speculator", type=Path, help="an MLP speculator of demo-target, to be compared too")
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One row: a bundle, what of it is used, and how tokens are chosen."""
+    """One row: a bundle, a method of it, and the sampling."""
 
     bundle: str
     method: str | None
@@ -61,13 +60,13 @@ class Way:
 
     @property
     def sampling(self) -> str:
-        """In words."""
+        """Its description."""
         return "greedy" if self.params.greedy else f"T = {self.params.temperature:g}, {self.params.acceptance}"
 
 
 @dataclass
 class Row:
-    """What was measured of one way.
+    """The result of one way.
 
     Attributes:
         method: of the bundle; ``plain`` for none.
@@ -124,9 +123,9 @@ def main(args: argparse.Namespace) -> int:
     for warm in (True, False):
         for prompt in tqdm(prompts[:1] if warm else prompts, "warming up" if warm else "decoding", disable=None):
             for way, done in zip(ways, runs, strict=True):
-                made = _decode(engines[way.bundle], way, prompt, WARM_UP if warm else args.new_tokens)
+                completion = _decode(engines[way.bundle], way, prompt, WARM_UP if warm else args.new_tokens)
                 if not warm:
-                    done.append(made)
+                    done.append(completion)
     rows = [_row(way, done, ways, runs, costs[way.bundle]) for way, done in zip(ways, runs, strict=True)]
     show(_table(args, rows))
     names = ("precision", "num_prompts", "tuning_prompts", "prompt_tokens", "new_tokens", "temperature")
@@ -135,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
         {
             "machine": common.machine(args.threads),
             "options": {name: getattr(args, name) for name in names},
-            "step_ms": {name: [cost * 1e3 for cost in found] for name, found in costs.items()},
+            "step_ms": {name: [cost * 1e3 for cost in curve] for name, curve in costs.items()},
             "rows": [asdict(row) for row in rows],
         },
     )
@@ -143,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _bundles(args: argparse.Namespace) -> dict[str, Path]:
-    """A bundle each: of a draft, of heads on the target and on the draft, of a speculator, of EAGLE-3 and DFlash."""
+    """The bundles: with a draft, heads on the target, heads on the draft, a speculator, EAGLE-3 and DFlash."""
     target, draft = inflated_pair(args.models, args.work)
     heads = inflated_heads(args.models, "demo-medusa", target, args.work)
     common: dict[str, Any] = {"precision": args.precision, "max_seq_len": 512}
@@ -153,13 +152,13 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
     def bundle(name: str, **method: Any) -> Path:
         return built(Path(f"{stem}.{name}"), target, methods=(method,), **common)
 
-    found = {
+    bundles = {
         "draft": bundle("draft", method="draft_model", model=str(draft), trees=(*chains, *SPINES)),
         "medusa": bundle(heads.name, method="medusa", model=str(heads), num_speculative_tokens=SIZES),
     }
     if (args.models / args.draft_heads).is_dir():
         on_draft = inflated_heads(args.models, args.draft_heads, draft, args.work)
-        found["medusa_draft"] = bundle(
+        bundles["medusa_draft"] = bundle(
             on_draft.name,
             method="medusa_draft",
             model=str(draft),
@@ -168,18 +167,20 @@ def _bundles(args: argparse.Namespace) -> dict[str, Path]:
         )
     if args.speculator is not None:
         stages = inflated_draft(args.speculator, args.models, target, args.work, inflate_speculator)
-        found["mlp_speculator"] = bundle(
+        bundles["mlp_speculator"] = bundle(
             stages.name, method="mlp_speculator", model=str(stages), num_speculative_tokens=SIZES
         )
     for method, trees in (("eagle3", (*chains, *SPINES)), ("dflash", tuple(tree for tree in chains if tree.depth < 8))):
         if (args.models / f"demo-{method}").is_dir():
-            own = inflated_draft(args.models / f"demo-{method}", args.models, target, args.work, inflate_states_draft)
-            found[method] = bundle(own.name, method=method, model=str(own), trees=trees)
-    return found
+            inflated = inflated_draft(
+                args.models / f"demo-{method}", args.models, target, args.work, inflate_states_draft
+            )
+            bundles[method] = bundle(inflated.name, method=method, model=str(inflated), trees=trees)
+    return bundles
 
 
 def _tune(folder: Path, costs: list[float], params: SamplingParams, texts: list[str], args: Any) -> TokenTree:
-    """The tree that suits this machine best, put into the bundle."""
+    """Tunes a tree for this machine and adds it to the bundle."""
     (method,) = read_manifest(folder).methods
     with Engine.load(folder, threads=args.threads, check_hashes=False, calibrate=False) as engine:
         prompts = [engine.encode(text)[: args.prompt_tokens] for text in texts]

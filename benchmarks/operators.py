@@ -1,7 +1,7 @@
-"""What a step of T tokens costs, operator by operator: which part of c(T) / c(1) is whose.
+"""The cost of a step of T tokens by operator.
 
-The target's step graph runs at every T in turns, with 100 tokens in the cache; the times of its operators are
-onnxruntime's own, which makes runs longer, so that c(T) is taken without them.
+The target's step graph runs at every T in turns, with 100 tokens in the cache. onnxruntime's profiler times the
+operators; as it slows runs down, c(T) is measured without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRODUCTS = ("MatMulNBits", "MatMul", "Gemm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks operators``."""
+    """Adds the arguments of ``python -m benchmarks operators``."""
     common.add_common_arguments(parser)
     parser.add_argument("--precisions", default="fp32,int8,int4")
     parser.add_argument("--tokens", default="1,2,3,5,9", help="T, the first to compare the others with")
@@ -45,31 +45,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints a table a precision."""
     target, draft = inflated_pair(args.models, args.work)
-    widths, found = tuple(map(int, args.tokens.split(","))), {}
+    widths, results = tuple(map(int, args.tokens.split(","))), {}
     for precision in args.precisions.split(","):
         opened = Bundle.open(bundle(target, draft, args.work, precision, CHOICES, 512, 32), check_hashes=False)
-        found[precision] = _measured(opened, widths, args.rounds, args.threads)
+        results[precision] = _measured(opened, widths, args.rounds, args.threads)
         names = [f"T = {T}" for T in widths]
         table = common.new_table(
             f"{precision}, µs", ["operator"], [*names, *(f"{T} / {widths[0]}" for T in widths[1:])]
         )
-        rows = {"the step": found[precision]["step"], **found[precision]["operators"]}
+        rows = {"the step": results[precision]["step"], **results[precision]["operators"]}
         products = [rows[name] for name in PRODUCTS if name in rows]
         rows["all but products"] = [
-            sum(of_one[at] for of_one in found[precision]["operators"].values()) - sum(one[at] for one in products)
+            sum(of_one[at] for of_one in results[precision]["operators"].values())
+            - sum(times[at] for times in products)
             for at in range(len(widths))
         ]
         for name, taken in rows.items():
             if max(taken) > 0.005 * max(rows["the step"]):
-                ratios = [f"{one / taken[0]:.2f}" for one in taken[1:]]
-                table.add_row(name, *(f"{one:.0f}" for one in taken), *ratios)
+                ratios = [f"{times / taken[0]:.2f}" for times in taken[1:]]
+                table.add_row(name, *(f"{times:.0f}" for times in taken), *ratios)
         show(table)
-    common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": found})
+    common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": results})
     return 0
 
 
 def _measured(opened: Bundle, widths: tuple[int, ...], rounds: int, threads: int) -> dict[str, Any]:
-    """Microseconds of a step and of its operators, the largest first, at each width."""
+    """Microseconds of a step and of its operators, slowest first, at each width."""
     model = opened.manifest.target
     graph = _open(opened, model, threads)
     step = [1e6 * statistics.median(times) for times in runs(graph, widths, rounds)]
@@ -101,14 +102,14 @@ def _open(opened: Bundle, model: Model, threads: int) -> Graph:
 
 
 def runs(graph: Graph, widths: tuple[int, ...], rounds: int) -> list[list[float]]:
-    """Seconds of every run but the first, a width each, in turns."""
+    """Seconds of every run except the first, for each width, in turns."""
     times: list[list[float]] = [[] for _ in widths]
     for turn in range(rounds + 1):
         for T, of_width in zip(widths, times, strict=True):
-            given = graph.inputs(T, T)
-            given[tensors.PAST_LENGTH][:] = PAST
-            given[tensors.POSITION_IDS][:] = PAST + np.arange(T)
-            given[tensors.TREE_MASK][:] = np.tri(T, dtype=np.bool_)
+            inputs = graph.inputs(T, T)
+            inputs[tensors.PAST_LENGTH][:] = PAST
+            inputs[tensors.POSITION_IDS][:] = PAST + np.arange(T)
+            inputs[tensors.TREE_MASK][:] = np.tri(T, dtype=np.bool_)
             start = time.perf_counter()
             graph.run(T, T)
             if turn:

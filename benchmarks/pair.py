@@ -1,4 +1,4 @@
-"""The benchmark-size pair and its bundles, made once and kept in a cache folder."""
+"""The benchmark-size pair and its bundles, created once and kept in a cache folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specexport.exporter.options import BuildOptions
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 290e6, 25e6
 MAX_POSITIONS = 8192
-"""Declared positions of the inflated models: rotary positions have no table, so a long context may be declared."""
+"""Positions of the inflated models; rotary embeddings need no table, so a long context costs nothing."""
 
 
 Inflate = Callable[[Path, Path, Path, Path], None]
 Sizes = Mapping[str, tuple[float, int]]
-"""Of the enlarged models, by the name of the small one: parameters, and width per layer."""
+"""Parameters and width per layer of the enlarged models, by the name of the small one."""
 SIZES: Sizes = {
     "demo-target": (TARGET_PARAMETERS, WIDTH_PER_LAYER),
     "demo-draft": (DRAFT_PARAMETERS, DRAFT_WIDTH_PER_LAYER),
@@ -84,7 +84,7 @@ def inflated_heads(models: Path, name: str, large: Path, work: Path) -> Path:
 
 
 def inflated_draft(source: Path, models: Path, large: Path, work: Path, inflate: Inflate) -> Path:
-    """What drafts for the demo target, enlarged with it.
+    """A draft of the demo target, enlarged with it.
 
     Args:
         source: its folder.
@@ -110,7 +110,7 @@ def bundle(
     block_size: int = 128,
     draft_precision: str | None = None,
 ) -> Path:
-    """A bundle of the pair, with chains of draft tokens; built if it is not there yet."""
+    """A bundle of the pair, with chains of draft tokens, built if it does not exist."""
     name = f"{target.name}-{_digest(target, draft)}"
     weights = f"{precision}-{draft_precision}" if draft_precision else precision
     out = work / f"{name}.{weights}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}.x8"
@@ -126,7 +126,7 @@ def bundle(
 
 
 def built(out: Path, target: Path, **options: Any) -> Path:
-    """A bundle with these options, built if there is none that this version reads."""
+    """A bundle with these options, built unless there is one that this version reads."""
     try:
         read_manifest(out)
     except BundleError:

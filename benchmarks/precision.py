@@ -1,8 +1,8 @@
-"""What precisions make of models: KL divergence from fp32, perplexity and same first choices over the text that ships.
+"""The effect of precisions on models: KL divergence from fp32, perplexity and equal first choices over a fixed text.
 
-Each model is built at each precision, which measures it. GGUF files beside it, such as llama.cpp's Q4_K_M of the same
-model, are read as transformers restores their weights: what is compared are weights alone, not another engine's
-arithmetic. What is done is kept in the results file, and the table of docs/precision.md is written from that.
+Each model is built at each precision, and the build measures it. GGUF files of the same model, such as llama.cpp's
+Q4_K_M, are dequantized by transformers: only weights are compared, not another engine's arithmetic. Results are stored
+in a file, from which ``python -m scripts.docs`` writes the table of docs/precision.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import common
+from benchmarks import common, tables
 from specexport.contract.reading import read_manifest
 from specexport.exporter import quality
 from specexport.exporter.build import build
@@ -22,11 +22,9 @@ from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tok
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.options import BuildOptions
 
-PAGE, BEGIN, END = Path("docs/precision.md"), "<!-- figures -->", "<!-- end of figures -->"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks precision``."""
+    """Adds the arguments of ``python -m benchmarks precision``."""
     parser.add_argument(
         "models",
         nargs="*",
@@ -41,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures the models, and writes the table."""
+    """Measures the models and prints the table."""
     results: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
-    for asked in args.models:
-        name, _, rest = asked.partition("=")
+    for argument in args.models:
+        name, _, rest = argument.partition("=")
         source, *files = rest.split(",")
         rows = results.setdefault(name, {})
         for precision in args.precisions.split(","):
@@ -53,10 +51,7 @@ def main(args: argparse.Namespace) -> int:
         for file in files:
             rows[Path(file).stem.rpartition(".")[2]] = _read(source, Path(file))
             common.write_report(args.json, results)
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    print(table(results))
+    print(tables.precision(results))
     return 0
 
 
@@ -75,16 +70,5 @@ def _read(source: str, file: Path) -> dict[str, Any]:
     del checkpoint
     other = quality.reference(load_checkpoint(str(file)), tokens)
     assert other is not None
-    found = quality.compare(expected, other.logits)
-    return {"bytes": file.stat().st_size, **msgspec.to_builtins(found)}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = ["| model | weights | MB | KL | perplexity (fp32) | same first choice |", "|---|---|---|---|---|---|"]
-    for model, rows in results.items():
-        for name, row in rows.items():
-            perplexity = f"{row['perplexity']:.4g} ({row['reference_perplexity']:.4g})"
-            share, size = f"{row['same_choice']:.1%}", f"{row['bytes'] / 1e6:.1f}"
-            lines.append(f"| {model} | {name} | {size} | {row['kl']:.4f} | {perplexity} | {share} |")
-    return "\n".join(lines)
+    comparison = quality.compare(expected, other.logits)
+    return {"bytes": file.stat().st_size, **msgspec.to_builtins(comparison)}

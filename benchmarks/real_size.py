@@ -1,9 +1,9 @@
-"""Models of the sizes that people run: what a build, a bundle and a step of them cost.
+"""The costs of builds, bundles and steps for models of common sizes.
 
 Weights are random, in the shapes of Qwen3-0.6B, 1.7B and 4B with their vocabulary of 151,936 tokens: time, memory and
-bytes do not depend on what weights say. Acceptance does, so the speed-up is given for acceptance lengths instead of
-measured: length * c(1) / (c(K+1) + d(K) + host), from steps that ran in turns. Builds run in processes of their own;
-their peak is the largest resident set without pages of the checkpoint, which the system may drop.
+bytes do not depend on the values. Acceptance does, so the speed-up is computed for given acceptance lengths: length *
+c(1) / (c(K+1) + d(K) + host), from steps that ran in turns. Builds run in separate processes; their peak is the largest
+resident set without pages of the checkpoint, which the system may drop.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ SHAPES: dict[str, dict[str, int]] = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
-"""Of Qwen3, each with 8 key/value heads of 128 and its embedding for a head."""
+"""Sizes of Qwen3 models, each with 8 key/value heads of 128 and tied embeddings."""
 LENGTHS = (1.5, 2.0, 3.0, 4.0, 5.0)
 _AS_A_MODEL = 0.125
-"""A temperature: logits of random weights spread by about 1; by 8, a few tokens have most of p, as a model says it."""
+"""Temperature that gives the logits of random weights, with a spread of about 1, the spread of a trained model's."""
 _SHARD = 1 << 30
 _MB = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks real-size``."""
+    """Adds the arguments of ``python -m benchmarks real-size``."""
     parser.add_argument("--targets", default="1.7B,4B", help="shapes of targets")
     parser.add_argument("--draft", default="0.6B", choices=tuple(SHAPES), help="shape of the draft")
     parser.add_argument("--precisions", default="int8,int4")
@@ -64,20 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Report:
-    """What was measured of a pair at one precision.
+    """The results of a pair at one precision.
 
     Attributes:
         checkpoint_mb: of the target and of the draft, in their own dtype.
-        build_seconds: of the build that made the bundle, in this run or an earlier one.
-        build_peak_mb: the most memory of a build's process that is no page of a file.
-        bundle_mb: its files.
-        open_seconds: from nothing to the first token of a short prompt, in a new process.
-        resident_mb: of that process then, pages of files included.
+        build_seconds: of the bundle's build, in this run or an earlier one.
+        build_peak_mb: peak memory of the build's process, without pages of files.
+        bundle_mb: size of its files.
+        open_seconds: from the start of a process to the first token of a short prompt.
+        resident_mb: of that process then, including pages of files.
         step_ms: c(T) by T, the target's bare graph.
         propose_ms: d(K) by K.
-        host_ms: of a step, everything outside the graphs: greedy, and sampled with top-p 0.95.
+        host_ms: time of a step outside the graphs, greedy and sampled with top-p 0.95.
         gigabytes_a_second: the target's weights over c(1).
-        speed_up: by K, at each acceptance length that it can have.
+        speed_up: by K and acceptance length.
     """
 
     target: str
@@ -96,7 +96,7 @@ class Report:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Makes what is missing, and measures pair by pair."""
+    """Creates missing models and bundles, and measures each pair."""
     args.work.mkdir(parents=True, exist_ok=True)
     draft, reports = checkpoint(args.draft, args.work), []
     for shape in args.targets.split(","):
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 def checkpoint(shape: str, work: Path) -> Path:
-    """A checkpoint of random weights in bf16, written a tensor at a time."""
+    """A checkpoint with random weights in bf16, written tensor by tensor."""
     out = work / f"qwen3-{shape}"
     if (out / "model.safetensors.index.json").is_file():
         return out
@@ -155,15 +155,18 @@ def checkpoint(shape: str, work: Path) -> Path:
 
 
 def _tokenizer(work: Path) -> Tokenizer:
-    """A byte-level tokenizer of as many tokens as Python's standard library gives, once."""
+    """A byte-level tokenizer trained on Python's standard library, cached."""
     path = work / "tokenizer.json"
     if not path.is_file():
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=VOCAB - 300, initial_alphabet=alphabet, show_progress=False)
-        made.train_from_iterator(_library(), trainer)
-        made.save(str(path))
+        tokenizer.train_from_iterator(_library(), trainer)
+        tokenizer.save(str(path))
     return Tokenizer.from_file(str(path))
 
 
@@ -198,11 +201,11 @@ def _measure(args: argparse.Namespace, shape: str, precision: str, target: Path,
         assert isinstance(proposer, DraftModelProposer)
         costs: dict[int, list[tuple[float, float]]] = {k: [] for k in (0, *ks)}
         for _ in range(3):
-            for k, found in costs.items():
+            for k, pairs in costs.items():
                 draft_graph = proposer.graph if k else None
-                found += step_costs(engine._target, draft_graph, k, args.prompt_tokens, args.steps // 3)
-        step = {k + 1: statistics.median(verify for verify, _ in found) for k, found in costs.items()}
-        propose = {k: statistics.median(one for _, one in costs[k]) for k in ks}
+                pairs += step_costs(engine._target, draft_graph, k, args.prompt_tokens, args.steps // 3)
+        step = {k + 1: statistics.median(verify for verify, _ in pairs) for k, pairs in costs.items()}
+        propose = {k: statistics.median(draft_ms for _, draft_ms in costs[k]) for k in ks}
         host = {
             name: _host(engine, params, args)
             for name, params in (
@@ -238,13 +241,13 @@ def _measure(args: argparse.Namespace, shape: str, precision: str, target: Path,
 def _host(engine: Engine, params: SamplingParams, args: argparse.Namespace) -> float:
     """Milliseconds of a plain step outside the graph."""
     prompt = np.arange(args.prompt_tokens).tolist()
-    given = params.replace(max_tokens=args.steps, ignore_eos=True)
-    stats = [engine.generate(prompt, given, PLAIN).stats for _ in range(3)][1:]
-    return statistics.median((one.host + one.accept) / one.steps * 1e3 for one in stats)
+    limited = params.replace(max_tokens=args.steps, ignore_eos=True)
+    stats = [engine.generate(prompt, limited, PLAIN).stats for _ in range(3)][1:]
+    return statistics.median((stat.host + stat.accept) / stat.steps * 1e3 for stat in stats)
 
 
 def _watched(command: list[str]) -> tuple[float, float]:
-    """Runs a command: its seconds, and the most memory that it held at a time, in megabytes."""
+    """Runs a command; returns its seconds and its peak memory in megabytes."""
     began, most = time.perf_counter(), 0.0
     with subprocess.Popen(command, stdout=sys.stderr) as process:
 
@@ -264,10 +267,10 @@ def _watched(command: list[str]) -> tuple[float, float]:
 
 
 def _held(process: int | str, kind: str) -> float:
-    """Memory of a process in megabytes, as Linux counts it."""
+    """Memory of a process in megabytes, from /proc."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
-    except OSError:  # it ended
+    except OSError:  # the process has ended
         return 0.0
     return next((float(line.split()[1]) * 1024 / _MB for line in lines if line.startswith(f"{kind}:")), 0.0)
 
@@ -287,14 +290,14 @@ def _table(report: Report) -> Table:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return round(value, 2) if isinstance(value, float) else value
 
 
 def _open(bundle: str, threads: str) -> None:
-    """In a process of its own: opens a bundle and decodes a token."""
+    """Opens a bundle and decodes a token; runs in a separate process."""
     began = time.perf_counter()
     with Engine.load(bundle, threads=int(threads), check_hashes=False, calibrate=False) as engine:
         engine.generate([1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=1))

@@ -1,8 +1,8 @@
 """Load on ``specexport serve``: many requests at once, with and without speculation, through the openai client.
 
-Requests come as fast as ``--concurrency`` lets them. Time to first token runs from sending a request to its first text;
-time between tokens is that between events, shared among the tokens of an event as far as the server's own histogram
-does, so that both are given: the client's mean a request, and the server's quantiles.
+There are always ``--concurrency`` requests. Time to first token is from sending a request to its first text. Time
+between tokens is reported twice: the client's mean per request, and the quantiles of the server's histogram, which
+divides the time between events among an event's tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specexport.tables import Table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks serve``."""
+    """Adds the arguments of ``python -m benchmarks serve``."""
     add_common_arguments(parser, new_tokens=64)
     parser.add_argument("--bundle", type=Path, help="what to serve (default: the benchmark-size pair, K = 4)")
     parser.add_argument("--precision", default="fp32")
@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Row:
-    """What was measured of one way; times in seconds.
+    """The results of one way; times in seconds.
 
     Attributes:
         name: with or without speculation.
-        requests: that were answered.
+        requests: number of answered requests.
         tokens_per_second: of all requests together.
         first_p50: time to first token.
         first_p99: the same.
@@ -81,14 +81,14 @@ async def _load(
 ) -> Row:
     first: list[float] = []
     between: list[float] = []
-    told: list[dict[str, float]] = []
+    statistics: list[dict[str, float]] = []
     places = asyncio.Semaphore(arguments.concurrency)
     extra = {"ignore_eos": True, "include_speculation": True}
     if draft_tokens is not None:
         extra["speculative"] = {"num_speculative_tokens": draft_tokens}
     async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", timeout=3600, max_retries=0) as client:
 
-        async def one(prompt: str) -> int:
+        async def request(prompt: str) -> int:
             async with places:
                 sent, times = time.perf_counter(), []
                 stream = await client.completions.create(
@@ -106,35 +106,35 @@ async def _load(
                         times.append(time.perf_counter())
                     if part.usage is not None:
                         tokens = part.usage.completion_tokens
-                        told.append(part.usage.model_dump()["speculation"])
+                        statistics.append(part.usage.model_dump()["speculation"])
                 first.append(times[0] - sent)
                 between.append((times[-1] - times[0]) / max(1, tokens - 1))
                 return tokens
 
-        await one(prompts[0])
-        for values in (first, between, told):
+        await request(prompts[0])
+        for values in (first, between, statistics):
             values.clear()
         before = running.metrics()
         began = time.perf_counter()
-        made = await asyncio.gather(*map(one, prompts))
+        answers = await asyncio.gather(*map(request, prompts))
         seconds = time.perf_counter() - began
     after = running.metrics()
     histograms = ("time_to_first_token_seconds", "inter_token_latency_seconds")
     return Row(
         name,
-        len(made),
-        sum(made) / seconds,
+        len(answers),
+        sum(answers) / seconds,
         quantile(first, 0.5),
         quantile(first, 0.99),
         quantile(between, 0.5),
         quantile(between, 0.99),
         {each: (_bucket(before, after, each, 0.5), _bucket(before, after, each, 0.99)) for each in histograms},
-        sum(one["acceptance_length"] for one in told) / len(told),
+        sum(stats["acceptance_length"] for stats in statistics) / len(statistics),
     )
 
 
 def _bucket(before: dict[str, float], after: dict[str, float], name: str, share: float) -> float:
-    """A quantile of a Prometheus histogram, between the bounds of its bucket in proportion."""
+    """A quantile of a Prometheus histogram, interpolated within its bucket."""
     head = f'{name}_bucket{{le="'
     counts = sorted(
         (float(key.removeprefix(head).rstrip('"}')), value - before.get(key, 0.0))

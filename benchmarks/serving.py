@@ -1,4 +1,4 @@
-"""``specexport serve`` in a process of its own, for the benchmarks that load it."""
+"""``specexport serve`` in a separate process, for load benchmarks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _START = 120.0
 
 
 class Process:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: where.
-        process: the process.
+        url: its address.
+        process: its process.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
@@ -30,15 +30,15 @@ class Process:
         self.process = process
 
     def metrics(self) -> dict[str, float]:
-        """What ``/metrics`` says: values by name and labels, without our prefix and the model's name."""
+        """The values of ``/metrics`` by name and labels, without our prefix and the model's name."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for line in text.splitlines():
             if line[:1] != "#":
                 name, _, value = line.rpartition(" ")
                 plain = re.sub(r'model_name="[^"]*",?', "", name.removeprefix("specexport:")).replace("{}", "")
-                found[plain.replace(",}", "}")] = float(value)
-        return found
+                values[plain.replace(",}", "}")] = float(value)
+        return values
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def server(bundle: Path, *flags: str, threads: int) -> Iterator[Process]:
     """Serves a bundle on a free port, and stops as an operator would.
 
     Raises:
-        RuntimeError: it does not start, or does not stop when it is told to.
+        RuntimeError: it does not start, or does not stop on a signal.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,6 +80,6 @@ def _until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them is not above."""
+    """The quantile of the values for this share."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,8 +1,8 @@
-"""A soak of ``specexport serve``: a crowd, clients that vanish, requests of every kind, and a signal to stop.
+"""A soak test of ``specexport serve``: overload, vanishing clients, requests of every kind, and a signal to stop.
 
-Every request has to be answered, refused in OpenAI's shape, or given up by its client. A crowd of ten times as many
-clients as there are places may not make those that are let in slower; no slot may stay held; the process may not grow,
-and when it is told to stop it finishes its requests and ends with 0. Exits with 1 if anything of that does not hold.
+Every request must be answered, refused with an error in OpenAI's format, or cancelled by its client. Ten times as many
+clients as the server admits must not slow the admitted ones down; no slot may stay occupied; the process may not grow,
+and on a signal it must finish its requests and exit with 0. Exits with 1 if any of this fails.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _PLACES = 12
-"""Requests that wait in the server that is soaked: few, so that a crowd is soon ten times as many."""
+"""The server's queue limit: small, so that ten times as many clients are still few."""
 _LOAD = {"prompt": "one two three", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks soak``."""
+    """Adds the arguments of ``python -m benchmarks soak``."""
     parser.add_argument("--bundle", type=Path, required=True, help="what to serve")
     parser.add_argument("--minutes", type=float, default=10.0, help="a fifth of it for the crowd")
     parser.add_argument("--vanishing", type=int, default=1000, help="clients that leave in the middle of a stream")
@@ -62,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """The results of the soak.
 
     Attributes:
-        outcomes: how many ended in which way.
-        failures: what must not happen, in words.
-        memory: seconds since the start, and megabytes the server held.
+        outcomes: number of requests by outcome.
+        failures: descriptions of failures.
+        memory: seconds since the start, and the server's memory in megabytes.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -122,31 +122,31 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def _crowds(running: Process, places: int, seconds: float, tally: Tally) -> dict[str, float]:
-    """How long answers take with as many clients as there are places, and with ten times as many, in turns.
+    """Measures latencies with as many clients as the server admits, and with ten times as many, in turns.
 
-    With bare connections: an HTTP client of hundreds of connections takes longer than the server.
+    Uses bare connections, as an HTTP client with hundreds of connections would be slower than the server.
     """
     took: dict[int, list[float]] = {1: [], 10: []}
     refused: Counter[int] = Counter()
     body = json.dumps(_LOAD)
     head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
-    asked = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     host, _, port = running.url.removeprefix("http://").partition(":")
 
     async def client(times: int, until: float) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         while time.monotonic() < until:
             began = time.monotonic()
-            writer.write(asked)
+            writer.write(request)
             fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            said = await reader.readexactly(int(fields.partition("content-length: ")[2].split("\r\n")[0]))
+            body = await reader.readexactly(int(fields.partition("content-length: ")[2].split("\r\n")[0]))
             if fields.startswith("http/1.1 200"):
                 took[times].append(time.monotonic() - began)
             elif fields.startswith("http/1.1 429") and "retry-after: " in fields:
                 refused[times] += 1
-                await asyncio.sleep(random.uniform(0.5, 1.5))  # many do not wait as long as they are told to
+                await asyncio.sleep(random.uniform(0.5, 1.5))  # many clients do not wait as long as Retry-After says
             else:
-                tally.failures.append(f"in the crowd: {fields.splitlines()[0]}: {said[:200]!r}")
+                tally.failures.append(f"in the crowd: {fields.splitlines()[0]}: {body[:200]!r}")
         writer.close()
 
     for times in (1, 10) * 3:
@@ -165,7 +165,7 @@ async def _crowds(running: Process, places: int, seconds: float, tally: Tally) -
 
 
 async def _vanish(running: Process, places: int, clients: int, tally: Tally) -> None:
-    """Clients that leave after the first piece of a long stream."""
+    """Clients that disconnect after the first piece of a long stream."""
     left = iter(range(clients))
 
     async def worker(http: httpx.AsyncClient) -> None:
@@ -188,7 +188,7 @@ async def _vanish(running: Process, places: int, clients: int, tally: Tally) -> 
 
 
 def _ask_health(url: str, seconds: float) -> list[float]:
-    """Asks ``/health`` all the time, from a process that does nothing else: seconds each answer took."""
+    """Polls ``/health`` from a separate process; seconds of each answer."""
     took: list[float] = []
     until = time.monotonic() + seconds
     with httpx.Client(base_url=url, timeout=60) as http:
@@ -201,9 +201,9 @@ def _ask_health(url: str, seconds: float) -> list[float]:
 
 
 async def _drain(running: Process, tally: Tally) -> dict[str, float]:
-    """Tells the server to stop while it answers: all that run have to end well, and nothing new may be taken."""
+    """Stops the server while it answers: running requests must complete, and new ones be refused."""
     begun, ended = 0, 0
-    told = asyncio.Event()
+    stopped = asyncio.Event()
 
     async def client(http: httpx.AsyncClient) -> None:
         nonlocal begun, ended
@@ -212,7 +212,7 @@ async def _drain(running: Process, tally: Tally) -> dict[str, float]:
             lines = answer.aiter_lines()
             await anext(lines)
             begun += 1
-            await told.wait()
+            await stopped.wait()
             rest = [line async for line in lines if line]
             reason = json.loads(rest[-2].removeprefix("data: ")).get("choices", [{}])[0].get("finish_reason")
             ended += rest[-1] == "data: [DONE]" and reason == "length"
@@ -223,7 +223,7 @@ async def _drain(running: Process, tally: Tally) -> dict[str, float]:
             await asyncio.sleep(0.001)
         running.process.send_signal(signal.SIGTERM)
         since = time.monotonic()
-        told.set()
+        stopped.set()
         await asyncio.sleep(0.2)
         try:
             late = httpx.post(f"{running.url}/v1/completions", json=_LOAD, timeout=60).status_code
@@ -257,8 +257,8 @@ async def _mixture(running: Process, seconds: float, arguments: argparse.Namespa
 
         async def watch() -> None:
             while time.monotonic() < until:
-                found = await asyncio.to_thread(running.metrics)
-                tally.memory.append((time.monotonic() - began, found["process_resident_memory_bytes"] / 1e6))
+                metrics = await asyncio.to_thread(running.metrics)
+                tally.memory.append((time.monotonic() - began, metrics["process_resident_memory_bytes"] / 1e6))
                 await asyncio.sleep(min(1.0, seconds / 20))
 
         workers = (worker(arguments.seed * 1000 + index) for index in range(arguments.concurrency))
@@ -266,7 +266,7 @@ async def _mixture(running: Process, seconds: float, arguments: argparse.Namespa
 
 
 async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
-    """One request of any kind; says how it ended."""
+    """One request of a random kind; returns its outcome."""
     if draw.random() < 0.1:
         answer = await client.post("/v1/completions", json=draw.choice(_WRONG))
         assert answer.status_code in (400, 404, 429), answer.text
@@ -294,11 +294,11 @@ async def _one(client: httpx.AsyncClient, draw: random.Random) -> str:
 
 
 async def _chat(client: httpx.AsyncClient, draw: random.Random) -> str:
-    """A chat, some bound to a schema; a bundle without a chat template has to say so."""
-    said = " ".join(draw.choices(("what", "is", "a", "cat"), k=draw.randint(1, 30)))
+    """A chat, sometimes with a schema; a bundle without a chat template must refuse it."""
+    text = " ".join(draw.choices(("what", "is", "a", "cat"), k=draw.randint(1, 30)))
     schema = {"type": "json_schema", "json_schema": {"name": "pet", "schema": _SCHEMA}} if draw.random() < 0.5 else None
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": said}],
+        "messages": [{"role": "user", "content": text}],
         "max_tokens": draw.choice((4, 60)),
         "response_format": schema,
         "n": 1,
@@ -352,10 +352,10 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], draw: rando
 
 
 async def _left(running: Process) -> float:
-    """Requests the server still holds, some time after the last client left."""
+    """The number of requests in the server some time after the last client left."""
     for _ in range(100):
-        found = await asyncio.to_thread(running.metrics)
-        left = found["num_requests_running"] + found["num_requests_waiting"]
+        metrics = await asyncio.to_thread(running.metrics)
+        left = metrics["num_requests_running"] + metrics["num_requests_waiting"]
         if not left:
             return 0.0
         await asyncio.sleep(0.1)

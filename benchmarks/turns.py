@@ -1,7 +1,7 @@
-"""A plain step of our graph and of ONNX Runtime GenAI's, in one process and in turns.
+"""Plain steps of our graph and of ONNX Runtime GenAI's, in one process and in turns.
 
-`peers` compares whole engines. Here both target graphs are sessions of the same onnxruntime, and each round runs the
-one, then the other, so that the ratio says what the graphs themselves cost.
+`peers` compares whole engines. Here both target graphs are sessions of the same onnxruntime and alternate, so that the
+ratio is that of the graphs themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS, STEPS = 16, 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``python -m benchmarks turns``."""
+    """Adds the arguments of ``python -m benchmarks turns``."""
     parser.add_argument("--target", type=Path, required=True, help="folder of the target checkpoint")
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft checkpoint")
     parser.add_argument("--precisions", default="fp32,int8,int4")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the time of a plain step of either graph, and their ratio."""
+    """Prints the times of a plain step of both graphs, and their ratio."""
     pair = {"target": args.target, "draft": args.draft}
     for precision in args.precisions.split(","):
         ours = convert("specexport", precision, pair, args.cache, args.threads)["target"]
@@ -60,13 +60,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def genai_step(path: Path, manifest: Manifest, rows: int, threads: int) -> Callable[[], Any]:
-    """One plain step of a graph made by ONNX Runtime GenAI's builder, over buffers bound once as its runtime does."""
+    """One plain step of a graph of ONNX Runtime GenAI's builder, with buffers bound once, as in its runtime."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # as ours, or it would spin in our turn
+    options.add_session_config_entry(
+        "session.force_spinning_stop", "1"
+    )  # as ours does, or it would spin during our turn
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    given = {
+    inputs = {
         "input_ids": np.array([[50]]),
         "attention_mask": np.ones((1, rows + 1), np.int64),
         "position_ids": np.array([[rows]]),
@@ -74,8 +76,8 @@ def genai_step(path: Path, manifest: Manifest, rows: int, threads: int) -> Calla
     binding = session.io_binding()
     layer = manifest.target.cache[0]
     for wanted in session.get_inputs():
-        if wanted.name in given:
-            binding.bind_cpu_input(wanted.name, given[wanted.name])
+        if wanted.name in inputs:
+            binding.bind_cpu_input(wanted.name, inputs[wanted.name])
             continue
         cache = np.zeros((1, layer.heads, manifest.max_seq_len, layer.key_size), np.float32)
         value = onnxruntime.OrtValue.ortvalue_from_numpy(cache)

@@ -6,7 +6,7 @@
 namespace specexport {
 namespace {
 
-// The keys that a row sees: a run of neighbours, which most are, and others behind it.
+// The keys that a row sees: usually mostly one contiguous run, and single ones after it.
 struct Seen {
   int start = 0, run = 0, count = 0;
   const int32_t* others;
@@ -42,9 +42,9 @@ Seen look(const uint8_t* mask, int length, int32_t* others) {
   return seen;
 }
 
-constexpr int kKeysAtOnce = 64;  // that rows go over in turn, while the first-level cache holds them
+constexpr int kKeysAtOnce = 64;  // processed for all rows while they are in the first-level cache
 
-// Scores of a row's keys from one on, which is a multiple of eight, and up to another; returns the largest so far.
+// Scores of a row's keys in a range that starts at a multiple of eight; returns the largest so far.
 template <int kSize>
 Vec score(const AttentionCall& c, const float* q, const Seen& seen, int from, int end, float* scores, Vec largest) {
   const int size = kSize ? kSize : c.size, whole = size & ~7;
@@ -76,7 +76,7 @@ Vec score(const AttentionCall& c, const float* q, const Seen& seen, int from, in
   return largest;
 }
 
-// Turns scores into the exponentials of how far they are from the largest; returns one over their sum.
+// Replaces scores by the exponentials of their differences from the largest; returns the reciprocal of their sum.
 float weigh(const AttentionCall& c, int row, int count, float* scores, Vec largest) {
   float most = c.sinks ? c.sinks[row] : -__builtin_inff();
   for (int j = 0; j < 8; j++) most = largest[j] > most || largest[j] != largest[j] ? largest[j] : most;
@@ -92,7 +92,7 @@ float weigh(const AttentionCall& c, int row, int count, float* scores, Vec large
   return count ? 1.0f / weight : 0.0f;
 }
 
-// Adds the values of a row's keys, from one on and up to another, to the sums in `result`: kVectors of eight columns.
+// Adds the values of a range of a row's keys to the sums in `result`: kVectors of eight columns.
 template <int kVectors>
 void add_values(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
   Vec a[kVectors];
@@ -110,7 +110,7 @@ void add_values(const AttentionCall& c, const Seen& seen, int from, int end, con
   for (int j = 0; j < kVectors; j++) store(result + 8 * j, a[j]);
 }
 
-// The columns behind the last whole vector.
+// The columns after the last whole vector.
 void add_rest(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
   const int rest = c.value_size - column;
   Vec a = from ? load_some(result, rest) : all(0);
@@ -119,9 +119,9 @@ void add_rest(const AttentionCall& c, const Seen& seen, int from, int end, const
   store_some(result, a, rest);
 }
 
-// Attention of a row goes over the keys it sees, in their order, eight at a time: what counts is a key's place among
-// those that are seen, so neither masked rows of the cache nor the layout of a tree change a bit. Rows take turns at a few
-// keys, so that these are read from memory once for all of them.
+// A row's attention sums over the keys it sees, in their order, eight at a time. Only a key's rank among those seen
+// matters, so neither masked rows of the cache nor the layout of a tree change a bit. Rows process the same few keys in
+// turn, so that these are read from memory once.
 template <int kSize>
 void attend(const AttentionCall& c) {
   for (int first = 0; first < c.rows; first += kRowsAttending) {
@@ -129,7 +129,7 @@ void attend(const AttentionCall& c) {
     Seen seen[kRowsAttending];
     Vec largest[kRowsAttending];
     float* scores[kRowsAttending];
-    int longest = 1;  // so that results are written where nothing is seen
+    int longest = 1;  // so that rows that see nothing get a result too
     for (int r = 0; r < rows; r++) {
       scores[r] = c.scratch + size_t(r) * attention_scratch(c.length);
       seen[r] = look(c.mask + (first + r) * c.mask_stride, c.length, reinterpret_cast<int32_t*>(scores[r] + c.length + 16));

@@ -1,10 +1,10 @@
-"""Compiles the kernels into one library: for setup.py, and by itself for those who change them.
+"""Compiles the kernels into one library; used by setup.py, and from the command line when changing them.
 
     python kernels/build.py [--output FILE] [--flags="-g -fsanitize=address"]
 
-The compiler is that of the environment variable CXX, else the first of c++, g++ and clang++ there is; CXXFLAGS adds
-flags. What a source may use of the processor is in its name: ``kernels_avx2.cc`` is compiled for AVX2, and called where
-the processor has it.
+The compiler is that of the environment variable CXX, else the first available of c++, g++ and clang++; CXXFLAGS adds
+flags. A source's name tells its instruction set: ``kernels_avx2.cc`` is compiled for AVX2, and called on processors
+that have it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NAME = "libspecexport.so"
-"""Of the library; ``runtime/backends/onnxruntime/kernels.py`` looks for it."""
+"""Name of the library, which ``runtime/backends/onnxruntime/kernels.py`` loads."""
 
 # Never -ffast-math or contraction: a row's bits must not depend on how a compiler groups the sums of a loop.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -ffp-contract=off -Wall -Wextra"
@@ -37,27 +37,27 @@ _BY_SUFFIX: dict[str, tuple[str, str]] = {
     "neon": ("aarch64", _ARM),
     "i8mm": ("aarch64", f"{_ARM}+i8mm"),
 }
-"""The processor and the flags of sources whose names end so."""
+"""The processor and the compiler flags of sources by the suffix of their names."""
 
 
 class CompilerError(Exception):
-    """There is no compiler, or it refused something; one line says what."""
+    """There is no compiler, or it failed; the message has one line."""
 
 
 def build(
     output: Path, objects: Path, flags: Sequence[str] = (), sources: Sequence[Path] | None = None, shared: bool = True
 ) -> None:
-    """Compiles what has changed, and links the library.
+    """Compiles changed sources, and links the library.
 
     Args:
         output: the library.
-        objects: the folder of what is compiled, kept for the next time.
-        flags: more, for the compiler and the linker.
-        sources: what is compiled; None for all in ``kernels/``.
-        shared: whether it is a library; a program otherwise, as the tests are.
+        objects: folder of the object files, kept for the next time.
+        flags: additional flags of the compiler and the linker.
+        sources: the sources; None for all in ``kernels/``.
+        shared: whether to link a library; otherwise a program, as for the tests.
 
     Raises:
-        CompilerError: see there.
+        CompilerError: there is no compiler, or it failed.
     """
     compiler, flags = _compiler(), [*shlex.split(os.environ.get("CXXFLAGS", "")), *flags]
     defined = _run([*compiler, "-dM", "-E", "-x", "c++", os.devnull])
@@ -65,7 +65,7 @@ def build(
     tasks: list[tuple[Path, list[str]]] = []
     for source in sources or sorted(HERE.glob("*.cc")):
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
-        if "ziglang" in compiler:  # which names the features of Arm as LLVM does
+        if "ziglang" in compiler:  # zig names Arm's features like LLVM
             for_it = for_it.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a").replace("+fp16", "+fullfp16")
         if target == machine:
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
@@ -73,7 +73,7 @@ def build(
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(lambda task: _compile(task[0], task[1], objects), tasks))
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f"{output.name}.{os.getpid()}")  # a process that has the old library mapped keeps it
+    part = output.with_name(f"{output.name}.{os.getpid()}")  # processes that have mapped the old library keep it
     strip = [] if "-g" in flags or sys.platform == "darwin" else ["-s"]
     _run([*compiler, *(["-shared"] if shared else []), "-pthread", *strip, *flags, "-o", str(part), *map(str, parts)])
     part.replace(output)
@@ -90,11 +90,11 @@ def _compile(source: Path, command: list[str], objects: Path) -> Path:
 
 
 def _is_current(part: Path) -> bool:
-    """Whether nothing that was read to compile it is newer."""
+    """Whether no file read by its compilation is newer."""
     try:
-        made = part.stat().st_mtime
+        built_at = part.stat().st_mtime
         read = part.with_suffix(".d").read_text().partition(":")[2].replace("\\\n", " ").split()
-        return all(Path(name).stat().st_mtime <= made for name in read)
+        return all(Path(name).stat().st_mtime <= built_at for name in read)
     except OSError:
         return False
 

@@ -33,7 +33,7 @@ void unary(Unary function, const float* x, float* y, size_t count) {
         Vec inner = all(0.7978845608f) * fma(v * v * v, all(0.044715f), v);
         return all(0.5f) * v * (all(1.0f) + tanh(inner));
       });
-    // The C library computes one number at a time, so that a number's place cannot matter.
+    // The C library computes one number at a time, so the result does not depend on a number's position.
     case Unary::kGelu:
       return map_scalars(x, y, count, [](float v) { return 0.5f * v * (1.0f + erff(v * 0.70710678f)); });
     case Unary::kErf: return map_scalars(x, y, count, [](float v) { return erff(v); });
@@ -70,7 +70,7 @@ void binary(Binary function, const float* a, int sa, const float* b, int sb, flo
   }
 }
 
-// Sums over a row go in the order of eight interleaved partial sums, whatever comes before or after the row.
+// A row is summed in eight interleaved partial sums, independently of neighbouring rows.
 template <typename Function>
 float reduce(const float* x, int size, Function term) {
   Vec total = all(0);
@@ -115,7 +115,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   }
 }
 
-// A zero of a masked number adds nothing to the sum, which is taken in order, so that where they lie changes no bit.
+// Masked numbers contribute exact zeros to the ordered sum, so their positions change no bit.
 void softmax(const float* x, float* y, int size) {
   float most = -__builtin_inff(), total = 0;
   for (int i = 0; i < size; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;

@@ -1,4 +1,4 @@
-// Scales and offsets of quantized weights that a graph computes from constants: worked out once, before weights are packed.
+// Constant folding of the scales and offsets of quantized weights, once, before weights are packed.
 #pragma once
 
 #include <deque>
@@ -8,12 +8,12 @@
 
 namespace specexport {
 
-// By node: whether it makes a scale of a DequantizeLinear, or a matrix of a product, out of constants alone: a Cast to
-// float, a Mul, a Reshape or a Transpose. `banned` nodes do not. Matrices that products read as they are stored, and what
-// only casts or transposes them, are left out.
+// For each node, whether it computes a scale of a DequantizeLinear, or a matrix of a product, from constants only, by a
+// Cast to float, a Mul, a Reshape or a Transpose. `banned` nodes do not. Matrices that products read directly, and casts
+// or transpositions of them, are excluded.
 std::vector<bool> constant_nodes(const Graph& graph, const std::vector<bool>& banned);
 
-// Computes values that such nodes make, and what they are made of; the numbers lie in `memory`.
+// Computes the values of such nodes and of their inputs; the results are stored in `memory`.
 void evaluate(Graph& graph, const std::vector<int>& values, std::deque<std::vector<float>>& memory);
 
 }  // namespace specexport

@@ -1,4 +1,4 @@
-// What the execution provider knows of a graph: nodes, values, constants. Nothing here depends on ONNX Runtime.
+// A graph as the execution provider sees it: nodes, values, constants. Independent of ONNX Runtime.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace specexport {
 
-// Element types, by ONNX's own numbers (onnx.TensorProto.DataType).
+// Element types with ONNX's numbers (onnx.TensorProto.DataType).
 enum class Type : int32_t {
   kNone = 0,
   kFloat = 1,
@@ -28,11 +28,11 @@ enum class Type : int32_t {
 struct Value {
   std::string name;
   Type type = Type::kNone;
-  bool ranked = false;             // whether dims says anything
+  bool ranked = false;             // whether dims is known
   std::vector<int64_t> dims;       // -1 where a dimension is free
   const void* data = nullptr;      // of a constant; int4 packed two a byte, the first in the low half
   size_t bytes = 0;                // of a constant's data
-  bool constant = false;           // true also while its data has not been asked for
+  bool constant = false;           // also true before its data is loaded
 };
 
 struct Attribute {
@@ -46,7 +46,7 @@ struct Attribute {
 struct Node {
   std::string name, type, domain;
   int since = 0;                   // opset of the operator's definition
-  std::vector<int> inputs;         // indices of values; -1 for one that is left out
+  std::vector<int> inputs;         // indices of values; -1 for an omitted one
   std::vector<int> outputs;
   std::map<std::string, Attribute> attributes;
   bool has_subgraph = false;
@@ -63,8 +63,8 @@ struct Node {
 
 struct Graph {
   std::vector<Value> values;
-  std::vector<Node> nodes;         // each after those it reads from
-  std::vector<int> inputs;         // values that come from outside, constants aside
+  std::vector<Node> nodes;         // in topological order
+  std::vector<int> inputs;         // values from outside, except constants
   std::vector<int> outputs;
 };
 

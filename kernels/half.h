@@ -30,7 +30,7 @@ inline float half_to_float(uint16_t h) {
   return f;
 }
 
-// Whether fp16 holds a number exactly, and then its bits.
+// Whether fp16 represents a number exactly, and if so its bits.
 inline bool float_to_half(float f, uint16_t* half) {
   uint32_t bits;
   std::memcpy(&bits, &f, 4);

@@ -7,18 +7,18 @@
 #include <cstddef>
 #include <cstdint>
 
-// Functions of this file that kernels call: inlined always, as a linker keeps a single copy of an inline function, and that
-// could be for another processor.
+// Functions of this file that kernels call are always inlined: a linker keeps a single copy of an inline function, which
+// could be compiled for another processor.
 #define SPECEXPORT_INLINE __attribute__((always_inline)) inline
 
 namespace specexport {
 
-// Columns of a weight matrix that lie side by side in its packed form.
+// Number of adjacent columns of a weight matrix in its packed form.
 constexpr int kTile = 16;
 
 enum class WeightKind : uint32_t { kInt8 = 1, kInt4 = 2, kBfloat16 = 3, kFloat16 = 4, kFloat = 5 };
 
-// How the integers of a block are ordered: what an instruction set multiplies at once lies side by side.
+// The order of a block's integers: those that an instruction set multiplies at once are adjacent.
 //   kPairs   int8: pairs of consecutive rows, of each column in turn. int4, unsigned: 64 bytes for eight rows; the 16-bit
 //            number of a column and an odd or even row holds rows 0, 2, 4, 6 from its lowest bits on.
 //   kFours   int8: four consecutive rows, of each column in turn. int4: 64 bytes for eight rows; a byte of the first four
@@ -27,10 +27,10 @@ enum class WeightKind : uint32_t { kInt8 = 1, kInt4 = 2, kBfloat16 = 3, kFloat16
 //            4j and 4j + 1 in that order, with columns 4j + 2 and 4j + 3 in the upper halves.
 enum class Layout : uint32_t { kPairs = 0, kFours = 1, kEights = 2 };
 
-// A matrix [depth, columns] in the order that products read it: tiles of kTile columns, each one stream of bytes. A
-// quantized tile is, block by block along the depth: kTile scales (fp32 or fp16), kTile zero points (int8) where there
-// are any, and the integers. Other kinds hold a row of the tile after another; of bf16, columns c and c + 8 alternate.
-// Columns that are missing from the last tile are zero.
+// A matrix [depth, columns] in the order in which products read it: tiles of kTile columns, each one stream of bytes. A
+// quantized tile consists, block by block along the depth, of kTile scales (fp32 or fp16), kTile zero points (int8) if
+// there are any, and the integers. Other kinds store the tile row by row; in bf16, columns c and c + 8 alternate.
+// Missing columns of the last tile are zero.
 struct PackedWeights {
   WeightKind kind;
   int depth, columns, block;  // block: rows that share a scale; 0 for kinds without scales
@@ -51,8 +51,8 @@ struct PackedWeights {
   SPECEXPORT_INLINE size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
 };
 
-// Rows that are to be multiplied by weights. Quantized weights take them as integers of 16 bits or a little less, with a
-// scale a block, in the order that quantize() of the same kernels leaves them.
+// Rows to multiply by weights. For quantized weights they are integers of at most 16 bits with a scale per block, in the
+// order written by quantize() of the same kernels.
 struct Activations {
   int rows, depth, block;
   const float* values;       // [rows, depth], rows `stride` apart
@@ -62,13 +62,13 @@ struct Activations {
   const int32_t* sums;       // [rows, depth / block], of the integers of a block
 };
 
-constexpr int kRowsAttending = 4;  // at once, each with scratch of its own
+constexpr int kRowsAttending = 4;  // at once, each with its own scratch memory
 SPECEXPORT_INLINE size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
 SPECEXPORT_INLINE size_t attention_scratch(int length, int64_t rows) {
   return attention_scratch(length) * size_t(rows < kRowsAttending ? rows : kRowsAttending);
 }
 
-// How the rows of one sequence attend. Strides are in elements.
+// The attention of one sequence's rows. Strides are in elements.
 struct AttentionCall {
   const float* query;  // row r, at query + r * query_stride: [size]
   ptrdiff_t query_stride;
@@ -91,7 +91,7 @@ enum class Binary { kAdd, kSubtract, kMultiply, kDivide, kMaximum, kMinimum, kPo
 struct Kernels {
   const char* name;
   Layout layout;  // of the weights that its products read
-  // Rounds `depth` numbers to 16 bits, a scale a block. A block that holds a NaN or an infinity gets a NaN for a scale.
+  // Rounds `depth` numbers to 16 bits with a scale per block. A block with a NaN or an infinity gets NaN as its scale.
   void (*quantize)(const float* x, int depth, int block, int16_t* integers, float* scales, int32_t* sums);
   // Columns [first * kTile, last * kTile) of the product, into y[rows, columns], rows `stride` apart.
   void (*product)(const PackedWeights& weights, const Activations& x, int first, int last, float* y, ptrdiff_t stride);
@@ -107,12 +107,12 @@ struct Kernels {
   float (*dot)(const float* a, const float* b, int size);
 };
 
-// Those of this processor. The environment variable SPECEXPORT_ISA names others, for tests; an unknown name, or one
-// that this processor lacks, is ignored.
+// The kernels for this processor. For tests, the environment variable SPECEXPORT_ISA selects others; an unknown or
+// unsupported name is ignored.
 const Kernels& kernels();
-// Those of an instruction set, or null where this build or this processor lacks it.
+// The kernels of an instruction set, or null if this build or this processor lacks it.
 const Kernels* kernels_of(const char* name);
-// All that run here, the best first; ends with null.
+// All kernels that run here, best first, terminated by null.
 const char* const* instruction_sets();
 
 }  // namespace specexport

@@ -17,7 +17,7 @@ class MappedFile {
   const char* data() const { return data_; }
   size_t size() const { return size_; }
 
-  // Gives its pages back to the system, which reads again what is used again.
+  // Releases its pages to the system, which reads them again on use.
   void release_pages() const;
 
  private:

@@ -1,6 +1,6 @@
-// What is used of ONNX Runtime's stable C ABI, declared here because its wheels carry no headers. Its tables of functions
-// only grow, so a function is known by its place in its table; structs that a provider fills have a fixed layout, of which
-// ONNX Runtime reads as much as the version in their first field has.
+// The used part of ONNX Runtime's stable C ABI, declared here because its wheels contain no headers. Its function tables
+// only grow, so a function is identified by its index in its table; structs filled by a provider have a fixed layout, of
+// which ONNX Runtime reads the part defined by the version in the first field.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ struct OrtNodeComputeInfo {
   void (*release_state)(OrtNodeComputeInfo*, void* state);
 };
 
-// As of version 1.23; what may be left out is null.
+// As of version 1.23; optional functions may be null.
 struct OrtEp {
   uint32_t version;
   const char* (*get_name)(const OrtEp*);
@@ -98,7 +98,7 @@ constexpr int kTensor = 1;                 // ONNXType
 // OrtOpAttrType
 enum class Kind : int { kNone, kInteger, kIntegers, kNumber, kNumbers, kText, kTexts, kGraph, kTensor };
 
-// ONNX Runtime's functions that are used. Those that return a status return null when all is well.
+// The used functions of ONNX Runtime. Those that return a status return null on success.
 struct Ort {
   OrtStatus* (*create_status)(int code, const char* message);
   const char* (*get_error_message)(const OrtStatus*);
@@ -226,7 +226,7 @@ struct Ort {
     bind(providers, 2, add_nodes_to_fuse);
   }
 
-  // Throws what a status says.
+  // Throws the error of a status.
   void check(OrtStatus* status) const {
     if (status == nullptr) return;
     std::string message = get_error_message(status);
@@ -234,7 +234,7 @@ struct Ort {
     throw std::runtime_error(message);
   }
 
-  // Runs what may throw; the status that ONNX Runtime is told.
+  // Runs a function that may throw, and returns ONNX Runtime's status.
   template <typename F>
   OrtStatus* guard(F&& body) const noexcept {
     try {

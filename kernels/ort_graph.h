@@ -1,4 +1,4 @@
-// Graphs as ONNX Runtime hands them to an execution provider, read into this library's own form.
+// Conversion of ONNX Runtime's graphs to this library's representation.
 #pragma once
 
 #include <deque>
@@ -12,8 +12,7 @@
 
 namespace specexport {
 
-// The data of constants. What it points values to stays valid as long as it lives: weights in the bundle's files are
-// mapped, other constants copied.
+// The data of constants, valid as long as this object: weights in the bundle's files are mapped, other constants copied.
 class Constants {
  public:
   explicit Constants(const Ort& ort) : ort_(ort) {}
@@ -21,7 +20,7 @@ class Constants {
   // Points a value to its data. Throws std::runtime_error if a file is shorter than the graph says.
   void load(const OrtGraph* graph, const OrtValueInfo* info, Value& value);
 
-  // Gives the pages of mapped files back to the system.
+  // Releases the pages of mapped files to the system.
   void release_pages() const;
 
  private:
@@ -37,9 +36,9 @@ struct OrtGraphReading {
   std::vector<const OrtNode*> nodes;  // in the order of graph.nodes
 };
 
-// Reads a graph. Inputs of a node with subgraphs include what these read from outside.
+// Reads a graph. Inputs of a node with subgraphs include the outer values that these read.
 //
-// fused: the node that stands for the graph, if it is a group; its inputs and outputs are the graph's, in its order.
+// fused: the node that represents the graph, if it is a group; its inputs and outputs are the graph's, in order.
 // largest: bytes of the largest constants whose data is loaded.
 OrtGraphReading read_graph(const Ort& ort, const OrtGraph* graph, const OrtNode* fused, Constants& constants, size_t largest);
 

@@ -13,7 +13,7 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
-constexpr int kParts = kTile / kLanes;  // vectors that hold the columns of a tile
+constexpr int kParts = kTile / kLanes;  // vectors per row of a tile
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 
@@ -49,7 +49,7 @@ inline Integers integers_at(const uint8_t* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-// Named lane by lane: `Floats{} + x` is an addition, as of -0, which compilers must not leave out.
+// Set lane by lane: `Floats{} + x` would be an addition, which compilers cannot omit because of -0.
 inline Floats every(float x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
@@ -87,13 +87,13 @@ inline Floats halves_at(const uint8_t* p) {
 }
 inline Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
-// Products of pairs of 16-bit integers, added up in 32 bits.
+// Sums of products of pairs of 16-bit integers, in 32 bits.
 inline Integers pairs(Integers a, Integers b, Integers total) {
 #if defined(__AVXVNNI__)
   return (Integers)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
   total += (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-  // Otherwise GCC adds later, keeps the products on the stack until then, and takes half as long again.
+  // Otherwise GCC postpones the additions, spills the products, and takes 1.5 times as long.
   asm("" : "+x"(total));
   return total;
 #else
@@ -125,21 +125,21 @@ inline Integers bytes_at(const uint8_t* p) {
 inline Floats halves_at(const uint8_t* p) { return load_half(p); }
 #endif
 
-constexpr int kAhead = 1024;  // bytes that are asked for before they are needed
+constexpr int kAhead = 1024;  // bytes to prefetch
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-// At once: the sums of a block and of the row must stay in registers, of which there are 32 here.
+// Tiles at once: the sums of a block and of the row must fit into 32 registers.
 constexpr int most_rows(WeightKind) { return 8; }
 constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 #else
-// At once: two sums and a broadcast for each must stay in sixteen registers.
+// Tiles at once: two sums and a broadcast for each must fit into sixteen registers.
 constexpr int most_rows(WeightKind) { return 5; }
-// Of floats: a sum waits four cycles for the number before, in which eight others could be added.
+// For floats: an addition has a latency of four cycles, in which eight others can start.
 constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-// Sums that a column's integers are divided into; without VNNI the next can be added after a cycle.
+// Partial sums per column; without VNNI the next addition can start after one cycle.
 constexpr int chains(int rows) { return rows <= 2 ? 2 : 1; }
 #else
 constexpr int chains(int) { return 1; }
@@ -164,7 +164,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     tile = zero + (zero_points ? kTile : 0);
     Integers t[kRows][kParts][kChains];
     for (int m = 0; m < kRows; m++) {
-      // Four bits stand for a weight and eight more, if nothing else is said.
+      // Without a zero point, four bits represent a weight plus eight.
       const bool plus_eight = kKind == WeightKind::kInt4 && !zero_points;
       const Integers start = plus_eight ? every(sums[m * blocks + b]) * -8 : every(0);
       for (int p = 0; p < kParts; p++)
@@ -191,7 +191,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kParts];
-          // As 32-bit numbers: what crosses over from the upper half is masked away.
+          // As 32-bit numbers: bits from the upper half are masked.
           for (int p = 0; p < kParts; p++) four[p] = integers_at(tile + p * kVector) >> 4 * i & low;
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
@@ -282,7 +282,7 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
       }
 }
 
-// How many of `left` tiles a number of rows is multiplied by at once.
+// How many of the `left` tiles to multiply a number of rows by at once.
 template <WeightKind kKind, int kRows>
 int multiply(const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row, float* y,
              ptrdiff_t stride) {

@@ -1,5 +1,5 @@
-// Products with packed weights on NEON: sums of four or eight products of bytes, with activations of 16 bits in two bytes
-// each. Included by kernels_impl.h alone.
+// Products with packed weights on NEON: sums of four or eight products of bytes, with 16-bit activations split into two
+// bytes. Included by kernels_impl.h alone.
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +13,7 @@ constexpr Layout kLayout = Layout::kEights;
 constexpr Layout kLayout = Layout::kFours;
 #endif
 
-// The largest integer whose upper byte, rounded so that the lower one has a sign, is no more than 127.
+// The largest integer whose upper byte is at most 127 when the lower byte is signed.
 constexpr int kLargest = 127 * 256 + 127;
 
 // For every eight numbers, their eight upper bytes and then their lower ones: a = 256 * upper + lower.
@@ -47,10 +47,10 @@ inline float32x4_t halves_at(const uint8_t* p) {
   return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
-constexpr int kAhead = 1024;  // bytes that are asked for before they are needed
+constexpr int kAhead = 1024;  // bytes to prefetch
 constexpr int kQuads = kTile / 4;
 
-// At once: the sums of each must stay in 32 registers.
+// Tiles at once: all sums must fit into 32 registers.
 constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 3 : 5; }
 
 // Adds the products of eight rows of the weights with eight numbers; w: as the layout has them, 128 bytes.
@@ -179,7 +179,7 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
     for (int j = 0; j < kQuads; j++) vst1q_f32(y + m * stride + 4 * j, total[m][j]);
 }
 
-// How many tiles a number of rows is multiplied by at once: one.
+// How many tiles to multiply a number of rows by at once: one.
 template <WeightKind kKind, int kRows>
 int multiply(const PackedWeights& w, const uint8_t* tile, int, const Activations& x, int row, float* y,
              ptrdiff_t stride) {

@@ -1,4 +1,4 @@
-// The steps of a program: one for each operator, or for a few that are done at once.
+// The steps of a program: one for each operator, or for a few fused operators.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace specexport {
 
-// What a run of a program works on.
+// The state of a program's run.
 struct Frame {
   Frame(const Kernels& kernels, Team& team, Arena& arena, Run* run)
       : kernels(kernels), team(team), arena(arena), run(run) {}
@@ -22,14 +22,14 @@ struct Frame {
   Arena& arena;
   Run* run;
   std::vector<View> views;           // by value
-  std::vector<char*> buffers;        // by value: memory of the arena that it owns
-  std::vector<int> output_index;     // by value: which output of the program it is, or -1
+  std::vector<char*> buffers;        // by value: arena memory owned by it
+  std::vector<int> output_index;     // by value: index of the program's output, or -1
 
   const View& operator[](int value) const { return views[size_t(value)]; }
 
-  // A contiguous tensor for a value, where the program's output is to be if it is one.
+  // A contiguous tensor for a value, in the program's output buffer if it is an output.
   View& create(int value, Type type, const std::vector<int64_t>& dims);
-  // Lets a value look at another's memory; copies where it is an output of the program.
+  // Makes a value a view of another's memory; copies if it is an output of the program.
   void alias(int value, const View& view);
   // The same elements, contiguous; may live in memory that is freed at the end of the step.
   View packed(const View& view);
@@ -46,17 +46,17 @@ class Step {
   virtual void run(Frame& frame) const = 0;
 
   std::vector<int> inputs, outputs;  // values; -1 for none
-  std::vector<int> last_uses;        // values whose memory nothing needs after it
+  std::vector<int> last_uses;        // values whose memory is free after it
   std::string name;                  // of the node, for errors
-  bool looks = false;                // whether its outputs may look at the memory of its first input
+  bool looks = false;                // whether its outputs may be views of its first input
 };
 
-// Whether there is a step for a node. What it reads must be known by type.
+// Whether there is a step for a node. The types of its inputs must be known.
 bool has_step(const Graph& graph, const Node& node);
 // The step for a node other than a product with constant weights. Throws std::runtime_error.
 std::unique_ptr<Step> make_step(const Graph& graph, const Node& node);
 
-// A product with packed weights; `addend`, a value that is added to it, or -1.
+// A product with packed weights; `addend` is a value to add to it, or -1.
 std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, int addend);
 // function(a) * b.
 std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y);

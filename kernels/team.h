@@ -1,8 +1,8 @@
-// Threads that work on one list of jobs for the length of a run.
+// Threads that share the jobs of a run.
 //
-// Starting a parallel loop of a thread pool takes longer than many of the loops here. So a run starts one, and in it
-// one thread walks through the steps and hands parts of them to the others, which wait for them without sleeping. If
-// the others come late or never, the walking thread does everything itself.
+// Starting a parallel loop of a thread pool takes longer than many of the loops here. So a run starts a single one, in
+// which one thread walks through the steps and hands out parts of them to the others, which wait without sleeping. If
+// these arrive late or never, the walking thread does everything itself.
 #pragma once
 
 #include <atomic>
@@ -28,11 +28,11 @@ class Team {
  public:
   using Part = void (*)(const void* job, int part);
 
-  // How many threads take part at most; parts of a job are sized by it.
+  // The maximum number of threads, which determines the size of a job's parts.
   explicit Team(int threads) : threads_(threads) {}
   int threads() const { return threads_; }
 
-  // What each thread of a parallel loop calls: the first walks, the others help until it is done.
+  // Called by each thread of a parallel loop: the first walks, the others help until it has finished.
   template <typename Walk>
   void enter(Walk&& walk) {
     if (entered_.fetch_add(1, std::memory_order_acq_rel) == 0) {
@@ -47,7 +47,7 @@ class Team {
     }
   }
 
-  // Rethrows what the walking thread threw.
+  // Rethrows the walking thread's exception.
   void require_success() const {
     if (error_) std::rethrow_exception(error_);
   }
@@ -90,8 +90,8 @@ class Team {
     }
   }
 
-  // Does parts of a turn's job until none is left. A job stays valid while one of its parts is not done, and that a part
-  // was free is what the exchange proves.
+  // Processes parts of a turn's job until none is left. A job stays valid while a part is unfinished, and the exchange
+  // proves that a part was free.
   void take(uint64_t turn) {
     for (;;) {
       uint64_t state = state_.load(std::memory_order_acquire);

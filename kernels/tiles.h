@@ -1,4 +1,4 @@
-// Products of any number of rows, by those of a few rows with a tile. Included by kernels_impl.h alone.
+// Products of any number of rows, composed of those of a few rows with a tile. Included by kernels_impl.h alone.
 #pragma once
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -10,7 +10,7 @@
 namespace specexport {
 namespace {
 
-// multiply() for a number of rows that is known only now.
+// multiply() for a number of rows known at run time.
 template <WeightKind kKind, int kRows = most_rows(kKind)>
 int multiply_rows(int rows, const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row,
                   float* y, ptrdiff_t stride) {
@@ -20,7 +20,7 @@ int multiply_rows(int rows, const PackedWeights& w, const uint8_t* tile, int lef
   return multiply<kKind, kRows>(w, tile, left, x, row, y, stride);
 }
 
-constexpr int kTilesOfPanel = 4;  // that all rows go over before the next are read
+constexpr int kTilesOfPanel = 4;  // processed by all rows before the next ones are read
 
 template <WeightKind kKind>
 void product_of(const PackedWeights& w, const Activations& x, int first, int last, float* y, ptrdiff_t stride) {

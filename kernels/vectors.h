@@ -1,4 +1,4 @@
-// Vectors of eight floats and the functions of them. Included by kernels_impl.h alone.
+// Vectors of eight floats and functions on them. Included by kernels_impl.h alone.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ inline Vec load(const float* p) {
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
-// The first `count` of eight numbers, zeros behind them.
+// The first `count` of eight numbers, followed by zeros.
 inline Vec load_some(const float* p, int count) {
   float padded[8] = {};
   std::memcpy(padded, p, sizeof(float) * size_t(count));
@@ -72,7 +72,7 @@ inline Vec round_even(Vec x) {
 #if defined(__AVX2__)
   return (Vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits behind the point
+  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Vec r = (x + magic) - magic;
   Ints small = (Ints)(x < all(4194304.0f)) & (Ints)(x > all(-4194304.0f));
   return select(small, r, x);
@@ -93,7 +93,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, all(0.5f));
   p = fma(p, r, all(1.0f));
   p = fma(p, r, all(1.0f));
-  // In two halves, as 2^128 is no number.
+  // In two halves, as 2^128 overflows.
   Ints k = __builtin_convertvector(n, Ints);
   Ints low = k >> 1, high = k - low;
   Vec y = p * (Vec)((low + 127) << 23) * (Vec)((high + 127) << 23);
@@ -105,7 +105,7 @@ inline Vec exp(Vec x) {
 inline Vec sigmoid(Vec x) { return all(1.0f) / (all(1.0f) + exp(-x)); }
 
 inline Vec tanh(Vec x) {
-  // Near zero by its own series, where 1 - 2 / (e^2x + 1) would lose digits.
+  // Near zero by its series, as 1 - 2 / (e^2x + 1) would lose digits.
   Vec x2 = x * x;
   Vec p = all(-17.0f / 315);
   p = fma(p, x2, all(2.0f / 15));
@@ -116,7 +116,7 @@ inline Vec tanh(Vec x) {
   return select(near, small, big);
 }
 
-// The sums of the lanes of eight vectors, each in the same order whichever of the eight it is.
+// The lane sums of eight vectors, each in the same order, whatever its position.
 inline Vec sums(const Vec t[8]) {
 #if defined(__AVX2__)
   auto add = [](Vec a, Vec b) { return (Vec)_mm256_hadd_ps((__m256)a, (__m256)b); };
@@ -145,7 +145,7 @@ inline Vec load_half(const uint8_t* p) {
 #endif
 }
 
-// Sixteen integers in 16 bits each, in which they fit.
+// Narrows sixteen integers to 16 bits, which they fit into.
 inline void store_shorts(int16_t* to, Ints a, Ints b) {
 #if defined(__AVX2__)
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8);
@@ -160,10 +160,10 @@ inline void store_shorts(int16_t* to, Ints a, Ints b) {
 
 constexpr float kLeast = 1e-30f;  // a block of smaller numbers is rounded to zeros
 
-// The largest absolute value of a block, whose size is a multiple of 16; NaN where it holds a NaN or an infinity.
+// The largest absolute value of a block, whose size is a multiple of 16; NaN if it contains a NaN or an infinity.
 inline float largest_of(const float* x, int block) {
   Ints a = Ints{}, b = Ints{};
-  // As integers, of which a NaN's is the largest.
+  // Compared as integers, among which NaN is the largest.
   auto larger = [](Ints u, Ints v) {
 #if defined(__AVX2__)
     return (Ints)_mm256_max_epi32((__m256i)u, (__m256i)v);

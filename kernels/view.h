@@ -1,4 +1,4 @@
-// Tensors with strides, and the memory that the steps of a program put theirs into.
+// Strided tensors, and the memory of a program's steps.
 #pragma once
 
 #include <cstdlib>
@@ -69,7 +69,7 @@ struct View {
     return offset;
   }
   bool dense_rows() const { return rank == 0 || last() == 1 || strides[rank - 1] == 1; }
-  // Whether rows are evenly apart, and by how much.
+  // Whether rows are evenly spaced, and the distance.
   bool even_rows(int64_t* stride) const {
     int64_t expected = 0;
     bool first = true;
@@ -88,12 +88,12 @@ struct View {
   }
 };
 
-// Looks at the same elements in another shape, if strides can say that.
+// A view of the same elements in another shape, if strides can express it.
 inline bool reshape_view(const View& from, const std::vector<int64_t>& shape, View* to) {
   *to = from;
   to->set(shape);
   if (from.contiguous()) return true;
-  // Dimensions of one are left out; the others are matched in groups of the same size.
+  // Dimensions of size 1 are dropped; the others are matched in groups of equal size.
   std::vector<int64_t> dims, strides;
   for (int i = 0; i < from.rank; i++)
     if (from.dims[i] != 1) dims.push_back(from.dims[i]), strides.push_back(from.strides[i]);
@@ -123,7 +123,7 @@ inline bool reshape_view(const View& from, const std::vector<int64_t>& shape, Vi
   return true;
 }
 
-// Blocks of memory that are used again; each is as large as its first user wanted, rounded up.
+// Reusable blocks of memory, each as large as its first user requested, rounded up.
 class Arena {
  public:
   ~Arena() {

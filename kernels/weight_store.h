@@ -1,4 +1,4 @@
-// The packed weights of a program: in memory of its own, or in a file of the cache folder that processes share.
+// The packed weights of a program: in private memory, or in a file of the cache folder shared by processes.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace specexport {
 
-// Packs matrices, or finds them packed. A file holds those of one program:
+// Packs matrices, or opens packed ones. A file holds those of one program:
 //
 //   char[8]   "SPXPACK2"
 //   uint64    the size of the file
@@ -17,8 +17,7 @@ namespace specexport {
 //   uint8     for each matrix, 1 if its scales are fp16
 //   the matrices, each at a multiple of 64 bytes
 //
-// It is written beside its place and renamed, so that a half written file is never found; one whose header does not say
-// what is expected is written anew.
+// It is replaced atomically, so that partial files are never opened; a file with an unexpected header is rewritten.
 class WeightStore {
  public:
   // Packs all matrices. Their forms' data stays valid as long as the store.

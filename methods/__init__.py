@@ -1,1 +1,1 @@
-"""The methods, a module or a folder each. They are entry points: no other package imports them by name."""
+"""Speculation methods, a module or a folder each, found by entry points: no other package imports them by name."""

@@ -1,4 +1,4 @@
-"""A hypothesis as the draft: the expected output, proposed as far as it is right."""
+"""A hypothesis as the draft: the expected output, proposed while it matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specexport.runtime.proposers import Opening
 
 
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
-    """The expected output, proposed as far as it is right."""
+    """The expected output, proposed while it matches."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
     flags: ClassVar[tuple[Flag, ...]] = (
@@ -24,30 +24,30 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
 
 
 LONGEST_MATCH = 4
-"""Tokens that are compared to find the place again; a longer match says no more."""
+"""Most tokens compared to find the position again; longer matches say no more."""
 TRUST = 4
-"""Draft tokens a matched token is worth after the place was found again."""
+"""Draft tokens proposed per matched token after the position was found again."""
 NEAR = 16
-"""How far ahead of the place where it was lost a single token is taken for the place where it goes on."""
+"""How far ahead of the lost position a match of a single token is trusted."""
 GUESS = 2
-"""Draft tokens after a token that is taken to stand for another one."""
+"""Draft tokens proposed after a token that seems to replace one of the hypothesis."""
 
 
 class Follower:
-    """Where an output is in a hypothesis, and how sure that is.
+    """Tracks the position of an output in its hypothesis, and how certain it is.
 
-    While the output says what the hypothesis says there is nothing to find. Where it departs, the place it goes on at
-    is looked for by the output's last tokens: most tokens first, and of several places the nearest ahead of where both
-    last agreed for a while, else the nearest behind. A single token is common, so it must be found near. One token
-    that differs, and matches nowhere, is taken to stand for one of the hypothesis.
+    While the output equals the hypothesis, the position just advances. When it departs, the position is searched by the
+    output's last tokens: longest match first, and among several matches the nearest one after the last long agreement,
+    else the nearest before it. A single token is common, so its match must be near. One differing token that matches
+    nowhere is assumed to replace one token of the hypothesis.
 
-    A token costs one entry for each match length when the hypothesis is read, and one look-up each when it is followed,
-    however long the texts are.
+    Reading the hypothesis costs one entry per token and match length, following it one look-up each, whatever the
+    lengths of the texts.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
-        # Where the hypothesis goes on after some tokens, ascending.
+        # Positions in the hypothesis after an n-gram, ascending.
         self._after: dict[tuple[int, ...], list[int]] = {}
         for end in range(1, len(self._tokens) + 1):
             for n in range(1, min(LONGEST_MATCH, end) + 1):
@@ -57,14 +57,14 @@ class Follower:
         # A hypothesis is a claim about the output's beginning, so it starts out trusted.
         self._matched = len(self._tokens)
 
-    def extend(self, said: Iterable[int]) -> None:
-        """Takes in the new tokens."""
-        for token in said:
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Follows new tokens of the output."""
+        for token in tokens:
             self._said = [*self._said[1 - LONGEST_MATCH :], token]
             if not self._departed and self._at < len(self._tokens) and self._tokens[self._at] == token:
                 self._matched, self._at = self._matched + 1, self._at + 1
-            elif (found := self._find()) is not None:
-                self._matched, self._at = found
+            elif (place := self._find()) is not None:
+                self._matched, self._at = place
                 self._departed = 0
             else:
                 self._departed += 1
@@ -72,10 +72,10 @@ class Follower:
                 self._agreed = self._at
 
     def _find(self) -> tuple[int, int] | None:
-        """Tokens matched, and where the hypothesis goes on after them; None where it is lost."""
+        """The length of the match and the position after it in the hypothesis; None if there is none."""
         for n in range(len(self._said), 0, -1):
             places = self._after.get(tuple(self._said[-n:]), ())
-            # Not the very place where it was lost: what it says there was just rejected.
+            # Not the position where it was lost: the token there was just rejected.
             ahead = bisect_right(places, self._agreed)
             if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
                 return n, places[ahead]
@@ -84,7 +84,7 @@ class Follower:
         return None
 
     def following(self) -> list[int]:
-        """What the hypothesis goes on with, as many tokens as are worth verifying."""
+        """The hypothesis's next tokens, as many as are worth verifying."""
         if self._departed > 1:
             return []
         at = self._at + self._departed
@@ -93,17 +93,17 @@ class Follower:
 
 @dataclass
 class _Followed:
-    """A slot's hypothesis, and how much of the slot's text was compared with it."""
+    """A slot's hypothesis, and how many of the slot's tokens were compared with it."""
 
     follower: Follower
     read: int
 
 
 class HypothesisProposer(TextProposer[_Followed]):
-    """Proposes what the request's hypothesis goes on with, as far as the last match is trusted."""
+    """Proposes the next tokens of the request's hypothesis, as far as the last match is trusted."""
 
     def ahead(self, view: SlotView) -> Sequence[int]:
-        """Nothing for a request that brought none."""
+        """The next tokens; none for a request without a hypothesis."""
         followed = self._slots.get(view.slot)
         if followed is None:
             followed = self._slots[view.slot] = _Followed(Follower(view.hypothesis), view.prompt)

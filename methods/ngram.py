@@ -1,4 +1,4 @@
-"""N-gram prompt lookup: what followed the text's last tokens when they came before, in the prompt or in the output."""
+"""N-gram look-up: proposes the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specexport.runtime.proposers import Opening
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
-"""Tokens of an n-gram; bounded, as every token of a text is entered once for each size."""
+"""Length of an n-gram; bounded, as every token of a text has an entry for each length."""
 
 
 class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
-    """What followed the text's last tokens when they came before, in the prompt or in the output.
+    """The tokens that followed an earlier occurrence of the text's last tokens, in the prompt or in the output.
 
     Attributes:
-        prompt_lookup_max: most tokens that are matched; tried first.
-        prompt_lookup_min: fewest; None for 2, or ``prompt_lookup_max`` where that is less.
+        prompt_lookup_max: most tokens to match; tried first.
+        prompt_lookup_min: fewest; None for 2, or ``prompt_lookup_max`` if that is less.
     """
 
     prompt_lookup_max: LookupSize = 4
@@ -42,7 +42,7 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
-        """Fewest and most tokens that are matched."""
+        """Fewest and most tokens to match."""
         return self.prompt_lookup_min or min(2, self.prompt_lookup_max), self.prompt_lookup_max
 
     def describe(self) -> str:
@@ -51,13 +51,13 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
 
 
 TRUST = 2
-"""Draft tokens a matched token is worth: a short match is often chance, and a step pays for every token it verifies."""
+"""Draft tokens per matched token: short matches are often chance, and every verified token has a cost."""
 
 
 class NgramIndex:
-    """Where every n-gram of a growing text ended last.
+    """The latest end of every n-gram of a growing text.
 
-    A token costs one entry for each n, whatever the length of the text; so does a lookup.
+    A token costs one entry for each n, whatever the length of the text; so does a look-up.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -72,7 +72,7 @@ class NgramIndex:
         """Adds tokens to the text."""
         text = self._tokens
         for token in tokens:
-            # What ends here is entered once something follows it, so that the text's end never finds itself.
+            # N-grams are entered once a token follows them, so that the text's end never matches itself.
             end = len(text)
             for n in self._sizes:
                 if n <= end:
@@ -80,7 +80,7 @@ class NgramIndex:
             text.append(token)
 
     def match(self) -> tuple[int, int] | None:
-        """The longest n-gram at the text's end that came before: n, and where its latest continuation starts."""
+        """The longest n-gram at the text's end that occurred before: n, and the start of its latest continuation."""
         end = len(self._tokens)
         for n in self._sizes:
             if n <= end and (start := self._after.get(tuple(self._tokens[end - n :]))) is not None:
@@ -88,15 +88,15 @@ class NgramIndex:
         return None
 
     def continuation(self, start: int, count: int) -> list[int]:
-        """``count`` tokens from a place in the text on; past its end it goes on as a text of that period would."""
+        """``count`` tokens of the text from ``start``, repeated periodically beyond its end."""
         period = len(self._tokens) - start
         return [self._tokens[start + at % period] for at in range(count)]
 
 
 class NgramProposer(TextProposer[NgramIndex]):
-    """Proposes what followed the latest occurrence of the text's last n tokens, for the largest n that has one.
+    """Proposes the tokens after the latest occurrence of the text's last n tokens, for the largest n that has one.
 
-    A chain is no longer than ``TRUST`` times n.
+    A chain has at most ``TRUST`` times n tokens.
     """
 
     def __init__(self, method: Ngram) -> None:
@@ -109,9 +109,9 @@ class NgramProposer(TextProposer[NgramIndex]):
             method = cast(Ngram, view.options or self._method)
             index = self._slots[view.slot] = NgramIndex(*method.lookup_sizes)
         index.extend(view.tokens[len(index) :])
-        if (found := index.match()) is None:
+        if (match := index.match()) is None:
             return ()
-        n, start = found
+        n, start = match
         return tokens_before_embeddings(index.continuation(start, min(TRUST * n, len(view.tree) - 1)))
 
 

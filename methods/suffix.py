@@ -1,4 +1,4 @@
-"""Suffix decoding: the most frequent continuation of the longest suffix of the text that came before."""
+"""Suffix decoding: proposes the most frequent continuation of the longest suffix that occurred before."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from specexport.runtime.proposers import Opening
 
 
 class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
-    """The most frequent continuation of the longest suffix that was seen before (SuffixDecoding, arXiv 2411.04975).
+    """The most frequent continuation of the longest suffix that occurred before (SuffixDecoding, arXiv 2411.04975).
 
     Attributes:
-        max_spec_factor: most draft tokens for a matched token. With chains of two tokens and more, a match of one
-            token, often chance, then proposes nothing.
+        max_spec_factor: most draft tokens per matched token. If chains have at least two tokens, a match of one token,
+            which is often chance, proposes nothing.
         min_token_prob: a chain ends before its estimated probability falls below this.
-        store_tokens: tokens of earlier outputs that are looked in too, at about half a kilobyte each; the oldest go
-            first. 0 for none. It changes how much is accepted, never the text.
+        store_tokens: capacity of a store of earlier outputs to search too, at about half a kilobyte a token; the oldest
+            are dropped first. 0 for none. It affects acceptance, never the text.
     """
 
     max_spec_factor: Annotated[float, Meta(gt=0.0, le=128.0)] = 1.5
@@ -45,20 +45,20 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
 
 
 _END = -1
-"""Stands after each output of a store; no other token of a text is -1, so that no match goes across it."""
+"""Separates the outputs of a store; no token of a text is -1, so that no match crosses it."""
 _SHORTEST_OUTPUT = 3
-"""Outputs of fewer tokens hold no match of two tokens with something after it."""
+"""Shorter outputs cannot match two tokens and continue."""
 
 
 class SuffixAutomaton:
     """The suffix automaton of a growing text, with the number of times each of its substrings occurs.
 
-    Built online (Blumer et al. 1985): a token takes amortised constant time and at most two states. A state stands for
-    all substrings that end at the same places; its suffix link leads to the longest suffix that ends at more places.
+    Built online (Blumer et al. 1985): a token takes amortized constant time and at most two states. A state represents
+    all substrings with the same end positions; its suffix link leads to the longest suffix with more end positions.
 
-    Counts are brought up to date along the new token's suffix links, the longest suffixes first, and at most
-    ``COUNTED`` of them. They are exact where a text's end has no more distinct kinds of suffix than that, as texts do
-    that are not one short pattern over and over; there, counts of short substrings fall behind and are too low.
+    Counts are updated along the new token's suffix links, longest suffixes first, at most ``COUNTED`` of them. They are
+    exact unless the text's end has more states of suffixes than that, as in a text that only repeats a short pattern;
+    then the counts of short substrings are too low.
     """
 
     COUNTED = 32
@@ -92,13 +92,13 @@ class SuffixAutomaton:
                 break
 
     def _suffix(self, at: int, token: int) -> int:
-        """The state of the string that a token makes of a state's longest; split off from a larger one if need be."""
-        there = self._next[at][token]
-        if self._length[there] == self._length[at] + 1:
-            return there
-        split = self._state(self._length[at] + 1, self._link[there], dict(self._next[there]), self._count[there])
-        self._link[there] = split
-        while at >= 0 and self._next[at].get(token) == there:
+        """The state of the longest string of ``at`` extended by a token, split off from a larger state if necessary."""
+        target = self._next[at][token]
+        if self._length[target] == self._length[at] + 1:
+            return target
+        split = self._state(self._length[at] + 1, self._link[target], dict(self._next[target]), self._count[target])
+        self._link[target] = split
+        while at >= 0 and self._next[at].get(token) == target:
             self._next[at][token] = split
             at = self._link[at]
         return split
@@ -111,14 +111,14 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def repeated_suffix(self) -> tuple[int, int]:
-        """The longest suffix of the text that occurs elsewhere in it too: its state and its length."""
+        """The longest suffix of the text that also occurs earlier: its state and its length."""
         state = max(0, self._link[self._last])
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Goes on from a match in the text: the longest suffix of the matched string and ``token`` that occurs.
+        """Extends a match: finds the longest suffix of the matched string and ``token`` that occurs in the text.
 
-        The match so far is a state, 0 for the empty string, and its length.
+        The match so far is given by its state, 0 for the empty string, and its length.
 
         Returns:
             The state and length of the new match.
@@ -126,42 +126,42 @@ class SuffixAutomaton:
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
-        found = self._next[state].get(token)
-        return (0, 0) if found is None else (found, length + 1)
+        following = self._next[state].get(token)
+        return (0, 0) if following is None else (following, length + 1)
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """The state of a string; None where the text does not hold it."""
+        """The state of a string; None if the text does not contain it."""
         state: int | None = 0
         for token in tokens:
             state = self._next[state].get(token) if state is not None else None
         return state
 
     def count(self, state: int) -> int:
-        """How often a state's strings occur; see the class for when it is too low."""
+        """How often a state's strings occur; see the class for its precision."""
         return self._count[state]
 
     def continuation(self, state: int, limit: int, least: float) -> tuple[list[int], float]:
-        """What follows a match most often, token by token.
+        """The most frequent continuation of a match, token by token.
 
         Args:
             state: of the match.
             limit: most tokens.
-            least: the chain ends before its estimated probability, the product of the shares its tokens have among
-                what followed, falls below this.
+            least: the chain ends before its estimated probability, the product of its tokens' frequencies among the
+                continuations, falls below this.
 
         Returns:
-            The tokens, and how many of them are expected to be right: the sum of the probabilities that the chain
-            reaches each of them (SuffixDecoding, arXiv 2411.04975).
+            The tokens, and their expected acceptance: the sum of the probabilities that the chain reaches each of
+            them (SuffixDecoding, arXiv 2411.04975).
         """
         tokens: list[int] = []
         chance, expected = 1.0, 0.0
         while len(tokens) < limit:
-            while state > 0 and not self._next[state]:  # the text's end: a shorter suffix of it has been gone on from
+            while state > 0 and not self._next[state]:  # the text's end: only a shorter suffix has a continuation
                 state = self._link[state]
             following = self._next[state]
             if not state or not following:
                 break
-            # Of equally frequent ones the latest to come up.
+            # The most recent one of equally frequent tokens.
             token, state = max(reversed(following.items()), key=lambda item: self._count[item[1]])
             chance *= self._count[state] / sum(self._count[other] for other in following.values())
             if token < 0 or chance < least:  # an output's end, or an embedding
@@ -174,11 +174,11 @@ class SuffixAutomaton:
 class OutputStore:
     """Outputs of earlier requests, as suffix automata, bounded in tokens.
 
-    Automata cannot forget, so there are two, each of at most half the tokens: when the younger is full, the older and
-    with it the oldest outputs go, and a new one is begun. A stored token takes about half a kilobyte.
+    Automata cannot forget, so there are two, each with at most half the tokens: when the newer is full, the older is
+    dropped, with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
 
     Raises:
-        RequestError: too few for any output.
+        RequestError: the capacity is too small for any output.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -194,11 +194,11 @@ class OutputStore:
 
     @property
     def automata(self) -> tuple[SuffixAutomaton, ...]:
-        """Of what is held, the older first."""
+        """The present automata, the older first."""
         return tuple(self._generations)
 
     def add(self, output: Sequence[int]) -> None:
-        """Stores an output, of a very long one the end; drops the oldest where there is no room."""
+        """Stores an output, or the end of a very long one; drops the oldest outputs if there is no room."""
         if len(output) < _SHORTEST_OUTPUT:
             return
         output = output[-(self._half - 1) :]
@@ -210,7 +210,7 @@ class OutputStore:
 
 @dataclass
 class _Match:
-    """Where the end of a text is in an automaton of other texts, as long as that has its present size."""
+    """The match of a text's end in an automaton of other texts; valid while that has the size ``size``."""
 
     automaton: SuffixAutomaton
     size: int
@@ -224,7 +224,7 @@ class _Match:
 
 @dataclass
 class _Text:
-    """What is known of a slot: its tokens, how many of them are prompt, and what matches its end."""
+    """The state of a slot: its tokens, the length of its prompt, and the matches of its end."""
 
     tokens: list[int]
     prompt: int
@@ -235,10 +235,10 @@ class _Text:
 class SuffixProposer(TextProposer[_Text]):
     """Proposes the most frequent continuation of the longest suffix that occurs earlier in prompt, output or store.
 
-    The longer the match and the surer the continuation, the longer the chain: at most ``max_spec_factor`` tokens for a
-    token matched, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
-    arXiv 2411.04975). Of the text and the store the one is used whose chain is expected to have more tokens accepted.
-    A store changes what is proposed and never what is sampled.
+    The longer the match and the more certain the continuation, the longer the chain: at most ``max_spec_factor`` tokens
+    per matched token, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
+    arXiv 2411.04975). The chain with the higher expected acceptance is used, from the text or the store. A store
+    affects proposals, never the samples.
     """
 
     def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:
@@ -247,13 +247,13 @@ class SuffixProposer(TextProposer[_Text]):
         self._store = store
 
     def ahead(self, view: SlotView) -> Sequence[int]:
-        """The chain that is expected to have most tokens accepted."""
+        """The chain with the highest expected acceptance."""
         text = self._read(view)
         method = cast(Suffix, view.options or self._method)
         best: list[int] = []
         most = 0.0
-        own = (text.automaton, *text.automaton.repeated_suffix())
-        for automaton, state, length in (own, *((m.automaton, m.state, m.length) for m in text.matches)):
+        in_text = (text.automaton, *text.automaton.repeated_suffix())
+        for automaton, state, length in (in_text, *((m.automaton, m.state, m.length) for m in text.matches)):
             allowed = min(len(view.tree) - 1, int(method.max_spec_factor * length))
             tokens, expected = automaton.continuation(state, allowed, method.min_token_prob)
             if expected > most:
@@ -261,24 +261,24 @@ class SuffixProposer(TextProposer[_Text]):
         return best
 
     def _read(self, view: SlotView) -> _Text:
-        """Takes in what is new of a slot's text."""
+        """Adds the new tokens of a slot's text."""
         text = self._slots.get(view.slot)
         if text is None:
-            # The list is the request's own: it has the whole output later.
+            # The list is the request's own, so it will hold the whole output.
             text = self._slots[view.slot] = _Text(view.tokens, view.prompt)
         new = view.tokens[len(text.automaton) :]
         for token in new:
             text.automaton.append(token)
-        stored = [(made, len(made)) for made in self._store.automata] if self._store is not None else []
+        stored = [(automaton, len(automaton)) for automaton in self._store.automata] if self._store is not None else []
         if [(match.automaton, match.size) for match in text.matches] != stored:
-            text.matches = [_Match(made, size) for made, size in stored]
+            text.matches = [_Match(automaton, size) for automaton, size in stored]
             new = view.tokens
         for match in text.matches:
             match.advance(new)
         return text
 
     def release(self, slot: int) -> None:
-        """See :class:`Proposer`; the output goes into the store, as far as it got."""
+        """See :class:`Proposer`; stores the output, even if it is incomplete."""
         text = self._slots.pop(slot, None)
         if text is not None and self._store is not None:
             self._store.add(text.tokens[text.prompt :])

@@ -1,14 +1,14 @@
-"""Runs the lean runtime on emulated 64-bit ARM processors, and compares what it says there with what it says on x86.
+"""Run the lean runtime on emulated 64-bit ARM processors, and compare its texts with those on x86.
 
     make aarch64
 
-Runs on Debian 12, x86-64, as any user, and installs nothing on the machine. Into ``build/aarch64`` go, once: qemu's
-user-mode emulator and Debian's Python for arm64 by apt, the registry's aarch64 wheels by pip, and bundles, which are
-built here. Then it compares greedy texts of every bundle, token for token, and runs some of the tests that need no
-exporter. Where a text differs it prints how far, in nats, the chosen token was above the next one on either side.
+Runs on Debian 12, x86-64, as any user, and installs nothing outside ``build/aarch64``: qemu's user-mode emulator and
+Debian's Python for arm64 from apt, aarch64 wheels from pip, and bundles built here. It compares the greedy texts of
+every bundle token for token, and runs some of the tests that need no exporter. If a text differs, it prints on both
+sides how far, in nats, the chosen token was above the next one.
 
-Exits with 1 where a test fails, or where a text differs at a token that was no near tie, unless weights are multiplied
-as integers.
+Exits with 1 if a test fails, or if a text differs at a token that was not nearly tied, unless weights are multiplied as
+integers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEATURES = (
     {1: "asimd", 8: "atomics", 10: "asimdhp", 20: "asimddp", 22: "sve"},
     {1: "sve2", 13: "i8mm", 14: "bf16", 23: "sme"},
 )
-"""Linux' names for the bits of AT_HWCAP and AT_HWCAP2 that kernels are chosen by."""
+"""Linux's names of the bits of AT_HWCAP and AT_HWCAP2 that determine the choice of kernels."""
 TESTS = (
     "tests/test_tree.py",
     "tests/test_commit.py",
@@ -48,7 +48,7 @@ TESTS = (
     "tests/test_engine.py::test_a_text_ends_with_the_context[True-llama-near]",
     "tests/test_engine.py::test_the_caches_grow_without_changing_the_text[llama-near]",
     "tests/test_engine.py::test_typical_acceptance_accepts_more_and_greedy_stays_exact",
-    "tests/test_engine.py::test_threads_get_what_they_would_get_alone",
+    "tests/test_engine.py::test_threads_are_independent",
     "tests/test_engine.py::test_a_stream_closed_by_another_thread_ends_and_frees_the_engine",
 )
 READY = (
@@ -61,14 +61,14 @@ READY = (
 )
 PRECISIONS: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
 ROUNDING = 1e-3
-"""Tokens whose log-probabilities are nearer may change places: kernels of two processors sum in another order."""
+"""Tokens with closer log-probabilities may swap, as the processors' kernels sum in different orders."""
 IN_FLOATS = " in floats"
-"""Behind the name of a bundle whose quantized weights are multiplied in floating point, not as integers as they are by
-default, for which kernels round activations to 8 bits: those of two processors in another way."""
+"""Suffix for a bundle whose quantized weights are multiplied in floating point instead of as integers, where the two
+processors' kernels round activations to 8 bits differently."""
 
 
 class Said(NamedTuple):
-    """One greedy text: its tokens, their log-probabilities, and how far each is above the next most probable one's."""
+    """One greedy text: its tokens, their log-probabilities, and their margins over the next most probable tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -79,13 +79,13 @@ def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", choices=PROCESSORS, action="append", help="of these alone; default both")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # what both machines run
+    parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # run on both machines
     args = parser.parse_args()
     if args.texts:
-        said = {name: say(BUNDLES / name) for name in (*READY, *PRECISIONS)}
+        expected = {name: say(BUNDLES / name) for name in (*READY, *PRECISIONS)}
         with mock.patch.object(onnxruntime, "SessionOptions", floating_options()):
-            said |= {name + IN_FLOATS: say(BUNDLES / name) for name in PRECISIONS}
-        args.texts.write_text(json.dumps(said))
+            expected |= {name + IN_FLOATS: say(BUNDLES / name) for name in PRECISIONS}
+        args.texts.write_text(json.dumps(expected))
         return 0
     install()
     build()
@@ -94,10 +94,10 @@ def main() -> int:
     failed = False
     for processor in args.cpu or PROCESSORS:
         describe(processor)
-        there = HOME / f"{processor}.json"
-        emulate(processor, __file__, "--texts", str(there), check=True)
-        failed |= differ(*(json.loads(path.read_text()) for path in (here, there)))
-    # With the cpuinfo of the last.
+        result = HOME / f"{processor}.json"
+        emulate(processor, __file__, "--texts", str(result), check=True)
+        failed |= differ(*(json.loads(path.read_text()) for path in (here, result)))
+    # with the last processor's cpuinfo
     done = emulate(processor, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs", *TESTS)
     print(f"tests on {processor}: {'passed' if done.returncode == 0 else 'failed'}")
     return int(failed or done.returncode != 0)
@@ -164,7 +164,7 @@ def build() -> None:
 
 
 def floating_options() -> Any:
-    """``onnxruntime.SessionOptions`` whose products are computed in floating point."""
+    """``onnxruntime.SessionOptions`` that multiply in floating point."""
 
     class Options(onnxruntime.SessionOptions):  # type: ignore[misc]
         def add_session_config_entry(self, name: str, value: str) -> None:
@@ -174,12 +174,12 @@ def floating_options() -> Any:
 
 
 def say(bundle: Path) -> list[Said]:
-    """What a bundle says greedily, with every method and without one."""
+    """A bundle's greedy texts, with every method and without."""
     from specexport.runtime import Engine, SamplingParams
     from specexport.runtime.speculative import PLAIN, Speculative
 
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=2)
-    draw, said = random.Random(0), []
+    draw, texts = random.Random(0), []
     with Engine.load(bundle, threads=1) as engine:
         vocabulary = engine.manifest.target.vocab_size
         prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in (1, 7, 30, 130)]
@@ -188,8 +188,8 @@ def say(bundle: Path) -> list[Said]:
             for prompt in prompts:
                 done = engine.generate(prompt, greedy, way)
                 gaps = [entry.top[0][1] - entry.top[1][1] for entry in done.logprobs]
-                said.append(Said(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
-    return said
+                texts.append(Said(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
+    return texts
 
 
 def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -203,11 +203,11 @@ def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.Compl
 
 
 def describe(processor: str) -> None:
-    """Prints what a processor can do, and writes what Linux would say of it where onnxruntime, which does not run on
-    an arm64 Linux whose ``/proc/cpuinfo`` is an x86 one's, looks for it.
+    """Prints a processor's features, and writes a matching ``/proc/cpuinfo``, as onnxruntime does not run on an arm64
+    Linux with that of an x86 processor.
     """
-    asked = "import ctypes; ask = ctypes.CDLL(None).getauxval; ask.restype = ctypes.c_ulong; print(ask(16), ask(26))"
-    words = map(int, emulate(processor, "-c", asked, check=True, capture_output=True).stdout.split())
+    program = "import ctypes; ask = ctypes.CDLL(None).getauxval; ask.restype = ctypes.c_ulong; print(ask(16), ask(26))"
+    words = map(int, emulate(processor, "-c", program, check=True, capture_output=True).stdout.split())
     names = [name for word, bits in zip(words, FEATURES, strict=True) for bit, name in bits.items() if word >> bit & 1]
     fields = {"Features": " ".join(["fp", *names]), "CPU implementer": "0x41", "CPU architecture": 8}
     fields |= {"CPU variant": "0x1", "CPU part": "0xd0b", "CPU revision": 1}
@@ -219,14 +219,14 @@ def describe(processor: str) -> None:
     print(f"{processor} ({PROCESSORS[processor]}): {' '.join(names)}", flush=True)
 
 
-def differ(here: dict[str, Any], there: dict[str, Any]) -> bool:
-    """Prints how texts compare; whether one differs where no rounding explains it."""
+def differ(here: dict[str, Any], emulated: dict[str, Any]) -> bool:
+    """Prints the comparison of texts; returns whether one differs beyond rounding."""
     wrong = False
     for name, texts in here.items():
         equal, largest, first = 0, 0.0, ""
-        for ours, theirs in zip((Said(*one) for one in texts), (Said(*one) for one in there[name]), strict=True):
+        for ours, theirs in zip((Said(*text) for text in texts), (Said(*text) for text in emulated[name]), strict=True):
             pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
-            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            same = next((at for at, (text, other) in enumerate(pairs) if text != other), len(pairs))
             largest = max(
                 largest, 0.0, *(abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs, strict=False))
             )

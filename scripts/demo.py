@@ -21,11 +21,11 @@ _HELPERS = {
     "eagle3": "demo-eagle3",
     "dflash": "demo-dflash",
 }
-"""By method: the demo model that goes with it."""
+"""The demo model of each method."""
 
 
 def main() -> None:
-    """Builds the bundle if it is not there, and decodes."""
+    """Builds the bundle if it does not exist, and decodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate")
     parser.add_argument(
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _is_built(bundle: Path) -> bool:
-    """Whether there is a bundle that this version reads; one of an older version is built again."""
+    """Whether a bundle exists that this version reads; one of an older version is built again."""
     try:
         read_manifest(bundle)
     except BundleError:
@@ -71,16 +71,16 @@ def _is_built(bundle: Path) -> bool:
 
 
 def _compared(engine: Engine, prompt: str, params: SamplingParams) -> str:
-    """How much sooner speculation is done, and whether it says the same where nothing is drawn, in words."""
-    runs = [[engine.generate(prompt, params, how) for how in (None, PLAIN)] for _ in range(_ROUNDS)]
+    """A description of the speed-up, and of the equality of greedy texts."""
+    runs = [[engine.generate(prompt, params, speculation) for speculation in (None, PLAIN)] for _ in range(_ROUNDS)]
     fast, plain = (statistics.median(run.stats.tokens_per_second for run in side) for side in zip(*runs, strict=True))
     length = statistics.mean(run.stats.output_tokens / run.stats.steps for run, _ in runs)
     greedy = params.replace(temperature=0.0)
-    one, other = (engine.generate(prompt, greedy, how).token_ids for how in (None, PLAIN))
+    speculative, without = (engine.generate(prompt, greedy, speculation).token_ids for speculation in (None, PLAIN))
     return (
         f"With speculation {fast:.0f} tokens a second, without it {plain:.0f}: {fast / plain:.1f} times as fast, as a "
         f"step gives {length:.1f} tokens instead of one.\nAt temperature 0 both say "
-        + ("the same, token for token." if one == other else "different texts: run specexport verify.")
+        + ("the same, token for token." if speculative == without else "different texts: run specexport verify.")
     )
 
 

@@ -1,7 +1,7 @@
-"""What the demonstration models are made from and shipped with: corpus, tokenizer, held-out prompts, model cards.
+"""Corpus, tokenizer, held-out prompts and model cards of the demonstration models.
 
-Everything is cut from the sources of the standard library of the Python that runs the script, so nothing is
-downloaded. Which files are held out depends only on their relative path, so it is the same on every machine.
+The corpus consists of sources of the running Python's standard library, so nothing is downloaded. Whether a file is
+held out depends only on its relative path, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 EXCLUDED_PARTS = {"site-packages", "lib2to3", "idlelib", "pydoc_data", "encodings", "__pycache__"}
-EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # files that the build generates on the machine it runs on
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # generated when Python is built
 MAX_FILE_BYTES = 400_000
 HELD_OUT_ONE_IN = 40
 
@@ -84,7 +84,7 @@ def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -
 
 
 def encode_stream(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], seed: int) -> torch.Tensor:
-    """Return all files in one shuffled stream of token ids `[tokens]`, each closed by the end-of-text token."""
+    """Return all files in one shuffled stream of token ids `[tokens]`, each ended by the end-of-text token."""
     order = list(files)
     random.Random(seed).shuffle(order)
     stream: list[int] = []
@@ -105,27 +105,27 @@ def cut_prompts(
 ) -> list[dict[str, str]]:
     """Cut `count` prompts that start at a definition, a class, a decorator or an import of a held-out file.
 
-    A prompt is kept only where its text encodes back to exactly `tokens` ids, so that a benchmark may stack them.
-    The files take turns, so that a long file does not fill the list.
+    A prompt is kept only if its text encodes back to exactly `tokens` ids, so that a benchmark may stack them. The
+    files take turns, so that a long file does not fill the list.
     """
     rng = random.Random(seed)
     starts = ("def ", "class ", "@", "import ", "from ", "async def ")
     per_file: list[list[dict[str, str]]] = []
     for file in files:
         lines = file.text.splitlines(keepends=True)
-        found = []
+        cut = []
         for number, line in enumerate(lines):
             if not line.lstrip().startswith(starts):
                 continue
             ids = tokenizer.encode("".join(lines[number : number + 60]))[:tokens]
             text = tokenizer.decode(ids)
             if len(ids) == tokens and tokenizer.encode(text) == ids:
-                found.append({"id": "", "file": file.path, "text": text})
-        rng.shuffle(found)
-        per_file.append(found)
+                cut.append({"id": "", "file": file.path, "text": text})
+        rng.shuffle(cut)
+        per_file.append(cut)
     prompts: list[dict[str, str]] = []
     while len(prompts) < count and any(per_file):
-        prompts.extend(found.pop() for found in per_file if found)
+        prompts.extend(cut.pop() for cut in per_file if cut)
     prompts = prompts[:count]
     for number, prompt in enumerate(prompts):
         prompt["id"] = f"held-out-{number:02d}"
@@ -139,16 +139,16 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
     half.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    vocabulary = folder / "tokenizer.json"  # rewritten without its line breaks, which are more than half of it
+    vocabulary = folder / "tokenizer.json"  # rewritten without line breaks, which are more than half of it
     compact = json.dumps(json.loads(vocabulary.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":"))
     vocabulary.write_text(compact + "\n", encoding="utf-8")
     settings_path = folder / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text(encoding="utf-8"))
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that releases of transformers before 5 know too
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name in transformers before 5
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme, encoding="utf-8")
 
 
 def card(name: str, **facts: object) -> str:
-    """A model card: the template of that name, filled in."""
+    """Fill in the model card template of that name."""
     return (Path(__file__).parent / "cards" / f"{name}.md").read_text(encoding="utf-8").format(**facts)

@@ -1,12 +1,12 @@
-"""The table of model families in docs/support.md, from results of building and running each of them.
+"""Build and check every model family, for the table in docs/support.md.
 
-    python -m scripts.families run [--rtx] [--only NAME ...]    # builds, checks, and writes docs/families.json
-    python -m scripts.families table                            # writes the table of the results that are there
+    python -m scripts.families [--rtx] [--only NAME ...]    # builds, checks, and writes docs/families.json
+    python -m scripts.docs                                  # writes the table
 
-Every family is a tiny random checkpoint. It is built in fp32, for which the build compares its lowering with
-transformers, and the bundle's greedy text is compared with transformers'; so is that of a portable bundle. It is built
-in int4, whose logits the build measures. With ``--rtx``, TensorRT-RTX compiles its fp32 bundle in fp16. What ``build``
-refuses is written down with its reason.
+Every family is a tiny random checkpoint. It is built in fp32, where the build compares its lowering with transformers.
+The greedy texts of that bundle and of a portable one are compared with transformers' text. An int4 build measures the
+error of the logits. With ``--rtx``, TensorRT-RTX compiles the fp32 bundle in fp16. If ``build`` refuses a family, the
+reason is recorded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from benchmarks.tables import markdown
 from specexport.contract.errors import SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
@@ -36,8 +37,7 @@ from tests.test_families import REFUSED
 from tests.test_mixtures import MIXTURES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "support.md"
-BEGIN, END = "<!-- families: made by scripts/families.py -->", "<!-- families end -->"
+RESULTS = ROOT / "docs" / "families.json"
 TITLES = {"fp32": "fp32", "greedy": "greedy text", "portable": "portable", "int4": "int4", "rtx": "RTX build"}
 TOKENS = 24
 
@@ -83,7 +83,7 @@ MORE: dict[str, dict[str, Any]] = {
     "minimax": {**_HEAD, **_LINEAR, "num_local_experts": 4},
     **{f"{name}, hybrid": {"model_type": name, **config} for name, config in HYBRIDS.items()},
 }
-"""Families besides those that tests trace or find refused, with the sizes of tiny models."""
+"""Families that no test traces or finds refused, with the sizes of tiny models."""
 
 _INTERFACE = "attention through transformers' interface in the family's code"
 HELP = {
@@ -99,18 +99,18 @@ HELP = {
     "phimoe, window in the mask": "a family that tells its attention the window",
     "qwen2_moe, window in the mask of some layers": "a family that tells its attention the window",
 }
-"""What would help families that are refused."""
+"""Changes that would make refused families work."""
 
 
 def families() -> dict[str, dict[str, Any]]:
-    """Every row of the table: settings of its tiny model."""
+    """The rows of the table, with the settings of each tiny model."""
     tested = {name: {"num_hidden_layers": 2 if name in LAYERS_DIFFER else 1} for name in FAMILIES}
     refused = {f"{name}, {why}": {"model_type": name, **config} for why, (name, config) in REFUSED.items()}
     return {**tested, **MIXTURES, **MORE, **refused}
 
 
-def measured(name: str, settings: dict[str, Any], *, rtx: bool) -> dict[str, str]:
-    """What became of a family: by check, ``yes`` or what is wrong; a refused one has a reason alone."""
+def check_family(name: str, settings: dict[str, Any], *, rtx: bool) -> dict[str, str]:
+    """The result of each check: ``yes`` or an error; a family that the build refuses has the reason alone."""
     settings = dict(settings)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -136,13 +136,13 @@ def _options(source: Path, output: Path, **more: Any) -> BuildOptions:
 def _tried(step: Callable[[], None]) -> str:
     try:
         step()
-    except Exception as error:  # a row says what went wrong
+    except Exception as error:  # the table reports it
         return _line(error)
     return "yes"
 
 
 def _line(error: Exception) -> str:
-    """One line of an error, without folders of this machine."""
+    """The error in one line, without local paths."""
     return re.sub(r"/\S+?/(model|fp32)(/|: )", "", " ".join(f"{error or type(error).__name__}".split()))[:240]
 
 
@@ -154,9 +154,9 @@ def _same_text(source: Path, bundle: Path) -> None:
         with torch.no_grad():
             expected.append(int(model(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
     with Engine.load(bundle, threads=1, calibrate=False) as engine:
-        found = engine.generate(text, SamplingParams(temperature=0.0, max_tokens=TOKENS)).token_ids
-    if list(found) != expected[len(text) :]:
-        raise RuntimeError("greedy text parts from transformers'")
+        tokens = engine.generate(text, SamplingParams(temperature=0.0, max_tokens=TOKENS)).token_ids
+    if list(tokens) != expected[len(text) :]:
+        raise RuntimeError("greedy text differs from transformers'")
 
 
 def _portable(source: Path, output: Path) -> None:
@@ -177,54 +177,37 @@ def _compiled(bundle: Path) -> None:
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """The page's part between its two marks."""
-    rows = [f"| family | {' | '.join(TITLES.values())} |", "|---" * (1 + len(TITLES)) + "|"]
-    notes: dict[str, int] = {}
-    for name, found in sorted(results.items()):
-        if "refused" in found:
+    """The supported families with their checks, notes on failed checks, and the refused families, as Markdown."""
+    rows, refused, notes = [], [], dict[str, int]()
+    for name, checks in sorted(results.items()):
+        if "refused" in checks:
+            refused.append((name, checks["refused"].replace("|", "\\|"), HELP.get(name, "not known")))
             continue
-        cells = []
+        cells = [name]
         for check in TITLES:
-            text = found.get(check, "not run")
-            if text not in ("yes", "not run"):
-                text = f"no ({notes.setdefault(text, len(notes) + 1)})"
-            cells.append(text)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    rows += ["", *(f"{number}. {text}" for text, number in notes.items())] if notes else []
-    rows += ["", "| refused | why | what would help |", "|---|---|---|"]
-    for name, found in sorted(results.items()):
-        if "refused" in found:
-            why = found["refused"].replace("|", "\\|")
-            rows.append(f"| {name} | {why} | {HELP.get(name, 'not known')} |")
-    return "\n".join(rows)
-
-
-def with_table(page: str, results: dict[str, dict[str, str]]) -> str:
-    """A page with the table between its marks made anew."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}"
+            text = checks.get(check, "not run")
+            cells.append(text if text in ("yes", "not run") else f"no ({notes.setdefault(text, len(notes) + 1)})")
+        rows.append(cells)
+    numbered = "\n".join(f"{number}. {text}" for text, number in notes.items())
+    supported = markdown(("family", *TITLES.values()), rows)
+    return "\n\n".join((supported, numbered, markdown(("refused", "why", "what would help"), refused)))
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(description="The table of model families in docs/support.md.")
-    parser.add_argument("what", choices=("run", "table"))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these families")
+    """Checks the families and adds the results to docs/families.json."""
+    parser = argparse.ArgumentParser(description="Build and check every model family.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these families only")
     parser.add_argument("--rtx", action="store_true", help="compile with TensorRT-RTX, and nothing else")
-    asked = parser.parse_args()
-    if asked.what == "table":
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
-        return
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    known = families()
-    for name in asked.only or known:
-        found = measured(name, known[name], rtx=asked.rtx)
-        print(name, json.dumps(found), flush=True)
+    settings = families()
+    for name in args.only or settings:
+        checks = check_family(name, settings[name], rtx=args.rtx)
+        print(name, json.dumps(checks), flush=True)
         with FileLock(Path(tempfile.gettempdir()) / "specexport-families.lock"):
             results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-            # An engine is one check more; anything else measures a family anew.
-            results[name] = {**(results.get(name, {}) if asked.rtx else {}), **found}
+            # An engine adds one check; all other checks are run together and replace earlier results.
+            results[name] = {**(results.get(name, {}) if args.rtx else {}), **checks}
             RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
 
 

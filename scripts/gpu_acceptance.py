@@ -1,4 +1,4 @@
-"""Checks and measures on a machine with a GPU: ``python -m benchmarks.gpu``, from any folder, installed or not."""
+"""Check and measure on a machine with a GPU: ``python -m benchmarks.gpu``, from any folder, installed or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ sys.path.insert(0, str(ROOT))
 
 import specexport  # noqa: E402
 
-specexport.__path__.append(str(ROOT))  # where specexport.runtime and its like lie, where nothing was installed
+specexport.__path__.append(
+    str(ROOT)
+)  # the location of specexport.runtime and the other packages if nothing is installed
 
 from benchmarks.gpu.__main__ import main  # noqa: E402
 

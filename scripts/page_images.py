@@ -16,7 +16,7 @@ _DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main() -> None:
-    """Serves both bundles, one after the other, and takes the pictures."""
+    """Serves both bundles in turn, and takes screenshots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("build/demo-draft-model"), metavar="BUNDLE")
     parser.add_argument("--chat", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="of 'make chat'")

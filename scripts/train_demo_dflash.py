@@ -1,9 +1,9 @@
-"""Train the DFlash draft of the demonstration target, by what `specexport train dflash` runs.
+"""Train the DFlash draft of the demonstration target, as `specexport train dflash` does.
 
-    python scripts/train_demo_dflash.py        # what made examples/models/demo-dflash
+    python scripts/train_demo_dflash.py        # writes examples/models/demo-dflash
 
-The data are those of `train_demo_models.py`: of the standard library's files the ones that are not held out give the
-prompts, and the target's own texts are learnt. A second run with the same options goes on from the `--work` folder.
+As in `train_demo_models.py`, the prompts come from files of the standard library that are not held out, and the draft
+learns the target's own texts. A second run with the same options resumes from the `--work` folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specexport.methods.dflash.train_options import DFlashOptions
 
 
 def main() -> None:
-    """Trains, and writes the draft with its card."""
+    """Trains the draft and writes it with its card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=1400, help="of 16 texts of 48 and 144 tokens")
     parser.add_argument("--sampled", type=int, default=4096, help="texts sampled from the target")

@@ -1,9 +1,9 @@
-"""Train the EAGLE-3 draft of the demonstration target, by what `specexport train eagle3` runs.
+"""Train the EAGLE-3 draft of the demonstration target, as `specexport train eagle3` does.
 
-    python scripts/train_demo_eagle3.py        # what made examples/models/demo-eagle3
+    python scripts/train_demo_eagle3.py        # writes examples/models/demo-eagle3
 
-The data are those of `train_demo_models.py`: of the standard library's files the ones that are not held out give the
-prompts, and the target's own texts are learnt. A second run with the same options goes on from the `--work` folder.
+As in `train_demo_models.py`, the prompts come from files of the standard library that are not held out, and the draft
+learns the target's own texts. A second run with the same options resumes from the `--work` folder.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from specexport.runtime import Engine, SamplingParams
 
 
 def write_texts(path: Path, files: list[SourceFile]) -> Path:
-    """Writes sources as `specexport train` reads them."""
+    """Writes sources in the format of `specexport train`."""
     path.write_text("".join(json.dumps({"text": file.text}) + "\n" for file in files), encoding="utf-8")
     return path
 
 
 def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
-    """Measures the acceptance length of what `demo-target` has, over greedy texts: a Markdown table."""
+    """A Markdown table of the acceptance lengths of all drafts of `demo-target`, over greedy texts."""
     sizes = {"eagle3": (1, 2, 3, 4, 5, 6), "draft_model": (1, 2, 3, 4, 5, 6), "medusa": (4, 8, 16)}
     helpers = {"eagle3": "demo-eagle3", "draft_model": "demo-draft", "medusa": "demo-medusa"}
     methods = tuple(
@@ -48,18 +48,18 @@ def acceptance_table(models: Path, work: Path, prompts: Path) -> str:
     lines = ["| | draft tokens a step: acceptance length |", "|---|---|"]
     with Engine.load(folder, threads=1, calibrate=False) as engine:
         for name, helper in helpers.items():
-            found = []
+            lengths = []
             for size in sizes[name]:
-                how = {"method": name, "num_speculative_tokens": size}
-                done = [engine.generate(engine.encode(text)[:128], params, how).stats for text in texts]
-                length = 1 + sum(one.accepted for one in done) / sum(one.steps for one in done)
-                found.append(f"{size}: {length:.2f}")
-            lines.append(f"| `{helper}`, {'trees' if name == 'medusa' else 'chains'} | {', '.join(found)} |")
+                options_ = {"method": name, "num_speculative_tokens": size}
+                done = [engine.generate(engine.encode(text)[:128], params, options_).stats for text in texts]
+                length = 1 + sum(stats.accepted for stats in done) / sum(stats.steps for stats in done)
+                lengths.append(f"{size}: {length:.2f}")
+            lines.append(f"| `{helper}`, {'trees' if name == 'medusa' else 'chains'} | {', '.join(lengths)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Trains, and writes the draft with its card."""
+    """Trains the draft and writes it with its card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=1300, help="of 16 texts of 48 and 144 tokens")
     parser.add_argument("--sampled", type=int, default=4608, help="texts sampled from the target")
@@ -109,7 +109,7 @@ def main() -> None:
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         threads=args.threads,
         seed=args.seed,
-        parameters=sum(one.numel() for one in load_file(options.output / "model.safetensors").values()),
+        parameters=sum(tensor.numel() for tensor in load_file(options.output / "model.safetensors").values()),
         table="\n".join(table),
         acceptance=acceptance_table(args.models, work, args.models.parent / "prompts" / "held_out.jsonl"),
     )

@@ -1,11 +1,11 @@
 """Train the demonstration models: a 6M-parameter target, a draft an eighth of its size, and Medusa heads of both.
 
-    python scripts/train_demo_models.py --compile        # what made examples/models
+    python scripts/train_demo_models.py --compile        # writes examples/models
     python scripts/train_demo_models.py --smoke --out /tmp/smoke
 
-The stages follow each other: tokenizer, target, target together with heads, text sampled from it, draft, acceptance,
-heads alone, export. Each leaves its result in the `--work` folder, and a second run with the same options goes on from
-there. The training itself is that of `specexport.training`, which `specexport train` serves for other models.
+The stages are: tokenizer, target, target together with heads, text sampled from it, draft, acceptance, heads alone,
+export. Each stores its result in the `--work` folder, and a second run with the same options resumes there. Training
+uses `specexport.training`, like `specexport train`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from specexport.training.run import Place
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 128, 96  # of the acceptance measurement
-CORPUS_STEPS = 64  # of the draft, before four of five steps take text sampled from the target
+CORPUS_STEPS = 64  # of the draft; after them four of five steps take text sampled from the target
 SAMPLED_SHAPE = (96, 160)  # tokens of prompt and of continuation in the texts sampled from the target
 HEADS = 4
 HEADS_WEIGHT, HEADS_DECAY = 0.3, 0.8  # in the loss of the target together with its heads
@@ -75,8 +75,8 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 def joint_loss(model: LlamaForCausalLM, heads: MedusaHeads, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of a model with tied heads over windows `[batch, length + 1]`, and that of the next token and each head.
 
-    Every head sees the whole window but its end: unlike the loss of `specexport train`, of windows without prompts or
-    padding, and so of a static shape, which `torch.compile` needs.
+    Every head reads the whole window except its end: unlike in `specexport train`, windows have neither prompts nor
+    padding, and so a static shape, which `torch.compile` needs.
     """
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -112,7 +112,7 @@ def acceptance_table(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the options, those of `--smoke` filled in."""
+    """Return the options, with those of `--smoke` filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--target-steps", type=int, default=1800, help="of 4096 tokens")
     parser.add_argument("--joint-steps", type=int, default=1000, help="of the target together with its heads")
@@ -139,7 +139,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Demo:
-    """The corpus, the options and what the stages share."""
+    """The corpus, the options and the state shared by the stages."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -161,7 +161,7 @@ class Demo:
         self.compiled: Callable = partial(torch.compile, dynamic=False) if args.compile else lambda function: function
 
     def log(self, line: str) -> None:
-        """Print a line, and keep it."""
+        """Print and record a line."""
         print(line, flush=True)
         with (self.args.work / "progress.log").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -176,7 +176,7 @@ class Demo:
         evaluate: Callable[[], str],
         heads: MedusaHeads | None = None,
     ) -> Trained:
-        """Train a model, and heads with it if given, with Muon and AdamW."""
+        """Train a model, and optionally heads with it, with Muon and AdamW."""
         trained = dict(model.named_parameters())
         trained |= dict(heads.named_parameters(prefix="heads")) if heads is not None else {}
         outer = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -192,7 +192,7 @@ class Demo:
         )
 
     def train_target(self, target: LlamaForCausalLM) -> Trained:
-        """The target learns the corpus."""
+        """Train the target on the corpus."""
         fast_loss = self.compiled(next_token_loss)
 
         def loss_at(step: int) -> Loss:
@@ -202,7 +202,7 @@ class Demo:
         return self.train("target", target, 4e-3, schedule, loss_at, partial(self.held_out_line, target))
 
     def train_together(self, target: LlamaForCausalLM, heads: MedusaHeads) -> Trained:
-        """The target goes on learning the corpus, now with its heads: what they need is in its hidden state then."""
+        """Continue to train the target on the corpus, together with its heads, so that its hidden state suits them."""
         fast_loss = self.compiled(joint_loss)
 
         def loss_at(step: int) -> Loss:
@@ -214,11 +214,11 @@ class Demo:
         return self.train("together", target, 3e-3, schedule, loss_at, partial(self.held_out_line, target), heads)
 
     def held_out_line(self, target: LlamaForCausalLM) -> str:
-        """How well the target predicts what it has not learnt."""
+        """Measure the target's loss on held-out files."""
         return f"held-out {held_out_loss(target, self.windows[:32]):.4f}"
 
     def sample(self, teacher: LlamaForCausalLM) -> Tensor:
-        """Texts of the target, which the draft and the heads learn: `[count, sum(SAMPLED_SHAPE)]`."""
+        """Sample the target's texts for the draft and the heads: `[count, sum(SAMPLED_SHAPE)]`."""
         prompt, new = SAMPLED_SHAPE
         return sample_texts(
             teacher,
@@ -232,7 +232,7 @@ class Demo:
     def train_draft(
         self, draft: LlamaForCausalLM, target: LlamaForCausalLM, teacher: LlamaForCausalLM, sampled: Tensor
     ) -> Trained:
-        """The draft learns the target's distribution, mostly over the target's own texts."""
+        """Distil the target into the draft, mostly over the target's own texts."""
         seed, kind = self.args.seed, self.args.divergence
         fast_loss = self.compiled(distillation_loss)
         greedy = continue_text(target, self.prompts, NEW_TOKENS, torch.zeros(len(self.prompts)), seeded(seed, 0))
@@ -260,7 +260,7 @@ class Demo:
         heads: MedusaHeads,
         rate: float,
     ) -> None:
-        """Heads of the target or of the draft, either in bfloat16, learn the target's texts and are exported."""
+        """Train heads of the target or of the draft, either in bfloat16, on the target's texts, and export them."""
         args = self.args
         name = "demo-medusa" if of == "demo-target" else f"{of}-medusa"
         together = f"{args.joint_steps} steps together with the target, then " if of == "demo-target" else ""
@@ -311,12 +311,12 @@ class Demo:
             table="\n".join(table),
         )
         with written_beside(self.models / name) as folder:
-            # The compatible files repeat the model's projection for every head: nine megabytes to say nothing new.
+            # The compatible files would repeat the model's projection for every head, which takes nine megabytes.
             save_medusa(folder, heads, lm_head.weight, base=of, accuracy=accuracy, compatible=False)
             (folder / "README.md").write_text(readme, encoding="utf-8")
 
     def command(self) -> str:
-        """What was typed, with the defaults written out."""
+        """The command line with all defaults."""
         left_out = ("out", "work", "compile", "smoke")
         flags = [f"--{key.replace('_', '-')} {value}" for key, value in vars(self.args).items() if key not in left_out]
         return " ".join(["python scripts/train_demo_models.py", *flags, *(["--compile"] if self.args.compile else [])])

@@ -1,9 +1,9 @@
-"""Train the EAGLE-3 draft of SmolLM2-135M-Instruct, on answers that the model itself writes to composed questions.
+"""Train the EAGLE-3 draft of SmolLM2-135M-Instruct on the model's own answers to generated questions.
 
     python scripts/train_smollm2_eagle3.py --target FOLDER        # writes examples/models/smollm2-eagle3
 
-``chat_prompts.py`` composes the questions; every other answer is greedy, the rest are drawn at temperature 0.7. A
-second run with the same options goes on from the ``--work`` folder, where it was stopped.
+``chat_prompts.py`` generates the questions; every other answer is greedy, the rest are sampled at temperature 0.7. A
+second run with the same options resumes from the ``--work`` folder.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from specexport.methods.eagle3.train import train_eagle3
 from specexport.methods.eagle3.train_options import Eagle3Options
 
 _AT_ONCE = 64
-"""Conversations that are written together, and kept in a file of their own."""
+"""Number of conversations per file, which are generated together."""
 _MOST_TOKENS = 192
 _TEMPERATURES = (0.0, 0.7)
 
 
-def _answers(llm: LLM, asked: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
-    if not asked:
+def _answers(llm: LLM, chats: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
+    if not chats:
         return []
     params = [
         SamplingParams(max_tokens=_MOST_TOKENS, temperature=temperature, seed=seed + number)
         for number, temperature in enumerate(temperatures)
     ]
-    return [output.outputs[0].text for output in llm.chat(asked, params, use_tqdm=False)]
+    return [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
 
 
-def write_conversations(llm: LLM, asked: Iterable[Question], folder: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """Lets the model answer, in files of :data:`_AT_ONCE` conversations; those that are there are not written again."""
+def write_conversations(llm: LLM, questions: Iterable[Question], folder: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Generates the model's answers in files of :data:`_AT_ONCE` conversations, except existing files."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = iter(asked)
+    source = iter(questions)
     for number in itertools.count():
         group = list(itertools.islice(source, _AT_ONCE))
         if not group:
@@ -78,12 +78,12 @@ def write_conversations(llm: LLM, asked: Iterable[Question], folder: Path, seed:
 
 
 def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, seed: int) -> Path:
-    """A file of conversations for ``specexport train``: so many of the first three kinds, and so many summaries."""
-    asked = list(questions(held_out))
-    random.Random(seed).shuffle(asked)
+    """Writes conversations for ``specexport train``: a number of the first three kinds, and a number of summaries."""
+    questions_ = list(questions(held_out))
+    random.Random(seed).shuffle(questions_)
     name = "held-out" if held_out else "learnt"
-    talks = list(write_conversations(llm, asked[:count], work / name, seed))
-    # What is summarized was written by the model itself.
+    talks = list(write_conversations(llm, questions_[:count], work / name, seed))
+    # Summaries are of the model's own answers.
     written = [talk["messages"][1]["content"] for talk in talks if talk["kind"] == "chat"]
     long = [text for text in written if len(text) > 300][:summaries]
     talks += write_conversations(llm, about(long, seed), work / f"{name}-summaries", seed + 500_000)
@@ -106,15 +106,15 @@ def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
     """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
     talks = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     rows: list[dict[str, Any]] = []
-    how = {"method": "eagle3", "num_speculative_tokens": 4}
-    llm = LLM(bundle=str(bundle), speculative_config=how, calibrate=False)
+    method = {"method": "eagle3", "num_speculative_tokens": 4}
+    llm = LLM(bundle=str(bundle), speculative_config=method, calibrate=False)
     for kind in ("chat", "code", "edit", "summary"):
-        asked = [talk["messages"][:1] for talk in talks if talk["kind"] == kind][:24]
-        row: dict[str, Any] = {"kind": kind, "conversations": len(asked)}
+        prompts = [talk["messages"][:1] for talk in talks if talk["kind"] == kind][:24]
+        row: dict[str, Any] = {"kind": kind, "conversations": len(prompts)}
         for temperature in _TEMPERATURES:
             params = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
-            done = [output.outputs[0].metrics for output in llm.chat(asked, params, use_tqdm=False)]
-            accepted, steps = sum(one.accepted for one in done), sum(one.steps for one in done)
+            done = [output.outputs[0].metrics for output in llm.chat(prompts, params, use_tqdm=False)]
+            accepted, steps = sum(stats.accepted for stats in done), sum(stats.steps for stats in done)
             row[f"T={temperature}"] = round(1 + accepted / steps, 3)
         rows.append(row)
     llm.close()
@@ -122,7 +122,7 @@ def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Writes the texts, trains, measures, and writes the draft with its card."""
+    """Generates the texts, trains and measures the draft, and writes it with its card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
@@ -175,7 +175,7 @@ def main() -> None:
     (args.work / "acceptance.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     table = ["| held-out conversations | greedy | temperature 0.7 |", "|---|---|---|"]
     table += [f"| {row['kind']} ({row['conversations']}) | {row['T=0.0']:.2f} | {row['T=0.7']:.2f} |" for row in rows]
-    curve = [one for one in record["draft"]["history"] if "evaluation" in one]
+    curve = [point for point in record["draft"]["history"] if "evaluation" in point]
     readme = card(
         "smollm2-eagle3",
         python=platform.python_version(),
@@ -185,9 +185,9 @@ def main() -> None:
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         seed=args.seed,
-        parameters=sum(one.numel() for one in load_file(args.output / "model.safetensors").values()),
+        parameters=sum(point.numel() for point in load_file(args.output / "model.safetensors").values()),
         acceptance="\n".join(table),
-        curve="\n".join(f"| {one['step']} | {one['evaluation']} |" for one in curve),
+        curve="\n".join(f"| {point['step']} | {point['evaluation']} |" for point in curve),
     )
     (args.output / "README.md").write_text(readme, encoding="utf-8")
 

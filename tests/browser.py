@@ -49,8 +49,8 @@ class Browser:
             answer = self._message()
             if answer.get("id") == number:
                 assert "error" not in answer, answer["error"]
-                found: dict[str, Any] = answer["result"]
-                return found
+                actual: dict[str, Any] = answer["result"]
+                return actual
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -89,8 +89,8 @@ class Browser:
     def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         """Presses a key; ``code`` is its virtual key code, ``modifiers`` 2 for Ctrl and 8 for Shift."""
         for kind in ("keyDown", "keyUp"):
-            told = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-            self.call("Input.dispatchKeyEvent", **told, **({"text": text} if kind == "keyDown" and text else {}))
+            details = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+            self.call("Input.dispatchKeyEvent", **details, **({"text": text} if kind == "keyDown" and text else {}))
 
     def hover(self, selector: str) -> None:
         """Moves the mouse onto an element."""
@@ -131,10 +131,10 @@ def browser(profile: Path) -> Iterator[Browser]:
     os.close(read)
     os.close(write)
     try:
-        made = Browser(to, back)
-        yield made
+        window = Browser(to, back)
+        yield window
         with contextlib.suppress(AssertionError, OSError):  # it may be gone before it answers
-            made.call("Browser.close")
+            window.call("Browser.close")
     finally:
         os.close(to)
         os.close(back)

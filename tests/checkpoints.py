@@ -226,11 +226,11 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     head: Any = model.get_output_embeddings()
     vocab, hidden = head.weight.shape
-    made = MedusaHeads(heads, 1, hidden, vocab, tied=tied)
+    medusa = MedusaHeads(heads, 1, hidden, vocab, tied=tied)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         if tied:
-            for parameter in made.parameters():
+            for parameter in medusa.parameters():
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         else:
             prompts = torch.randint(3, vocab, (24, 12), generator=generator)
@@ -244,8 +244,8 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
                 x = taken[0][:, : ahead.shape[1]].reshape(-1, hidden)
                 y = torch.nn.functional.one_hot(ahead.reshape(-1), vocab).float()
                 gram = x.T @ x + 0.1 * torch.eye(hidden)
-                made[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
-    save_medusa(folder, made, head.weight, base=str(checkpoint), dtype=torch.float32)
+                medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
+    save_medusa(folder, medusa, head.weight, base=str(checkpoint), dtype=torch.float32)
     return folder
 
 
@@ -266,9 +266,9 @@ def make_speculator(
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     vocab, hidden = model.get_output_embeddings().weight.shape
     torch.manual_seed(6)
-    made = SpeculatorStages(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
+    speculator = SpeculatorStages(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in speculator.parameters():
             noise = torch.randn(parameter.shape)
             parameter.copy_(noise / inner**0.5 if parameter.ndim > 1 else parameter + 0.1 * noise)
     if steps:
@@ -277,13 +277,13 @@ def make_speculator(
         ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=36)
         windows = Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
         states, _ = run_model(model, ids)
-        optimizer = torch.optim.Adam(made.parameters(), 1e-2)
+        optimizer = torch.optim.Adam(speculator.parameters(), 1e-2)
         for _ in range(steps):
-            loss, _ = speculator_loss(made, states, windows.rows(torch.arange(len(ids))), 1.0)
+            loss, _ = speculator_loss(speculator, states, windows.rows(torch.arange(len(ids))), 1.0)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    save_speculator(folder, made, dtype=torch.float32)
+    save_speculator(folder, speculator, dtype=torch.float32)
     return folder
 
 
@@ -355,7 +355,7 @@ def make_dflash(
         "rms_norm_eps": 1e-5,
         "vocab_size": V,
         "attention_bias": False,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows or [False] * layers],
+        "layer_types": ["sliding_attention" if state else "full_attention" for state in windows or [False] * layers],
         "sliding_window": block if any(windows) else None,
         "use_sliding_window": any(windows),
         "max_window_layers": layers,
@@ -370,7 +370,7 @@ def make_dflash(
             "rope_theta": 5000.0,
             "rope_scaling": None,
             "block_size": block,
-            "dflash_config": {"mask_token_id": mask, "target_layer_ids": [one - 1 for one in states], **more},
+            "dflash_config": {"mask_token_id": mask, "target_layer_ids": [state - 1 for state in states], **more},
             "num_target_layers": config.num_hidden_layers,
             "tie_word_embeddings": True,
             "dtype": "float32",
@@ -427,10 +427,10 @@ def make_mtp(folder: Path, family: str, *, published: Literal["deepseek", "qwen"
     more = {name: [*value, value[-1]] for name, value in kinds.items()}
     make_checkpoint(folder, family, **{**config, **more, "num_hidden_layers": layers + 1})
     path = folder / "config.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said |= {"num_hidden_layers": layers, **kinds, "num_nextn_predict_layers": 1}
-    path.write_text(json.dumps(said), encoding="utf-8")
-    behind, H = f"model.layers.{layers}.", said["hidden_size"]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document |= {"num_hidden_layers": layers, **kinds, "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    behind, H = f"model.layers.{layers}.", document["hidden_size"]
     generator = torch.Generator().manual_seed(11)
     norms = [1 + 0.1 * torch.randn(H, generator=generator) for _ in range(3)]
     joined = 2 * torch.randn(H, 2 * H, generator=generator) / (2 * H) ** 0.5

@@ -57,11 +57,11 @@ def compiled(
 
     def with_engines(model: Model) -> Model:
         jobs = model_jobs(model, manifest, batches, plain=plain)
-        made = [engine(model.graph.master, job) for job in jobs if not model.ranks]
+        item = [engine(model.graph.master, job) for job in jobs if not model.ranks]
         for rank, files in enumerate(model.ranks):
             (job,) = jobs
-            made.append(engine(files.master, job, rank, segments=files.segments, ranks=len(model.ranks)))
-        return msgspec.structs.replace(model, engines=tuple(made))
+            item.append(engine(files.master, job, rank, segments=files.segments, ranks=len(model.ranks)))
+        return msgspec.structs.replace(model, engines=tuple(item))
 
     def program_engines(graph: ce.ProgramGraph) -> ce.ProgramGraph:
         jobs = program_jobs(graph, manifest, batches)
@@ -78,7 +78,7 @@ def compiled(
         program=tuple(map(program_engines, program)),
     )
     added = sorted({name for each in new.engines for name in (each.file, each.source)})
-    listed = {entry.path for entry in manifest.files}
+    listed = {file_.path for file_ in manifest.files}
     files = (*manifest.files, *(file_entry(folder, name) for name in added if name not in listed))
     write_manifest(folder, msgspec.structs.replace(new, files=files))
     return folder

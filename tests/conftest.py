@@ -101,13 +101,13 @@ def accept_graph() -> Callable[[str, int], bytes]:
 
     from specexport.exporter.trace import trace_accept
 
-    made: dict[tuple[str, int], bytes] = {}
+    results: dict[tuple[str, int], bytes] = {}
 
     def get(rule: Any, candidates: int) -> bytes:
-        if (rule, candidates) not in made:
+        if (rule, candidates) not in results:
             traced = trace_accept(rule, MAX_CHILDREN, candidates)
-            made[rule, candidates] = ir.to_proto(traced).SerializeToString()
-        return made[rule, candidates]
+            results[rule, candidates] = ir.to_proto(traced).SerializeToString()
+        return results[rule, candidates]
 
     return get
 

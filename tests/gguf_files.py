@@ -81,7 +81,7 @@ def make_gguf(
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         if architecture == "gemma3" and target.endswith("norm.weight"):
             array = array + 1
-        wanted = next((one for end, one in (others or {}).items() if target.endswith(end)), kind)
+        wanted = next((item for end, item in (others or {}).items() if target.endswith(end)), kind)
         held[target] = _blocks(array, wanted, random) if array.ndim > 1 else (array, Type.F32)
     held |= {name: (array, Type.F32) for name, array in (tensors or {}).items()}
     placed = list(held.items())
@@ -122,8 +122,11 @@ def _blocks(
 def _tokenizer(checkpoint: Path) -> dict[str, Any]:
     document = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = sorted(document["model"]["vocab"], key=document["model"]["vocab"].get)
-    special = {one["content"] for one in document["added_tokens"] if one["special"]}
-    merges = [one if isinstance(one, str) else " ".join(one) for one in document["model"]["merges"]]
+    special = {added_token["content"] for added_token in document["added_tokens"] if added_token["special"]}
+    merges = [
+        added_token if isinstance(added_token, str) else " ".join(added_token)
+        for added_token in document["model"]["merges"]
+    ]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",

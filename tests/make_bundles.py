@@ -401,11 +401,11 @@ def _from_embeds(target: Path) -> list[dict[str, Any]]:
         return [draw.randrange(3, VOCAB) for _ in range(count)]
 
     def rows(count: int) -> list[list[float]]:
-        made: list[list[float]] = torch.randn(count, layer.weight.shape[1], generator=generator).tolist()
-        return made
+        results: list[list[float]] = torch.randn(count, layer.weight.shape[1], generator=generator).tolist()
+        return results
 
     again, words = rows(6), ids(12)
-    own = layer(torch.tensor(words)).tolist()
+    expected_own = layer(torch.tensor(words)).tolist()
     cases: list[dict[str, Any]] = [
         {"prompt": prompt}
         for prompt in (
@@ -419,15 +419,18 @@ def _from_embeds(target: Path) -> list[dict[str, Any]]:
             [again, again, words[:4], again, words[:4]],
         )
     ]
-    cases += [{"prompt": [own], "ids": words}, {"prompt": [own[:5], words[5:9], own[9:]], "ids": words}]
+    cases += [
+        {"prompt": [expected_own], "ids": words},
+        {"prompt": [expected_own[:5], words[5:9], expected_own[9:]], "ids": words},
+    ]
     for case in cases:
         parts = [
             layer(torch.tensor(part)) if isinstance(part[0], int) else torch.tensor(part) for part in case["prompt"]
         ]
         embeds = torch.cat(parts)[None]
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64)
-        made = model.generate(inputs_embeds=embeds, attention_mask=mask, do_sample=False, max_new_tokens=24)
-        case["tokens"] = made[0].tolist()
+        completion = model.generate(inputs_embeds=embeds, attention_mask=mask, do_sample=False, max_new_tokens=24)
+        case["tokens"] = completion[0].tolist()
     return cases
 
 
@@ -445,7 +448,7 @@ def _greedy(target: Path) -> list[dict[str, Any]]:
 def _continued(model: Any, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
     """Prompts of one length, so that none is padded."""
     ids = torch.tensor(prompts)
-    made = model.generate(
+    completion = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -453,10 +456,10 @@ def _continued(model: Any, prompts: list[list[int]], count: int) -> list[dict[st
         output_logits=True,
         return_dict_in_generate=True,
     )
-    best = torch.stack(made.logits, 1).topk(2).values
+    best = torch.stack(completion.logits, 1).topk(2).values
     cases = []
     for row, prompt in enumerate(prompts):
-        tokens = made.sequences[row, len(prompt) :].tolist()
+        tokens = completion.sequences[row, len(prompt) :].tolist()
         tokens = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
         gaps = (best[row, :, 0] - best[row, :, 1]).tolist()[: len(tokens)]
         cases.append({"prompt": prompt, "tokens": tokens, "gaps": gaps})
@@ -477,9 +480,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="these alone (default: all)")
-    asked = parser.parse_args()
-    for name in asked.names or RECIPES:
-        print(make(name, asked.folder))
+    request = parser.parse_args()
+    for name in request.names or RECIPES:
+        print(make(name, request.folder))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Nccl:
                 listening.bind(name)
                 listening.listen(ranks)
                 arrived = [listening.accept()[0] for _ in range(ranks - 1)]
-            peers = [one for _, one in sorted((_HEAD.unpack(_read(one, 4)), one) for one in arrived)]
+            peers = [item for _, item in sorted((_HEAD.unpack(_read(item, 4)), item) for item in arrived)]
         if rank:
             peers[0].sendall(_HEAD.pack(rank))
         return Communicator(self._cuda, rank, ranks, peers)
@@ -75,7 +75,7 @@ class Communicator:
 
     def _give(self, name: str, part: Tensor, whole: Tensor, stream: int) -> None:
         def work() -> None:
-            source, to = (self._cuda.array(one.address, one.dtype, one.shape).reshape(-1) for one in (part, whole))
+            source, to = (self._cuda.array(item.address, item.dtype, item.shape).reshape(-1) for item in (part, whole))
             to[:] = self.meet(name, source)
 
         self._cuda.give(stream, work, (part.address, part.nbytes), (whole.address, whole.nbytes))
@@ -90,10 +90,12 @@ class Communicator:
                 self._peers[0].sendall(part.tobytes())
                 whole[...] = np.frombuffer(_read(self._peers[0], whole.nbytes), whole.dtype).reshape(whole.shape)
             else:
-                theirs = [np.frombuffer(_read(one, part.nbytes), part.dtype).reshape(part.shape) for one in self._peers]
+                theirs = [
+                    np.frombuffer(_read(peer, part.nbytes), part.dtype).reshape(part.shape) for peer in self._peers
+                ]
                 combine(name, [part, *theirs], whole)
-                for one in self._peers:
-                    one.sendall(whole.tobytes())
+                for peer in self._peers:
+                    peer.sendall(whole.tobytes())
         except OSError:
             assert self._closed.wait(20), "a rank is gone, and nobody closed the communicator"
         return whole
@@ -108,14 +110,14 @@ class Communicator:
 
 def _connected(name: bytes) -> socket.socket:
     for _ in range(200):
-        made = socket.socket(socket.AF_UNIX)
+        result = socket.socket(socket.AF_UNIX)
         try:
-            made.connect(name)
+            result.connect(name)
         except OSError:
-            made.close()
+            result.close()
             time.sleep(0.05)
         else:
-            return made
+            return result
     raise AssertionError("the first rank does not listen")
 
 

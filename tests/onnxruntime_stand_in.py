@@ -58,15 +58,15 @@ class OnnxRuntimeGpu:
         options: Any,
         providers: Sequence[tuple[str, dict[str, str]]],
     ) -> Any:
-        (name, given), *others = providers
+        (name, inputs), *others = providers
         assert name == CUDA and not others and Path(path).is_file()
-        self.providers.append(given)
+        self.providers.append(inputs)
         self.opened.append(Path(path).name)
-        assert given["enable_cuda_graph"] == "0"
+        assert inputs["enable_cuda_graph"] == "0"
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
         session = real.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return Session(self, session, int(given["user_compute_stream"]))
+        return Session(self, session, int(inputs["user_compute_stream"]))
 
 
 @contextmanager

@@ -134,29 +134,29 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": ({**_GPTQ, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}, gptq),
     "gptq_act_order": (
         {**_GPTQ, "desc_act": True, "sym": False},
-        lambda *given: gptq(*given, ordered=False),
+        lambda *arguments: gptq(*arguments, ordered=False),
     ),
-    "gptq_int8": ({**_GPTQ, "bits": 8, "desc_act": False, "sym": True}, lambda *given: gptq(*given, bits=8)),
+    "gptq_int8": ({**_GPTQ, "bits": 8, "desc_act": False, "sym": True}, lambda *arguments: gptq(*arguments, bits=8)),
     "packed": (_compressed("pack-quantized", **_INT4, symmetric=True), packed),
     "packed_zeros": (
         _compressed("pack-quantized", **_INT4, symmetric=False),
-        lambda *given: packed(*given, symmetric=False),
+        lambda *arguments: packed(*arguments, symmetric=False),
     ),
     "packed_channel": (
         _compressed("pack-quantized", num_bits=4, type="int", strategy="channel", symmetric=True),
-        lambda *given: packed(*given, group=None),
+        lambda *arguments: packed(*arguments, group=None),
     ),
     "int8": (
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
-        lambda *given: bytes_by_output(*given, floating=False),
+        lambda *arguments: bytes_by_output(*arguments, floating=False),
     ),
     "float": (
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
-        lambda *given: bytes_by_output(*given, floating=True),
+        lambda *arguments: bytes_by_output(*arguments, floating=True),
     ),
     "float_blocks": (
         _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 40]),
-        lambda *given: fp8_blocks(*given, block=40, scales="weight_scale"),  # divides no size of the model
+        lambda *arguments: fp8_blocks(*arguments, block=40, scales="weight_scale"),  # divides no size of the model
     ),
     "fp8": (
         {

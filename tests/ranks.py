@@ -8,7 +8,7 @@ from pathlib import Path
 
 def followers(parent: int | None = None) -> list[int]:
     """Processes that a process has started to run ranks."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -16,5 +16,5 @@ def followers(parent: int | None = None) -> list[int]:
         except OSError:
             continue
         if above == (parent or os.getpid()) and b"specexport.runtime.backends.follower" in words:
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids

@@ -67,10 +67,10 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
 
     Texts expected fewer than five times share one bin. A text that cannot occur makes the answer 0.
     """
-    found = Counter(texts)
-    if any(text not in exact for text in found):
+    histogram = Counter(texts)
+    if any(text not in exact for text in histogram):
         return 0.0
-    bins = sorted((len(texts) * probability, found[text]) for text, probability in exact.items())
+    bins = sorted((len(texts) * probability, histogram[text]) for text, probability in exact.items())
     pooled: list[tuple[float, int]] = []
     for expected, count in bins:
         if pooled and (expected < 5 or pooled[0][0] < 5):
@@ -84,13 +84,13 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
 
 def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[float]:
     """:func:`chi_square_p` of the texts' first token, of their first two, and so on up to the whole texts."""
-    found = []
+    actual = []
     for length in range(1, len(next(iter(exact))) + 1):
         beginnings: dict[Text, float] = {}
         for text, probability in exact.items():
             beginnings[text[:length]] = beginnings.get(text[:length], 0.0) + probability
-        found.append(chi_square_p([text[:length] for text in texts], beginnings))
-    return found
+        actual.append(chi_square_p([text[:length] for text in texts], beginnings))
+    return actual
 
 
 def exact_texts(next_logits: dict[str, Sequence[float]], params: SamplingParams, length: int) -> dict[Text, float]:
@@ -124,12 +124,12 @@ def draw_candidates(
     ids = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
     best = np.take_along_axis(logits, ids, -1)
     rank = np.arange(count)[None]
-    one = np.float32(1)
+    first = np.float32(1)
 
     def normalised(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return weights / weights.sum(-1, keepdims=True)
 
-    temperature, top_k = (one, 1) if params.greedy else (np.float32(params.temperature), max(params.top_k, 0))
+    temperature, top_k = (first, 1) if params.greedy else (np.float32(params.temperature), max(params.top_k, 0))
     scaled = best / temperature
     probs = normalised(np.exp(scaled - scaled[:, :1]))
     probs = normalised(np.where((rank < top_k) | (top_k == 0), probs, np.float32(0)))

@@ -54,7 +54,7 @@ def same(ours: Any, theirs: Any) -> None:
     )
 
 
-def says_what_it_says(there: Engine, cpu: Engine, methods: tuple[str, ...], execution: str) -> None:
+def says_what_it_says(existing: Engine, cpu: Engine, methods: tuple[str, ...], execution: str) -> None:
     """Checks greedy, lossless and typical acceptance of chains and trees: the same noise, the same tokens."""
     for params, prompt in (
         (GREEDY, [7, 9, 11]),
@@ -63,12 +63,12 @@ def says_what_it_says(there: Engine, cpu: Engine, methods: tuple[str, ...], exec
         (GREEDY, [5]),
     ):
         for method in (*methods, None):
-            ours = there.generate(prompt, params, method or PLAIN)
+            ours = existing.generate(prompt, params, method or PLAIN)
             same(ours, cpu.generate(prompt, params, method or PLAIN))
             assert ours.stats.execution == execution
-    for count in (len(tree) - 1 for tree in there.methods[methods[0]].token_trees()):
+    for count in (len(tree) - 1 for tree in existing.methods[methods[0]].token_trees()):
         ours, theirs = (
-            one.generate([7, 9, 11], SAMPLED, {"method": methods[0], "num_speculative_tokens": count})
-            for one in (there, cpu)
+            item.generate([7, 9, 11], SAMPLED, {"method": methods[0], "num_speculative_tokens": count})
+            for item in (existing, cpu)
         )
         same(ours, theirs)

@@ -170,8 +170,8 @@ class InterleavedSession:
     def run_with_iobinding(self, bound: Bound) -> None:
         known: dict[str, Any] = {name: array.copy() for name, array in bound.inputs.items()}
         for at, session in enumerate(self.whole.sessions):
-            made = session.run(self.whole.outputs[at], {name: known[name] for name in self.whole.inputs[at]})
-            known.update(zip(self.whole.outputs[at], made, strict=True))
+            outputs = session.run(self.whole.outputs[at], {name: known[name] for name in self.whole.inputs[at]})
+            known.update(zip(self.whole.outputs[at], outputs, strict=True))
             for name in self.whole.outputs[at]:
                 if name.startswith(tensors.MEETINGS):
                     known[name] = bound.communicator.meet(name, known[name])

@@ -101,13 +101,13 @@ def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int
     """Path and tokens of each slot."""
     batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
     counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
-    found = []
+    actual = []
     for count, row, path in zip(counts, tokens, paths, strict=True):
         assert path[0] == 0
         assert not path[count + 1 :].any()
         assert not row[count + 1 :].any()
-        found.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
-    return found
+        actual.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return actual
 
 
 def drafted(
@@ -126,7 +126,7 @@ def drafted(
 
 @settings(max_examples=150, deadline=None)
 @given(trees(), st.integers(0, 10**6))
-def test_the_graph_accepts_what_numpy_accepts(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
     slots, expected = [], []
     for slot in (seed, seed + 1):  # two slots with parameters of their own
         random = np.random.default_rng(slot)
@@ -158,8 +158,8 @@ def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], t
         path, bonus = accept_greedy(logits, tree, tokens)
     else:
         path, bonus = accept_sampled(logits, tree, tokens, None, params, noise.astype(np.float64))
-    found = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
-    assert found == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    outputs = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
+    assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,8 +179,8 @@ def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, An
             if params.greedy
             else accept_sampled(logits, chain, tokens, None, params, noise.astype(np.float64))
         )
-        found = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
-        assert found == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+        outputs = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
+        assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
 
 
 def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> None:
@@ -210,17 +210,19 @@ def test_the_graph_keeps_the_target_distribution(sessions: dict[int, Any]) -> No
     slots[tensors.DRAFT_IDS] = ids.reshape(runs, 4, CANDIDATES)
     slots[tensors.DRAFT_PROBS] = np.pad(probs, pad).reshape(runs, 4, CANDIDATES)
     slots[tensors.UNIFORM] = random.random((runs, 5), np.float32)
-    made = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
+    outputs = sessions[CANDIDATES].run([tensors.TOKENS], slots)[0][:, 0]
     exact = {(token,): float(p) for token, p in enumerate(p_of(row, params)) if p > 0}
-    assert chi_square_p([(int(token),) for token in made], exact) > 1e-3
+    assert chi_square_p([(int(token),) for token in outputs], exact) > 1e-3
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
-@pytest.mark.parametrize("asked", [{"top_p": 0.3}, {"top_p": 0.97}, {"top_k": LARGEST_TOP_K, "top_p": 0.9}])
-def test_thresholds_deep_in_a_large_vocabulary(sessions: dict[int, Any], spread: float, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{"top_p": 0.3}, {"top_p": 0.97}, {"top_k": LARGEST_TOP_K, "top_p": 0.9}])
+def test_thresholds_deep_in_a_large_vocabulary(
+    sessions: dict[int, Any], spread: float, arguments: dict[str, Any]
+) -> None:
     """The last token that is kept, and so every other: where p is nearly flat, thousands are."""
     random = np.random.default_rng(int(10 * spread))
-    params, vocab, chain = SamplingParams(**asked), 9001, TokenTree.chain(2)
+    params, vocab, chain = SamplingParams(**arguments), 9001, TokenTree.chain(2)
     logits = np.sort(random.normal(0, spread, (2, vocab)).astype(np.float32))[:, ::-1].copy()
     p = target_distribution(logits[0], params)
     kept = vocab if p.ids is None else len(p.ids)
@@ -229,16 +231,16 @@ def test_thresholds_deep_in_a_large_vocabulary(sessions: dict[int, Any], spread:
     for last in (0.0, 0.2, 0.5, 0.8, 1 - 2**-24):
         noise = np.array([0.9999, last], np.float32)
         slots.append(feed(chain, logits, np.array([vocab - 1]), certain, params, noise))
-    found = [tokens[-1] for _, tokens in run(sessions[1], slots)]
-    assert found[0] == 0
-    for token, last in zip(found[1:4], (0.2, 0.5, 0.8), strict=True):
+    outputs = [tokens[-1] for _, tokens in run(sessions[1], slots)]
+    assert outputs[0] == 0
+    for token, last in zip(outputs[1:4], (0.2, 0.5, 0.8), strict=True):
         assert abs(token - p.draw(last)) <= 1  # float32 sums against float64 ones
-    assert kept - 2 <= found[4] < kept
+    assert kept - 2 <= outputs[4] < kept
 
 
 @settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(0, 10**6), st.integers(0, 3))
-def test_greedy_acceptance_has_a_graph_of_its_own(greedy: Any, tree: TokenTree, seed: int, padding: int) -> None:
+def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, seed: int, padding: int) -> None:
     random = np.random.default_rng(seed)
     nodes = len(tree) + padding
     logits = random.integers(0, 4, (nodes, 6)).astype(np.float32)  # of which many tie
@@ -275,7 +277,7 @@ def test_a_graph_has_few_operators(
 
 @settings(max_examples=120, deadline=None)
 @given(trees(), st.integers(0, 10**6))
-def test_typical_acceptance_takes_what_numpy_takes(typical: Any, tree: TokenTree, seed: int) -> None:
+def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, seed: int) -> None:
     random = np.random.default_rng(seed)
     params = params_of(seed).replace(
         acceptance="typical",
@@ -304,7 +306,7 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
     logits = random.normal(0, 1.5, (len(tree), 12)).astype(np.float32)
     firsts = random.integers(0, 12, len(tree))
     tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:]) % 12  # siblings differ, as they do in any proposal
-    found = []
+    actual = []
     for leaf in tree.leaf_paths:
         taken, log_p = [], 0.0
         for parent, node in itertools.pairwise(leaf):
@@ -314,8 +316,8 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
                 break
             taken.append(node)
             log_p += np.log(p[tokens[node - 1]])
-        found.append((len(taken), log_p, taken))
-    best = max(found, key=lambda path: path[:2])
+        actual.append((len(taken), log_p, taken))
+    best = max(actual, key=lambda path: path[:2])
     path, bonus = accept_typical(logits, tree, tokens, params, 0.5)
     assert path == best[2]
     assert bonus == target_distribution(logits[path[-1] if path else 0], params).draw(0.5)

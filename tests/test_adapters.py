@@ -59,13 +59,13 @@ def logits_of(source: Path) -> torch.Tensor:
     return logits
 
 
-def require_same(found: torch.Tensor, model: Any) -> None:
+def require_same(actual: torch.Tensor, model: Any) -> None:
     with torch.no_grad():
         expected = model(IDS).logits
         with model.disable_adapter():
             base = model(IDS).logits
     spread = expected.abs().max()
-    assert (found - expected).abs().max() / spread < 1e-4
+    assert (actual - expected).abs().max() / spread < 1e-4
     assert (base - expected).abs().max() / spread > 0.05, "the adapter changes nothing"
 
 
@@ -106,15 +106,15 @@ def test_an_adapter_is_merged_as_peft_runs_it(base: Path, tmp_path: Path, kind: 
 def test_an_adapter_beside_its_model_is_merged(base: Path, tmp_path: Path) -> None:
     """Into that model, whatever the adapter says where it is from; pickled or not."""
     folder, model = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
-    beside = shutil.copytree(base, tmp_path / "beside")
+    neighbour = shutil.copytree(base, tmp_path / "beside")
     for file in folder.glob("adapter_*"):
-        shutil.copy(file, beside)
-    document = json.loads((beside / ADAPTER).read_text(encoding="utf-8"))
-    (beside / ADAPTER).write_text(json.dumps(document | {"base_model_name_or_path": "no/where"}), encoding="utf-8")
-    require_same(logits_of(beside), model)
-    torch.save(load_file(beside / "adapter_model.safetensors"), beside / "adapter_model.bin")
-    (beside / "adapter_model.safetensors").unlink()
-    require_same(logits_of(beside), model)
+        shutil.copy(file, neighbour)
+    document = json.loads((neighbour / ADAPTER).read_text(encoding="utf-8"))
+    (neighbour / ADAPTER).write_text(json.dumps(document | {"base_model_name_or_path": "no/where"}), encoding="utf-8")
+    require_same(logits_of(neighbour), model)
+    torch.save(load_file(neighbour / "adapter_model.safetensors"), neighbour / "adapter_model.bin")
+    (neighbour / "adapter_model.safetensors").unlink()
+    require_same(logits_of(neighbour), model)
 
 
 def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> No
     del model
 
 
-def test_the_tokenizer_is_the_adapters_where_it_has_one(base: Path, tmp_path: Path) -> None:
+def test_adapters_tokenizers_take_precedence(base: Path, tmp_path: Path) -> None:
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     assert load_tokenizer(locate(str(folder))).chat_templates == {}
     tokenizer().save_pretrained(folder)
@@ -140,7 +140,7 @@ def test_the_tokenizer_is_the_adapters_where_it_has_one(base: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type is 'PROMPT_TUNING'"),
         (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "peft_type is 'PREFIX_TUNING'"),
@@ -150,9 +150,9 @@ def test_the_tokenizer_is_the_adapters_where_it_has_one(base: Path, tmp_path: Pa
         (peft.LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_by_name(base: Path, tmp_path: Path, config: Any, said: str) -> None:
+def test_unmergeable_adapters_are_refused_by_name(base: Path, tmp_path: Path, config: Any, message: str) -> None:
     folder, _ = adapter(tmp_path / "adapter", base, config)
-    with pytest.raises(BuildError, match=rf"adapter/adapter_config\.json: {said}") as caught:
+    with pytest.raises(BuildError, match=rf"adapter/adapter_config\.json: {message}") as caught:
         logits_of(folder)
     assert "\n" not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_a_table_that_is_embedding_and_head_is_not_changed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda folder: (folder / ADAPTER).write_text("{", encoding="utf-8"), "not JSON"),
         (lambda folder: (folder / ADAPTER).write_text('{"peft_type": "LORA"}', encoding="utf-8"), "is None; expected"),
@@ -173,17 +173,15 @@ def test_a_table_that_is_embedding_and_head_is_not_changed(tmp_path: Path) -> No
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "peft cannot put it on"),
     ],
 )
-def test_an_adapter_that_is_broken_is_named(
-    base: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
-) -> None:
+def test_broken_adapters_are_named(base: Path, tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     change(folder)
-    with pytest.raises(BuildError, match=rf"adapter_config\.json: .*{said}"):
+    with pytest.raises(BuildError, match=rf"adapter_config\.json: .*{message}"):
         logits_of(folder)
 
 
 @pytest.mark.parametrize("of", ["no/where/at/all", "./gone", "itself"])
-def test_an_adapter_whose_model_is_not_there_is_named(base: Path, tmp_path: Path, of: str) -> None:
+def test_adapters_without_their_model_are_named(base: Path, tmp_path: Path, of: str) -> None:
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     document = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     where = str(folder) if of == "itself" else of
@@ -237,9 +235,9 @@ def test_targets_and_drafts_are_built_with_their_adapters(tmp_path: Path, capsys
         input_ids=IDS, attention_mask=torch.ones_like(IDS), do_sample=False, max_new_tokens=24, eos_token_id=None
     )
     with Engine.load(out, threads=1) as engine:
-        made = engine.generate(IDS[0].tolist(), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-    assert list(made.token_ids) == expected[0, IDS.shape[1] :].tolist()
-    assert made.stats.accepted == made.stats.drafted > 0
+        completion = engine.generate(IDS[0].tolist(), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    assert list(completion.token_ids) == expected[0, IDS.shape[1] :].tolist()
+    assert completion.stats.accepted == completion.stats.drafted > 0
     assert engine.manifest.target.source == str(folder)
     for words in (
         ["suggest", "--target", str(folder), "--draft", str(folder)],

@@ -42,7 +42,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_many_at_once_say_what_each_says_alone(frontend: Frontend) -> None:
+def test_batches_equal_single_requests(frontend: Frontend) -> None:
     prompts = [[5 + index, 60, 7 * index + 3] for index in range(12)]
     expected = [list(frontend.engine.generate(prompt, GREEDY).token_ids) for prompt in prompts]
 
@@ -71,7 +71,7 @@ def test_chunks_come_while_the_request_runs(frontend: Frontend) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "drop", "close", "task"])
-def test_a_request_that_is_given_up_frees_its_slot(frontend: Frontend, end: str) -> None:
+def test_abandoned_requests_free_their_slots(frontend: Frontend, end: str) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
         stream = engine.generate(PROMPT, LONG)
@@ -189,7 +189,7 @@ def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend: Frontend
     run(work)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(frontend: Frontend) -> None:
+def test_draining_finishes_running_and_refuses_new_requests(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
         streams = [engine.generate(PROMPT, GREEDY) for _ in range(3)]
@@ -203,7 +203,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(frontend: Frontend) 
     run(work)
 
 
-def test_draining_ends_what_takes_too_long(frontend: Frontend) -> None:
+def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 1)]
@@ -257,7 +257,7 @@ class Broken:
         pass
 
 
-def test_an_error_while_it_runs_reaches_who_waits_for_it(frontend: Frontend) -> None:
+def test_errors_reach_waiting_threads(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
         (stream,) = engine.start([Broken()])  # type: ignore[list-item]
@@ -273,7 +273,7 @@ def test_an_error_while_it_runs_reaches_who_waits_for_it(frontend: Frontend) -> 
 def test_it_speculates_as_asked(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
-        plain, fast = (engine.generate(PROMPT, GREEDY, speculative=asked) for asked in (PLAIN, None))
+        plain, fast = (engine.generate(PROMPT, GREEDY, speculative=request) for request in (PLAIN, None))
         assert await tokens_of(plain) == await tokens_of(fast)
         assert (plain.stats.drafted, fast.stats.drafted > 0) == (0, True)
 

@@ -56,14 +56,14 @@ def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]
     loaded: list[Engine] = []
 
     def load(name: str, **options: Any) -> Engine:
-        one = Engine.load(bundle(name), threads=1, **options)
-        one._scheduler._policy = Generous(one.manifest, one.loaded_methods)
-        loaded.append(one)
-        return one
+        lm = Engine.load(bundle(name), threads=1, **options)
+        lm._scheduler._policy = Generous(lm.manifest, lm.loaded_methods)
+        loaded.append(lm)
+        return lm
 
     yield load
-    for one in loaded:
-        one.close()
+    for item in loaded:
+        item.close()
 
 
 def tokens_of(stream: Stream) -> tuple[int, ...]:
@@ -87,9 +87,9 @@ def test_batch_points_are_powers_of_two_and_the_largest() -> None:
 def test_a_window_is_the_smallest_that_spans_its_slots(sizes: tuple[int, ...]) -> None:
     for bits in range(1, 2 ** sizes[-1]):
         slots = [slot for slot in range(sizes[-1]) if bits >> slot & 1]
-        found = window(slots, sizes)
-        assert set(slots) <= set(found) <= set(range(sizes[-1]))
-        assert len(found) == min(size for size in sizes if size >= slots[-1] - slots[0] + 1)
+        actual = window(slots, sizes)
+        assert set(slots) <= set(actual) <= set(range(sizes[-1]))
+        assert len(actual) == min(size for size in sizes if size >= slots[-1] - slots[0] + 1)
 
 
 class Caches:
@@ -110,7 +110,7 @@ class Caches:
         self.rows[to] = self.rows[source][:tokens]
 
 
-def test_running_slots_stay_close_and_caches_hold_what_is_claimed() -> None:
+def test_running_slots_stay_close_and_caches_are_exact() -> None:
     caches, draw = Caches(), random.Random(0)
     slots = Slots(caches, reuse=True)  # type: ignore[arg-type]
     running: dict[int, list[int]] = {}
@@ -149,9 +149,9 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
 ) -> None:
     """All methods and trees and none, side by side; some are cancelled, closed or dropped on the way."""
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
-    one, draw = generous(name), random.Random(1)
+    first, draw = generous(name), random.Random(1)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}]
-    for method, speculation in one.loaded_methods.items():
+    for method, speculation in first.loaded_methods.items():
         ways += [
             {"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.method.token_trees()
         ]
@@ -162,7 +162,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
         params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
         way = draw.choice(ways)
         expected = case["tokens"] if way.get("method") == "hypothesis" else None
-        stream = one.stream(case["prompt"], params, {**way, "hypothesis": expected})
+        stream = first.stream(case["prompt"], params, {**way, "hypothesis": expected})
         stream.start()
         running.append((case, stream, []))
         while len(running) > draw.choice((3, 8, 16)):
@@ -182,7 +182,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
                 at = next(i for i, pair in enumerate(zip(got, case["tokens"], strict=True)) if len(set(pair)) > 1)
                 assert case["gaps"][at] < TIE, (case, got)
                 ties += 1
-        widest = max(widest, len(one._scheduler._running))
+        widest = max(widest, len(first._scheduler._running))
     assert widest == SLOTS
     assert whole > len(cases)
     assert ties <= 2
@@ -190,10 +190,10 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
 
 
 def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) -> None:
-    one = generous("llama-near-batch", prefix_cache=False)
+    first = generous("llama-near-batch", prefix_cache=False)
     sampled = [GREEDY.replace(temperature=1.0, top_p=0.95, seed=seed) for seed in range(12)]
-    alone = [one.generate(prompt, params).token_ids for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
-    streams = [one.stream(prompt, params) for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
+    alone = [first.generate(prompt, params).token_ids for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
+    streams = [first.stream(prompt, params) for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
     for stream in streams:
         stream.start()
     assert [tokens_of(stream) for stream in streams] == alone
@@ -207,9 +207,9 @@ def test_a_batch_samples_the_target_distribution(
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True, seed=None)
     logits = oracle(name)["next_logits"]
     exact = exact_texts(logits, params, 3)
-    one = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1)
+    loaded = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1)
     texts: list[tuple[int, ...]] = []
-    queue = [one.stream(DICE_PROMPT, params.replace(seed=seed), {"num_speculative_tokens": (5, 1, 3)[seed % 3]})
+    queue = [loaded.stream(DICE_PROMPT, params.replace(seed=seed), {"num_speculative_tokens": (5, 1, 3)[seed % 3]})
              for seed in range(2000)]  # fmt: skip
     for at, stream in enumerate(queue):
         for ahead in queue[at : at + SLOTS]:
@@ -220,18 +220,18 @@ def test_a_batch_samples_the_target_distribution(
 
 
 def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine]) -> None:
-    one = generous("llama-near-batch", prefix_cache=False)
+    single = generous("llama-near-batch", prefix_cache=False)
     long, short = [5 + i % 290 for i in range(400)], [9, 8, 7]
-    alone = one.generate(short, GREEDY).token_ids, one.generate(long, GREEDY).token_ids
-    first = one.stream(short, GREEDY.replace(max_tokens=80))
+    alone = single.generate(short, GREEDY).token_ids, single.generate(long, GREEDY).token_ids
+    first = single.stream(short, GREEDY.replace(max_tokens=80))
     start = next(first).token_ids
-    second = one.stream(long, GREEDY)
+    second = single.stream(long, GREEDY)
     begun = next(second).token_ids
-    large = one._target.cache_bytes
+    large = single._target.cache_bytes
     assert (*begun, *tokens_of(second)) == alone[1]
     assert (*start, *tokens_of(first))[:24] == alone[0]
-    assert one.generate(short, GREEDY).token_ids == alone[0]
-    assert one._target.cache_bytes < large
+    assert single.generate(short, GREEDY).token_ids == alone[0]
+    assert single._target.cache_bytes < large
 
 
 # --- prefixes ---------------------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine])
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> None:
-    one, system = generous(name), [7 + i % 250 for i in range(150)]
+    item, system = generous(name), [7 + i % 250 for i in range(150)]
     plain = generous(name, prefix_cache=False)
     texts = [[*system, 30 + i, 40 + i, 50] for i in range(5)]
-    streams = [one.stream(text, GREEDY) for text in texts]
+    streams = [item.stream(text, GREEDY) for text in texts]
     for stream in streams:
         stream.start()
     got = [tokens_of(stream) for stream in streams]
@@ -250,13 +250,13 @@ def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> No
     assert [stream.stats.cached_tokens for stream in streams] == [0, 150, 150, 150, 150]
 
 
-def test_a_conversation_goes_on_where_it_was_and_others_keep_theirs(generous: Callable[..., Engine]) -> None:
-    one = generous("llama-near-batch")
+def test_conversations_resume_independently(generous: Callable[..., Engine]) -> None:
+    first = generous("llama-near-batch")
     plain = generous("llama-near-batch", prefix_cache=False)
     talks = [list(prompt) for prompt in prompts(5, 4, 40)]
     for turn in range(3):
         for talk in talks:
-            with one.stream(talk, GREEDY) as stream:
+            with first.stream(talk, GREEDY) as stream:
                 got = tokens_of(stream)
             assert got == plain.generate(talk, GREEDY).token_ids
             # Its last token is in the cache if it was a draft token that the last step accepted.
@@ -264,7 +264,7 @@ def test_a_conversation_goes_on_where_it_was_and_others_keep_theirs(generous: Ca
             talk += [*got, 11, 12]
 
 
-def test_alone_a_draft_reads_what_it_missed_in_the_run_that_drafts(
+def test_single_drafts_catch_up_while_drafting(
     generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = generous("llama-near-batch")
@@ -289,9 +289,9 @@ def test_alone_a_draft_reads_what_it_missed_in_the_run_that_drafts(
     monkeypatch.setattr(proposer.graph, "run", counted)
     for slot, missed in enumerate((1, 2, 6, 20), start=1):
         drafted(0, 60)
-        found = drafted(0, 60 + missed)
+        actual = drafted(0, 60 + missed)
         assert len(runs) == 1, (missed, runs)
-        assert drafted(slot, 60 + missed) == found
+        assert drafted(slot, 60 + missed) == actual
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
@@ -311,12 +311,12 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
         calls.append("step")
         return real_step(self, sequences)
 
-    one = generous("llama-near-batch")
+    single = generous("llama-near-batch")
     monkeypatch.setattr(HostProgram, "prefill", prefill)
     monkeypatch.setattr(HostProgram, "step", step)
-    first = one.stream([5, 6, 7], GREEDY.replace(max_tokens=100))
+    first = single.stream([5, 6, 7], GREEDY.replace(max_tokens=100))
     next(first)
-    others = [one.stream(prompt, GREEDY) for prompt in prompts(2, 6, 400)]
+    others = [single.stream(prompt, GREEDY) for prompt in prompts(2, 6, 400)]
     for other in others:
         other.start()
     calls.clear()
@@ -328,9 +328,9 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
 
 def test_slots_that_are_taken_are_waited_for(generous: Callable[..., Engine]) -> None:
     """In one thread too: a request that waits takes the steps of those before it."""
-    one = generous("llama-near-batch", max_batch_size=2)
-    wanted = [one.generate(prompt, GREEDY).token_ids for prompt in prompts(7, 6)]
-    streams = [one.stream(prompt, GREEDY) for prompt in prompts(7, 6)]
+    first = generous("llama-near-batch", max_batch_size=2)
+    wanted = [first.generate(prompt, GREEDY).token_ids for prompt in prompts(7, 6)]
+    streams = [first.stream(prompt, GREEDY) for prompt in prompts(7, 6)]
     for stream in streams:
         stream.start()
     assert tokens_of(streams[-1]) == wanted[-1]
@@ -339,38 +339,38 @@ def test_slots_that_are_taken_are_waited_for(generous: Callable[..., Engine]) ->
 
 
 def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
-    one = generous("llama-near-batch")
-    asked = prompts(9, 40, 80)
-    alone = [one.generate(prompt, GREEDY).token_ids for prompt in asked]
-    assert in_threads(12, 40, lambda number: one.generate(asked[number], GREEDY).token_ids) == alone
+    first = generous("llama-near-batch")
+    request = prompts(9, 40, 80)
+    alone = [first.generate(prompt, GREEDY).token_ids for prompt in request]
+    assert in_threads(12, 40, lambda number: first.generate(request[number], GREEDY).token_ids) == alone
 
 
-@pytest.mark.parametrize("how", ["close", "cancel", "drop"])
-def test_a_request_nobody_reads_leaves_its_slot(how: str, generous: Callable[..., Engine]) -> None:
-    one = generous("llama-near-batch")
-    streams = [one.stream(prompt, GREEDY.replace(max_tokens=300)) for prompt in prompts(4, SLOTS, 20)]
+@pytest.mark.parametrize("options", ["close", "cancel", "drop"])
+def test_unread_requests_free_their_slots(options: str, generous: Callable[..., Engine]) -> None:
+    first = generous("llama-near-batch")
+    streams = [first.stream(prompt, GREEDY.replace(max_tokens=300)) for prompt in prompts(4, SLOTS, 20)]
     for stream in streams:
         next(stream)
     for stream in streams[:-1]:
-        if how != "drop":
-            getattr(stream, how)()
+        if options != "drop":
+            getattr(stream, options)()
     del stream
     last = streams.pop()
     streams.clear()
     gc.collect()
     next(last)
-    while len(one._scheduler._running) > 1:
+    while len(first._scheduler._running) > 1:
         next(last)
     assert last.stats.output_tokens < 250
-    assert len(window([last._request.view.slot], one._target.sizes)) == 1
+    assert len(window([last._request.view.slot], first._target.sizes)) == 1
 
 
 def test_an_error_in_a_step_ends_its_requests_and_no_others(
     generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = generous("llama-near-batch", max_batch_size=2)
-    wanted = one.generate([5, 6, 7], GREEDY).token_ids
-    streams = [one.stream([5, 6, 7], GREEDY) for _ in range(3)]
+    first = generous("llama-near-batch", max_batch_size=2)
+    wanted = first.generate([5, 6, 7], GREEDY).token_ids
+    streams = [first.stream([5, 6, 7], GREEDY) for _ in range(3)]
     for stream in streams:
         stream.start()
     next(streams[0])
@@ -381,20 +381,20 @@ def test_an_error_in_a_step_ends_its_requests_and_no_others(
                 while True:
                     next(stream)
     assert tokens_of(streams[2]) == wanted
-    assert one.generate([5, 6, 7], GREEDY).token_ids == wanted
+    assert first.generate([5, 6, 7], GREEDY).token_ids == wanted
 
 
 # --- how much is speculated -------------------------------------------------------------------------------------------
 
 
 def test_k_shrinks_as_the_batch_fills(bundle: Callable[[str], Path]) -> None:
-    with Engine.load(bundle("llama-near-batch"), threads=1) as one:
-        streams = [one.stream(prompt, GREEDY.replace(max_tokens=60)) for prompt in prompts(6, SLOTS, 30)]
+    with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
+        streams = [loaded.stream(prompt, GREEDY.replace(max_tokens=60)) for prompt in prompts(6, SLOTS, 30)]
         seen: dict[int, set[int]] = {}
         for count, stream in enumerate(streams, start=1):
             for _ in range(3):
                 next(stream)
-            running = one._scheduler._running
+            running = loaded._scheduler._running
             assert len(running) == count
             seen[count] = {len(request.view.tree) for request in running}
         assert seen == {1: {5}, 2: {2}} | {count: {1} for count in range(3, SLOTS + 1)}
@@ -403,8 +403,8 @@ def test_k_shrinks_as_the_batch_fills(bundle: Callable[[str], Path]) -> None:
 def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Callable[[str], Path]) -> None:
     with pytest.raises(RequestError, match=r"max_batch_size is 3; the bundle was built for 1, 2, 4, 8"):
         Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=3)
-    with Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=1) as one:
-        assert one._scheduler._slots.free == 1
+    with Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=1) as loaded:
+        assert loaded._scheduler._slots.free == 1
 
 
 def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Path]) -> None:
@@ -412,12 +412,12 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Pa
     from specexport.contract import tensors
     from specexport.runtime.proposal import Proposal, SlotView
 
-    with Engine.load(bundle("llama-near-batch"), threads=1) as one:
-        program = HostProgram(one.manifest, one._target, one.loaded_methods)
+    with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
+        program = HostProgram(loaded.manifest, loaded._target, loaded.loaded_methods)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():
-            one._target.copy(view.slot, view.slot, 0)
+            loaded._target.copy(view.slot, view.slot, 0)
             while program.prefill(view):
                 pass
         proposals = {

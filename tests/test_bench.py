@@ -59,7 +59,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
             assert (result["requests"], result["tokens"], result["differences"]) == (1, 24, [])
             assert result["tokens_per_step"] >= 1
     # The draft is the target itself.
-    assert all(found["tokens_per_step"] > 3 for found in rows["draft_model"]["workloads"].values())
+    assert all(actual["tokens_per_step"] > 3 for actual in rows["draft_model"]["workloads"].values())
     assert sum(rows["draft_model"]["steps_by_method"].values()) < 3 * 24
     assert rows["default"]["steps_by_method"].keys() <= {"plain", "draft_model", "ngram"}
     assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")
@@ -76,7 +76,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
         assert reason in capsys.readouterr().err
 
 
-def test_a_method_that_is_not_lossless_is_found_out(
+def test_lossy_methods_are_detected(
     engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = step_module.accept_greedy
@@ -90,9 +90,9 @@ def test_a_method_that_is_not_lossless_is_found_out(
     (row,) = compare(engine(NAME), ["draft_model"], tasks, 12, lambda *_: None)
     assert not row.lossless
     assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
-    said = capsys.readouterr()
-    assert "3 of 3 part" in said.out
-    assert "texts part from plain decoding's" in said.err
+    output = capsys.readouterr()
+    assert "3 of 3 part" in output.out
+    assert "texts part from plain decoding's" in output.err
 
 
 def test_figures_that_contradict_each_other_are_named(
@@ -108,12 +108,12 @@ def test_figures_that_contradict_each_other_are_named(
 
     monkeypatch.setattr(Result, "add", beside_another)
     assert main([*words, "--json"]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        said.err.count("tokens a step: another process ran beside plain decoding; measure again on an idle machine")
+        output.err.count("tokens a step: another process ran beside plain decoding; measure again on an idle machine")
         == 3
     )
-    results = json.loads(said.out)["rows"][0]["workloads"]
+    results = json.loads(output.out)["rows"][0]["workloads"]
     assert all(result["contradictory"] for result in results.values())
 
     def alone(self: Result, done: Completion, plain: Completion) -> None:
@@ -128,7 +128,7 @@ def test_figures_that_contradict_each_other_are_named(
 def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:
     manifest = read_manifest(bundle(NAME))
     draft, ngram, *_ = manifest.methods
-    files = {entry.path: entry.size for entry in manifest.files}
+    files = {file.path: file.size for file in manifest.files}
     assert ngram.memory(files, manifest.max_seq_len) == 0
     weights = (bundle(NAME) / "draft" / "weights.bin").stat().st_size
     layers = manifest.target.cache  # the draft is the target

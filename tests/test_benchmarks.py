@@ -52,10 +52,10 @@ def test_a_benchmark_needs_nothing_of_the_others() -> None:
     )
     ends = json.loads(done.stdout)
     assert list(ends) == list(COMMANDS)
-    for name, (code, said) in ends.items():
+    for name, (code, text) in ends.items():
         if name in NEEDS:
             assert code.startswith("benchmarks: error: ") and NEEDS[name] in code, code
             assert code.endswith("pip install -e '.[dev]'")
         else:
             assert code == 0, (name, code)
-            assert said.startswith(f"usage: python -m benchmarks {name}")
+            assert text.startswith(f"usage: python -m benchmarks {name}")

@@ -60,10 +60,10 @@ def loaded_methods(manifest: Manifest) -> dict[str, LoadedMethod]:
 class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
-    def __init__(self, manifest: Manifest, costs: CostCurve, count: int, asked: int) -> None:
+    def __init__(self, manifest: Manifest, costs: CostCurve, count: int, arguments: int) -> None:
         self.budget = MeasuredPolicy(manifest, loaded_methods(manifest), Costs(costs), SIZES)
         self._method = method_name(manifest.methods[0])
-        self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == asked)
+        self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == arguments)
         self.replace(count)
 
     def replace(self, count: int, params: SamplingParams = GREEDY) -> None:
@@ -114,7 +114,7 @@ def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest: Manifest) ->
     assert Batch(manifest, steep, 4, 8).step(lambda k: k) == [8] * 4
 
 
-def test_what_a_request_asked_for_is_the_most_it_gets(manifest: Manifest) -> None:
+def test_requested_draft_tokens_are_a_maximum(manifest: Manifest) -> None:
     free = curve(manifest, lambda *_: 1.0)
     assert Batch(manifest, free, 2, 3).step(lambda k: k) == [3, 3]
     # Each token costs as much as one accepted is worth; where all are accepted, none of what was asked pays.
@@ -157,7 +157,7 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     assert request.view.lookup == "ngram"
 
 
-def test_what_others_accepted_counts_at_about_their_temperature(manifest: Manifest) -> None:
+def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 1, 5)
     hot, warm = SamplingParams(temperature=1.5), SamplingParams(temperature=1.4)
     for params, kept in ((GREEDY, 4), (hot, 0)):
@@ -170,15 +170,15 @@ def test_what_others_accepted_counts_at_about_their_temperature(manifest: Manife
     assert batch.step(lambda _: 0)[0] <= 2
 
 
-def test_one_request_s_rejections_are_its_own(manifest: Manifest) -> None:
+def test_rejections_affect_only_their_request(manifest: Manifest) -> None:
     """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)
     for _ in range(40):
         batch.budget.assign(batch.requests)
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        made = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
-        batch.budget.learn(batch.requests, StepResult(made, 0.0, 0.0, 0.0, "host"), 1.0)
+        item = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
+        batch.budget.learn(batch.requests, StepResult(item, 0.0, 0.0, 0.0, "host"), 1.0)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
     assert min(chances[:3]) > 0.9
@@ -216,7 +216,7 @@ def test_the_best_choice_is_the_best_of_all(
 # --- what is learned --------------------------------------------------------------------------------------------------
 
 
-def test_acceptance_is_what_was_seen_and_the_prior_where_nothing_was() -> None:
+def test_acceptance_combines_observations_and_prior() -> None:
     seen = Acceptance()
     assert seen.expected(3) == pytest.approx(PRIOR + PRIOR**2 + PRIOR**3)
     noise = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def test_counts_fade_to_the_prior_s_weight() -> None:
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("read", [0.0, 0.8])
-def test_trying_again_costs_its_share_and_finds_what_changed(manifest: Manifest, count: int, read: float) -> None:
+def test_retries_are_bounded_and_detect_changes(manifest: Manifest, count: int, read: float) -> None:
     costs = curve(manifest, lambda _, tokens: 1.0 + 0.5 * (tokens > 1), lambda *_: 0.1, read)
     batch = Batch(manifest, costs, count, 8)
     while max(batch.step(lambda _: 0)) > 1:
@@ -280,23 +280,23 @@ def test_trying_again_costs_its_share_and_finds_what_changed(manifest: Manifest,
 
 def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> None:
     batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
-    asked: list[bool] = []
+    request: list[bool] = []
     choose = batch.budget._choose
-    batch.budget._choose = lambda *given: (asked.append(True), choose(*given))  # type: ignore[method-assign, assign, func-returns-value]
+    batch.budget._choose = lambda *inputs: (request.append(True), choose(*inputs))  # type: ignore[method-assign, assign, func-returns-value]
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
-    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(asked) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
+    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(request) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
     # Others are there: it is asked at once.
-    asked.clear()
+    request.clear()
     batch.requests.pop()
     batch.step(lambda _: 0)
-    assert asked
+    assert request
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_measured_lies_between(manifest: Manifest) -> None:
+def test_costs_are_interpolated(manifest: Manifest) -> None:
     steps, longer = (
         tuple(
             Cost(batch=batch, tokens=tokens, seconds=float(tokens) + cache / 256)
@@ -346,12 +346,12 @@ def test_steps_times_refine_costs(speed: float) -> None:
 
 
 def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> None:
-    given, refined = _busy_costs(refined=False), _busy_costs(refined=True)
-    for costs in (given, refined):
+    inputs, refined = _busy_costs(refined=False), _busy_costs(refined=True)
+    for costs in (inputs, refined):
         for _ in range(2000):
             costs.refine(None, 1, 1, costs.step(1, 1, 256), 1.0)
             costs.refine(None, 1, 5, costs.step(1, 5, 256), 100.0)
-    assert (given.step(1, 1, 256), given.step(1, 5, 256)) == (1.0, 2.0)
+    assert (inputs.step(1, 1, 256), inputs.step(1, 5, 256)) == (1.0, 2.0)
     assert 2.0 < refined.step(1, 5, 256) / refined.step(1, 1, 256) <= 2.0 * 1.5**2
     assert refined.step(1, 3, 256) == 1.6  # never seen
 
@@ -398,7 +398,7 @@ def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Pat
     with Engine.load(folder, threads=1, calibrate=True) as second:
         assert second.costs is not None
         assert [second.costs.step(*at, 1) for at in ((1, 9), (8, 2))] == [
-            next(one.seconds for one in curve.steps if (one.batch, one.tokens) == at) for at in ((1, 9), (8, 2))
+            next(step_.seconds for step_ in curve.steps if (step_.batch, step_.tokens) == at) for at in ((1, 9), (8, 2))
         ]
     assert file.read_bytes() == before
     with Engine.load(folder, threads=2, calibrate=True):  # another number of threads is another machine
@@ -408,9 +408,7 @@ def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Pat
         assert msgspec.json.decode(file.read_bytes(), type=CostCurve) != curve
 
 
-def test_what_a_busy_machine_took_is_not_remembered(
-    bundle: Bundles, remembered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noisy_measurements_are_discarded(bundle: Bundles, remembered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "MOST_NOISE", 0.5)
     with Engine.load(bundle("llama-near"), threads=1, calibrate=True) as engine:
         assert engine.costs is not None
@@ -432,7 +430,7 @@ def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle: Bundl
             assert stream.stats.drafted > 0
 
 
-def test_tune_batch_measures_anew(bundle: Bundles, remembered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_batch_measures_again(bundle: Bundles, remembered: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "batch", str(bundle("dice-near-batch")), "--threads", "1", "--seconds", "1"]
     assert main(words) == 0
     assert "draft_model: ms to propose" in capsys.readouterr().out
@@ -491,8 +489,8 @@ def measured(bundle: Bundles) -> Iterator[Callable[..., Engine]]:
         return loaded[-1]
 
     yield load
-    for one in loaded:
-        one.close()
+    for item in loaded:
+        item.close()
 
 
 def _steps_dear(slots: int, tokens: int) -> float:
@@ -510,17 +508,17 @@ def _steps_dear(slots: int, tokens: int) -> float:
         ),
     ],
 )
-def test_requests_say_what_the_model_says(
+def test_requests_use_the_models_defaults(
     name: str, measured: Callable[..., Engine], oracle: Callable[[str], Any]
 ) -> None:
-    one = measured(name, _steps_dear, lambda *_: 0.05, 0.3)
+    first = measured(name, _steps_dear, lambda *_: 0.05, 0.3)
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 100]
     drafted = []
     for count in (1, 4, 8):
         for start in range(0, len(cases), count):
             some = cases[start : start + count]
             streams = [
-                one.stream(case["prompt"], GREEDY.replace(max_tokens=len(case["tokens"]), ignore_eos=False))
+                first.stream(case["prompt"], GREEDY.replace(max_tokens=len(case["tokens"]), ignore_eos=False))
                 for case in some
             ]
             for stream in streams:
@@ -534,11 +532,11 @@ def test_requests_say_what_the_model_says(
     assert sum(drafted) > 0
 
 
-def test_methods_that_nobody_measured_join_a_measured_batch(measured: Callable[..., Engine]) -> None:
-    one = measured("llama-near-batch", lambda *_: 1.0, lambda *_: 0.05, 0.3)
+def test_unmeasured_methods_join_a_measured_batch(measured: Callable[..., Engine]) -> None:
+    first = measured("llama-near-batch", lambda *_: 1.0, lambda *_: 0.05, 0.3)
     prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
-    plain = one.generate(prompt, params, PLAIN)
-    streams = [one.stream(prompt, params, how) for how in ("draft_model", "ngram", "suffix", PLAIN)]
+    plain = first.generate(prompt, params, PLAIN)
+    streams = [first.stream(prompt, params, speculation) for speculation in ("draft_model", "ngram", "suffix", PLAIN)]
     for stream in streams:
         stream.start()
     for stream, drafts in zip(streams, (True, True, True, False), strict=True):
@@ -551,11 +549,11 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
 ) -> None:
     from specexport.methods.draft_model.propose import DraftModelProposer
 
-    one = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
+    first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
     read: list[int] = []
     real = DraftModelProposer._read
-    monkeypatch.setattr(DraftModelProposer, "_read", lambda *given: read.append(1) or real(*given))
-    streams = [one.stream([5 + at, 9, 30], GREEDY) for at in range(8)]
+    monkeypatch.setattr(DraftModelProposer, "_read", lambda *inputs: read.append(1) or real(*inputs))
+    streams = [first.stream([5 + at, 9, 30], GREEDY) for at in range(8)]
     for stream in streams:
         stream.start()
     for stream in streams:
@@ -564,7 +562,7 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
     counts = [stream.stats for stream in streams]
     assert sum(stats.steps_with_draft for stats in counts) < 0.2 * sum(stats.steps for stats in counts)
     assert len(read) < 8
-    alone = one.generate([5, 9, 30], GREEDY).stats
+    alone = first.generate([5, 9, 30], GREEDY).stats
     assert alone.steps_with_draft == alone.steps - 1 or alone.steps_with_draft == alone.steps
 
 
@@ -573,8 +571,8 @@ def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> Non
     params = SamplingParams(temperature=0.9, max_tokens=55, ignore_eos=True)
     texts, back = [], 0
     for _ in range(2):
-        one = measured("dice-near-batch", lambda _, tokens: 1.0 + 0.5 * (tokens - 1), lambda *_: 0.05, 0.001)
-        done = [one.generate([5, 8, 5, 8], params.replace(seed=seed)) for seed in range(4)]
+        single = measured("dice-near-batch", lambda _, tokens: 1.0 + 0.5 * (tokens - 1), lambda *_: 0.05, 0.001)
+        done = [single.generate([5, 8, 5, 8], params.replace(seed=seed)) for seed in range(4)]
         back += sum(2 < first.stats.steps_with_draft < first.stats.steps - 2 for first in done)
         texts.append([first.token_ids for first in done])
     assert back
@@ -586,8 +584,8 @@ def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine]
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
     logits = oracle(name)["next_logits"]
     exact = exact_texts(logits, params, 3)
-    one = measured(name, lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
-    queue = [one.stream((5, 8, 5, 8), params.replace(seed=seed)) for seed in range(2000)]
+    first = measured(name, lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
+    queue = [first.stream((5, 8, 5, 8), params.replace(seed=seed)) for seed in range(2000)]
     texts, drafted = [], 0
     for at, stream in enumerate(queue):
         for ahead in queue[at : at + 8]:

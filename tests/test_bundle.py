@@ -50,7 +50,7 @@ def refused(folder: Path, *words: str, check_hashes: bool = True) -> None:
 
 def files_of(folder: Path) -> list[str]:
     """The files of an intact bundle, by name."""
-    return [entry.path for entry in read_manifest(folder).files]
+    return [file.path for file in read_manifest(folder).files]
 
 
 # --- whole ------------------------------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def files_of(folder: Path) -> list[str]:
 
 def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None:
     folder = bundle("dice-near")
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert found == {*files_of(folder), MANIFEST_NAME}
+    actual = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert actual == {*files_of(folder), MANIFEST_NAME}
     seen: list[int] = []
     check_files(folder, read_manifest(folder), hashes=True, progress=seen.append)
     assert sum(seen) == sum((folder / name).stat().st_size for name in files_of(folder))
@@ -68,8 +68,8 @@ def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None
 def test_a_bundle_may_be_moved(copy: Path, bundle: Callable[[str], Path]) -> None:
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
     moved = copy.rename(copy.parent / "elsewhere")
-    with Engine.load(moved, threads=1) as one, Engine.load(bundle("dice-near"), threads=1) as other:
-        assert one.generate([5, 8], params).token_ids == other.generate([5, 8], params).token_ids
+    with Engine.load(moved, threads=1) as loaded, Engine.load(bundle("dice-near"), threads=1) as other:
+        assert loaded.generate([5, 8], params).token_ids == other.generate([5, 8], params).token_ids
 
 
 def test_a_manifest_survives_being_written_again(copy: Path) -> None:
@@ -145,10 +145,10 @@ def test_checking_hashes_can_be_left_out(copy: Path) -> None:
     Bundle.open(copy, check_hashes=False)
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_link_out_of_the_bundle_is_refused(copy: Path, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_link_out_of_the_bundle_is_refused(copy: Path, tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "outside"
-    inside = copy / "target" if what == "folder" else copy / "target" / "weights.bin"
+    inside = copy / "target" if kind == "folder" else copy / "target" / "weights.bin"
     inside.rename(outside)
     inside.symlink_to(outside)
     refused(copy, "target", "outside the bundle", str(outside))
@@ -171,7 +171,7 @@ def test_a_bundle_in_the_hubs_cache_runs(copy: Path, snapshot: Path, tmp_path: P
     assert texts == [texts[0]] * 4
 
 
-def test_what_a_link_in_the_hubs_cache_leads_to_is_hashed(snapshot: Path) -> None:
+def test_targets_of_hub_links_are_hashed(snapshot: Path) -> None:
     blob = (snapshot / "target" / "step.onnx").resolve()
     blob.write_bytes(blob.read_bytes()[::-1])
     refused(snapshot, "step.onnx", "sha256")
@@ -207,14 +207,14 @@ def test_a_linked_bundle_is_fine(copy: Path, tmp_path: Path) -> None:
     Bundle.open(tmp_path / "link")
 
 
-def test_what_is_no_tokenizer_is_named(copy: Path) -> None:
+def test_invalid_tokenizers_are_named(copy: Path) -> None:
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text("{}", encoding="utf-8")
 
     def describe(document: Document) -> None:
-        for entry in document["files"]:
-            if entry["path"] == "tokenizer/tokenizer.json":
-                entry.update(size=2, sha256=hashlib.sha256(b"{}").hexdigest())
+        for file in document["files"]:
+            if file["path"] == "tokenizer/tokenizer.json":
+                file.update(size=2, sha256=hashlib.sha256(b"{}").hexdigest())
 
     rewritten(copy, describe)
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
@@ -250,7 +250,7 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
     ],
     ids=lambda value: str(value[:24]) if isinstance(value, bytes) else None,
 )
-def test_what_is_no_manifest_is_refused(copy: Path, raw: bytes, reason: str) -> None:
+def test_invalid_manifests_are_refused(copy: Path, raw: bytes, reason: str) -> None:
     (copy / MANIFEST_NAME).write_bytes(raw)
     refused(copy, MANIFEST_NAME, reason)
 
@@ -272,7 +272,7 @@ EVERY_OBJECT = [
 
 
 @pytest.mark.parametrize("place", EVERY_OBJECT)
-def test_fields_nobody_knows_are_refused(copy: Path, place: str) -> None:
+def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
     def add(document: Document) -> None:
         holder, key = at(document, f"{place}surprise")
         holder[key] = 1
@@ -367,7 +367,7 @@ def compiled(document: Document, **changes: Any) -> Document:
     return engine
 
 
-def test_an_engine_says_what_it_runs_on(copy: Path) -> None:
+def test_engines_report_their_backend(copy: Path) -> None:
     rewritten(copy, compiled)
     (engine,) = read_manifest(copy).engines
     assert engine.runs_on((8, 6)) and engine.runs_on((8, 9))
@@ -458,13 +458,13 @@ def test_a_file_listed_twice_is_refused(copy: Path) -> None:
     refused(copy, "listed twice")
 
 
-def test_a_shape_that_is_needed_must_be_there(copy: Path) -> None:
+def test_missing_shape_points_are_refused(copy: Path) -> None:
     whole = (copy / MANIFEST_NAME).read_bytes()
     for tokens in (1, 2, 6, 64):
 
         def remove(document: Document, tokens: int = tokens) -> None:
             graph = document["target"]["graph"]
-            graph["points"] = [one for one in graph["points"] if one["tokens"] != tokens]
+            graph["points"] = [point for point in graph["points"] if point["tokens"] != tokens]
 
         rewritten(copy, remove)
         refused(copy, f"no shape point of the target has {tokens} tokens")
@@ -493,14 +493,14 @@ def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[lis
     refused(copy, "draft_model: trees", reason)
 
 
-def test_a_method_that_is_not_known_is_named_with_those_that_are(copy: Path) -> None:
+def test_unknown_methods_are_named_with_the_known_ones(copy: Path) -> None:
     rewritten(copy, lambda document: document["methods"][0].update(method="magic"))
     refused(
         copy, "method is 'magic'; expected one of dflash, draft_model", "install the package that adds it", "methods[0]"
     )
 
 
-def test_a_method_is_there_once(copy: Path) -> None:
+def test_duplicate_methods_are_refused(copy: Path) -> None:
     rewritten(copy, lambda document: document["methods"].append(document["methods"][0]))
     refused(copy, "methods: draft_model, draft_model")
 
@@ -542,9 +542,9 @@ def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[
 
 def relisted(folder: Path, document: Document) -> None:
     """Makes the sizes and hashes of the manifest those of the files there are."""
-    for entry in document["files"]:
-        raw = (folder / entry["path"]).read_bytes()
-        entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    for file in document["files"]:
+        raw = (folder / file["path"]).read_bytes()
+        file.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
 
 
 @pytest.mark.parametrize(
@@ -639,7 +639,7 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.exporter
-def test_a_build_that_is_killed_leaves_nothing_that_looks_like_a_bundle(checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_builds_leave_no_bundle(checkpoint: Path, tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -679,7 +679,7 @@ def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_is_no_bundle_is_not_replaced(checkpoint: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_other_folders_are_not_replaced(checkpoint: Path, tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "precious").write_text("data", encoding="utf-8")
     for output in (tmp_path, tmp_path / "precious"):
         with pytest.raises(BuildError, match="exists"):

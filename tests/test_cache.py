@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
 class Builds:
     """Stands in for the exporter: writes the same bundle again and again; counts."""
 
-    made: Path
+    result: Path
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
@@ -73,17 +73,17 @@ def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) 
     assert builds.options == [{"target": str(model), "methods": methods}]
 
 
-def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
+def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
     builds = Builds()
-    found = {
+    actual = {
         cached_bundle({"target": str(model)}, builds),
         cached_bundle({"target": str(model), "methods": read_methods("ngram")}, builds),
         cached_bundle({"target": str(model), "methods": read_methods("ngram:prompt_lookup_max=3")}, builds),
     }
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    found.add(cached_bundle({"target": str(model)}, builds))
+    actual.add(cached_bundle({"target": str(model)}, builds))
     (model / "config.json").write_text('{"changed": true}')
-    found.add(cached_bundle({"target": str(model)}, builds))
+    actual.add(cached_bundle({"target": str(model)}, builds))
     for method, key in (
         ("draft_model", "model"),
         ("universal_draft", "model"),
@@ -101,10 +101,10 @@ def test_other_content_or_other_options_are_built_anew(model: Path) -> None:
         options = {"target": str(model), "methods": read_methods(mapping)}
         before = cached_bundle(options, builds)
         (other / "model.safetensors").write_bytes(b"other weights of " + mapping["method"].encode() + key.encode())
-        found |= {before, cached_bundle(options, builds)}
-    assert len(found) == len(builds.options)
+        actual |= {before, cached_bundle(options, builds)}
+    assert len(actual) == len(builds.options)
     # Heads that are the same as those before are the same: where a checkpoint lies does not count.
-    assert len(found) == 5 + 2 * 8 - 1
+    assert len(actual) == 5 + 2 * 8 - 1
 
 
 def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +126,12 @@ def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monke
         return opened[-1]
 
     first.write_text("[[0], [1]]")
-    made = bundle([str(first)])
-    assert bundle(first) == bundle([first]) == made  # a Path as well
+    result = bundle([str(first)])
+    assert bundle(first) == bundle([first]) == result  # a Path as well
     shutil.copy(first, other)
-    assert bundle([str(other)]) == made
+    assert bundle([str(other)]) == result
     first.write_text("[[0], [0, 0]]")
-    assert bundle([str(first)]) != made
+    assert bundle([str(first)]) != result
     assert [len(options["methods"][0].trees) for options in builds.options] == [1, 1]
 
 
@@ -200,19 +200,19 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_bundle_is_named_and_built_anew(model: Path, harm: str) -> None:
+def test_damaged_bundles_are_named_and_rebuilt(model: Path, harm: str) -> None:
     builds = Builds()
-    made = cached_bundle({"target": str(model)}, builds)
-    HARMS[harm](made)
-    with pytest.warns(UserWarning, match=f"{made.name}.*it is removed and built again"):
-        assert cached_bundle({"target": str(model)}, builds) == made
-    assert cached_bundle({"target": str(model)}, builds) == made
+    folder = cached_bundle({"target": str(model)}, builds)
+    HARMS[harm](folder)
+    with pytest.warns(UserWarning, match=f"{folder.name}.*it is removed and built again"):
+        assert cached_bundle({"target": str(model)}, builds) == folder
+    assert cached_bundle({"target": str(model)}, builds) == folder
     assert len(builds.options) == 2
-    assert [path.name for path in made.parent.iterdir()] == [made.name]
-    check_files(made, read_manifest(made), hashes=True)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    check_files(folder, read_manifest(folder), hashes=True)
 
 
-def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
+def test_llm_rebuilds_damaged_bundles(tmp_path: Path, cache: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **SMALL)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -221,8 +221,8 @@ def test_llm_mends_what_was_damaged(tmp_path: Path, cache: Path) -> None:
             return llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids
 
     before = text()
-    (made,) = (cache / "bundles").iterdir()
-    _first_byte(made / "target" / "weights.bin")
+    (folder,) = (cache / "bundles").iterdir()
+    _first_byte(folder / "target" / "weights.bin")
     with pytest.warns(UserWarning, match=r"weights\.bin: sha256.*built again"):
         assert text() == before
 
@@ -247,7 +247,7 @@ def whole(_: dict[str, Any], output: Path) -> None:
         (folder / "weights.bin").write_bytes(b"0" * 2000)
 
 
-def test_what_killed_processes_left_goes_after_a_week(model: Path, cache: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_after_a_week(model: Path, cache: Path) -> None:
     cached_bundle({"target": str(model)}, Builds())
     old, new = cache / "bundles" / ".old-1.unfinished", cache / "bundles" / ".new-1.unfinished"
     for folder in (old, new):
@@ -260,10 +260,10 @@ def test_what_killed_processes_left_goes_after_a_week(model: Path, cache: Path) 
 
 
 def test_a_torn_record_of_a_hash_is_not_believed(model: Path, cache: Path) -> None:
-    made = cached_bundle({"target": str(model)}, Builds())
+    folder = cached_bundle({"target": str(model)}, Builds())
     for memo in (cache / "hashes").iterdir():
         _half(memo)
-    assert cached_bundle({"target": str(model)}, Builds()) == made
+    assert cached_bundle({"target": str(model)}, Builds()) == folder
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -328,9 +328,9 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
             (folder / name / "weights.bin").write_bytes(b"weights")
             return Facts(7)
 
-        made = records.run(name, Facts, make)
+        outputs = records.run(name, Facts, make)
         assert [entry.path for entry in records.files] == [f"{name}/weights.bin"]
-        return made
+        return outputs
 
     assert build(tmp_path, {"torch": "2"}) == build(tmp_path, {"torch": "2"}) == Facts(7)
     assert runs == ["target"]
@@ -356,7 +356,7 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_an_unfinished_build_goes_on_after_its_finished_stages(
+def test_interrupted_builds_resume_after_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specexport.exporter import drafts
@@ -381,11 +381,11 @@ def test_an_unfinished_build_goes_on_after_its_finished_stages(
     (left,) = (cache / "bundles").glob(".*.unfinished")
     assert (left / "target" / "weights.bin").is_file()
     with LLM(target, speculative_config={"model": draft}, **options) as llm:
-        files = [entry.path for entry in llm._frontend.engine.manifest.files]
+        files = [file.path for file in llm._frontend.engine.manifest.files]
         (output,) = llm.generate([5, 6, 5], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         assert output.outputs[0].metrics.drafted > 0
     assert loaded == [target, draft, draft]
     assert not left.exists()
-    (made,) = (folder for folder in (cache / "bundles").iterdir() if folder.is_dir())
-    there = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
-    assert there == sorted([*files, MANIFEST_NAME])
+    (built,) = (folder for folder in (cache / "bundles").iterdir() if folder.is_dir())
+    existing = sorted(path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file())
+    assert existing == sorted([*files, MANIFEST_NAME])

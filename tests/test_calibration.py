@@ -46,12 +46,12 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     assert bool(gptq("w", weight, products_of(x[:4]), 32).read().isfinite().all())
 
 
-def test_each_matrix_is_rounded_for_what_the_rounded_ones_before_it_make(tmp_path: Path) -> None:
+def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **WIDE)))
-    exact = {name: one.detach().clone() for name, one in checkpoint.model.named_parameters()}
+    exact = {name: item.detach().clone() for name, item in checkpoint.model.named_parameters()}
     seen: list[int] = []
     rounded = calibrate(checkpoint, list(range(3, 300)), 32, lambda _, done, total: seen.append(done))
-    tensors = {name: one for name, one in rounded.tensors.items() if isinstance(one, RoundedTensor)}
+    tensors = {name: item for name, item in rounded.tensors.items() if isinstance(item, RoundedTensor)}
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in tensors} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
     } - {name for name in ("k_proj", "v_proj") if exact[f"model.layers.0.self_attn.{name}.weight"].numel() <= 1 << 13}
@@ -61,27 +61,29 @@ def test_each_matrix_is_rounded_for_what_the_rounded_ones_before_it_make(tmp_pat
         assert tensor.error == pytest.approx(float((tensor.read() - exact[name]).square().sum()), rel=1e-3)
         assert tensor.error < (0.03 if tensor.kind == "int4" else 1e-4) * tensor.energy
     # Afterwards the model reads as before.
-    assert all(torch.equal(one, exact[name]) for name, one in checkpoint.model.named_parameters())
+    assert all(torch.equal(item, exact[name]) for name, item in checkpoint.model.named_parameters())
 
 
-def test_a_bundle_is_rounded_for_the_text_that_is_named(tmp_path: Path) -> None:
+def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     (tmp_path / "a.txt").write_text("people went back home and thought " * 40, encoding="utf-8")
     lines = [{"text": "3, 14, 15, 92, 65 " * 40}, {"messages": [{"role": "user", "content": "one word " * 40}]}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    found = {}
+    actual = {}
     for name in ("a.txt", "b.jsonl", "again"):
         path = tmp_path / ("a.txt" if name == "again" else name)
         options = BuildOptions(
             str(target), tmp_path / f"{name}.bundle", precision="int4", max_seq_len=128, calibration_data=path
         )
-        found[name] = (build(options) / "target" / "weights.bin").read_bytes()
-    assert found["a.txt"] == found["again"] != found["b.jsonl"]
+        actual[name] = (build(options) / "target" / "weights.bin").read_bytes()
+    assert actual["a.txt"] == actual["again"] != actual["b.jsonl"]
     manifest = read_manifest(tmp_path / "a.txt.bundle")
     precision = manifest.target.precision
     assert precision.only_cpu and precision.weight_rms_error is not None and 0.02 < precision.weight_rms_error < 0.12
     graph = onnx.load(tmp_path / "a.txt.bundle" / manifest.target.graph.master, load_external_data=False).graph
-    types = {one.name: onnx.TensorProto.DataType.Name(one.data_type) for one in graph.initializer}
+    types = {
+        initializer.name: onnx.TensorProto.DataType.Name(initializer.data_type) for initializer in graph.initializer
+    }
     undone = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     assert {types[node.input[0]] for node in undone if len(node.input) == 3} == {"INT4"}
     assert {types[name] for name in types if name.endswith(".scale")} == {"FLOAT16"}
@@ -97,9 +99,7 @@ def test_a_bundle_is_rounded_for_the_text_that_is_named(tmp_path: Path) -> None:
         ("bad.jsonl", '{"text": 3}', "line 1: Expected `str | null`, got `int`"),
     ],
 )
-def test_what_is_wrong_with_calibration_data_is_named(
-    tmp_path: Path, name: str, content: str | None, message: str
-) -> None:
+def test_faults_of_calibration_data_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_text(content, encoding="utf-8", errors="surrogateescape")

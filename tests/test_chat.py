@@ -104,17 +104,20 @@ def test_content_reaches_a_template_in_the_form_that_it_reads(template: str, con
     expected = tokenizer().apply_chat_template(
         chat(read), chat_template=template, tokenize=False, add_generation_prompt=True
     )
-    made = ChatTemplate(template, TOKENS)
+    chat_template = ChatTemplate(template, TOKENS)
     for _ in range(2):  # what it reads is known the second time
-        assert made.render(chat(content)) == expected
+        assert chat_template.render(chat(content)) == expected
     assert not content or "see the file" in expected or "one" in expected
 
 
 def test_roles_may_be_read_in_different_forms() -> None:
-    made = ChatTemplate(FIRST_OF_SYSTEM, {})
+    chat_template = ChatTemplate(FIRST_OF_SYSTEM, {})
     user, system = {"role": "user", "content": PARTS}, {"role": "system", "content": "Be brief."}
-    assert made.render([system, user]) == "<Be brief.>see the file\nimport os"
-    assert made.render([{**system, "content": _parts("Be", "brief.")}, user]) == "<Be\nbrief.>see the file\nimport os"
+    assert chat_template.render([system, user]) == "<Be brief.>see the file\nimport os"
+    assert (
+        chat_template.render([{**system, "content": _parts("Be", "brief.")}, user])
+        == "<Be\nbrief.>see the file\nimport os"
+    )
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "ipython"])
@@ -132,7 +135,7 @@ def test_parts_may_be_named_as_responses_name_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0: a part of the type 'image_url'"),
         ([{"type": "text", "text": "a"}, {"type": "image"}], "messages.0.content.1: a part of the type 'image'"),
@@ -141,16 +144,16 @@ def test_parts_may_be_named_as_responses_name_them() -> None:
         (5, "messages.0.content is 5; expected a text, or a list of parts"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_type(content: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(said)):
+def test_values_that_are_not_text_are_refused(content: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
         ChatTemplate(ONLY_PARTS, {}).render([{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"), [([], "there are none"), (["a"], r"messages\.0 is str; expected a mapping")]
+    ("messages", "message"), [([], "there are none"), (["a"], r"messages\.0 is str; expected a mapping")]
 )
-def test_what_is_no_conversation_is_refused(messages: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_invalid_conversations_are_refused(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         ChatTemplate(EITHER, {}).render(messages)
 
 
@@ -166,7 +169,7 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "argume
         "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}",
     ],
 )
-def test_what_a_message_leaves_out_reads_as_in_transformers(template: str) -> None:
+def test_missing_message_fields_equal_transformers(template: str) -> None:
     from tests.checkpoints import tokenizer
 
     chat = [
@@ -207,15 +210,15 @@ def test_of_several_templates_the_one_is_used_that_transformers_uses(
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer)
     theirs.chat_template = NAMED
     expected = theirs.apply_chat_template(CHAT, chat_template=name, tokenize=False, **variables)
-    made = ChatTemplate(NAMED, {})
-    assert made.render(CHAT, variables, add_generation_prompt=False, name=name) == expected
+    chat_template = ChatTemplate(NAMED, {})
+    assert chat_template.render(CHAT, variables, add_generation_prompt=False, name=name) == expected
     assert (
-        made.source(name, tools="tools" in variables)
+        chat_template.source(name, tools="tools" in variables)
         == NAMED[name or ("tool_use" if "tools" in variables else "default")]
     )
 
 
-def test_a_template_that_is_not_there_is_named() -> None:
+def test_missing_templates_are_named() -> None:
     with pytest.raises(
         RequestError, match="chat_template is 'sql'; expected one of the model's: default, rag, tool_use"
     ):
@@ -247,7 +250,7 @@ def test_a_template_stays_in_its_sandbox(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "raise_exception", "range"])
-def test_a_variable_does_not_take_a_name_that_is_taken(name: str) -> None:
+def test_new_values_get_unused_names(name: str) -> None:
     with pytest.raises(RequestError, match=f"chat_template_kwargs: {name} is set already"):
         ChatTemplate("{{ messages }}", TOKENS).render(CHAT, {name: 1})
 
@@ -305,11 +308,11 @@ def test_its_process_ends_with_the_template() -> None:
 def test_conversations_from_several_threads_each_get_their_own() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     with ThreadPoolExecutor(8) as threads:
-        said = list(threads.map(lambda index: template.render([{"content": str(index)}]), range(100)))
-    assert said == list(map(str, range(100)))
+        text = list(threads.map(lambda index: template.render([{"content": str(index)}]), range(100)))
+    assert text == list(map(str, range(100)))
 
 
-def test_what_json_cannot_say_is_named() -> None:
+def test_values_beyond_json_are_named() -> None:
     with pytest.raises(RequestError, match=r"messages: not what JSON can say: .*set"):
         ChatTemplate("fine", {}).render([{"role": {1}}])
 
@@ -320,7 +323,7 @@ def test_a_broken_template_names_its_line() -> None:
 
 
 def test_half_a_character_is_no_text() -> None:
-    half, made = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
+    half, chat_template = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
     for messages, variables, place in (
         ([{"content": half}], {}, "messages.0.content"),
         (
@@ -332,10 +335,10 @@ def test_half_a_character_is_no_text() -> None:
         ([{"content": ""}], {"tools": [{"function": {"description": half}}]}, "tools.0.function.description"),
     ):
         with pytest.raises(RequestError, match=rf"{place}: U\+D800, half of a character, at position 1"):
-            made.render(messages, variables)
+            chat_template.render(messages, variables)
 
 
-def test_what_a_template_says_is_one_short_line() -> None:
+def test_template_errors_are_one_short_line() -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate("{{ raise_exception('a\\nb' * 9999) }}", {}).render(CHAT)
     assert "\n" not in str(caught.value)

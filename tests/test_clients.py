@@ -78,13 +78,13 @@ def client(running: Served) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("sent", [*RECORDED, *VLLM_BENCH], ids=lambda sent: sent["client"])
-def test_what_clients_send_is_answered(running: Served, sent: dict[str, Any]) -> None:
+def test_recorded_client_requests_are_answered(running: Served, sent: dict[str, Any]) -> None:
     answer = httpx.post(f"{running.url}{sent['path']}", json=sent["body"], timeout=120)
     assert answer.status_code == 200, answer.text
     assert "error" not in answer.text or '"error":null' in answer.text.replace(" ", "")
 
 
-def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
+def test_neutral_settings_change_nothing(running: Served) -> None:
     nothing: dict[str, Any] = {
         "best_of": 1,
         "suffix": "",
@@ -102,30 +102,30 @@ def test_what_asks_for_nothing_changes_nothing(running: Served) -> None:
             ("n", "stop", "logprobs", "stream", "stream_options", "temperature", "nobody_knows_this"), None
         ),
     }
-    given = {"temperature": 0, "max_tokens": 6}
+    fields = {"temperature": 0, "max_tokens": 6}
     texts = []
-    for more in ({}, nothing | given):
-        asked = {"messages": CHAT, **given, **more}
-        answer = httpx.post(f"{running.url}/v1/chat/completions", json=asked, timeout=120)
+    for more in ({}, nothing | fields):
+        arguments = {"messages": CHAT, **fields, **more}
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=arguments, timeout=120)
         assert answer.status_code == 200, answer.text
         texts.append(answer.json()["choices"][0]["message"])
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("request_type", [CompletionRequest, ChatRequest, ResponseRequest])
-def test_what_may_only_say_one_thing_may_say_it(request_type: type[GenerationRequest]) -> None:
+def test_single_valued_schemas_are_answered(request_type: type[GenerationRequest]) -> None:
     base: dict[str, Any] = {"prompt": "a"} if request_type is CompletionRequest else {}
     base |= {"messages": CHAT} if request_type is ChatRequest else {}
     base |= {"input": "a"} if request_type is ResponseRequest else {}
-    asked = [
+    request = [
         (name, value)
         for name, field in request_type.model_fields.items()
         for only in field.metadata
         if isinstance(only, Only)
         for value in only.values
     ]
-    assert {("detokenize", True), ("priority", 0), ("best_of", 1)} <= set(map(_frozen, asked))
-    for name, value in asked:
+    assert {("detokenize", True), ("priority", 0), ("best_of", 1)} <= set(map(_frozen, request))
+    for name, value in request:
         assert getattr(request_type.model_validate({**base, name: value}), name) is value
         with pytest.raises(ValidationError, match=f"{name}\n.*not supported"):
             request_type.model_validate({**base, name: "something else"})
@@ -137,30 +137,30 @@ def _frozen(pair: tuple[str, Any]) -> tuple[str, Any]:
 
 def test_a_prompts_log_probabilities(running: Served) -> None:
     """vLLM's ``prompt_logprobs``: what ``echo`` gives, by token, in every output."""
-    asked = {"prompt": ["one two three", "one"], "max_tokens": 1, "temperature": 0}
-    said: list[Any] = []
+    arguments = {"prompt": ["one two three", "one"], "max_tokens": 1, "temperature": 0}
+    texts: list[Any] = []
     for more in ({"prompt_logprobs": 1, "n": 2}, {"echo": True, "logprobs": 1}):
-        answer = httpx.post(f"{running.url}/v1/completions", json=asked | more, timeout=120)
+        answer = httpx.post(f"{running.url}/v1/completions", json=arguments | more, timeout=120)
         assert answer.status_code == 200, answer.text
-        said.append(answer.json()["choices"])
+        texts.append(answer.json()["choices"])
     tokens = httpx.post(f"{running.url}/tokenize", json={"prompt": "one two three"}).json()["tokens"]
-    assert said[0][0]["prompt_logprobs"] == said[0][1]["prompt_logprobs"]
-    first, *others = said[0][0]["prompt_logprobs"]
+    assert texts[0][0]["prompt_logprobs"] == texts[0][1]["prompt_logprobs"]
+    first, *others = texts[0][0]["prompt_logprobs"]
     assert first is None
     assert len(others) == len(tokens) - 1
-    for token, found, logprob in zip(tokens[1:], others, said[1][0]["logprobs"]["token_logprobs"][1:], strict=False):
-        assert found[str(token)]["logprob"] == logprob
-        assert {one["rank"] for one in found.values()} == {1, found[str(token)]["rank"]}
+    for token, actual, logprob in zip(tokens[1:], others, texts[1][0]["logprobs"]["token_logprobs"][1:], strict=False):
+        assert actual[str(token)]["logprob"] == logprob
+        assert {prompt_logprob["rank"] for prompt_logprob in actual.values()} == {1, actual[str(token)]["rank"]}
     chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=chat, timeout=120).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert [one and len(one) for one in answer["prompt_logprobs"]] == [
+    assert [prompt_logprob and len(prompt_logprob) for prompt_logprob in answer["prompt_logprobs"]] == [
         None,
         *[1] * (len(answer["prompt_logprobs"]) - 1),
     ]
     for path, wrong in (
-        ("/v1/completions", {**asked, "prompt_logprobs": 1, "stream": True}),
-        ("/v1/completions", {**asked, "prompt_logprobs": 1, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {**arguments, "prompt_logprobs": 1, "stream": True}),
+        ("/v1/completions", {**arguments, "prompt_logprobs": 1, "echo": True, "logprobs": 1}),
         ("/v1/responses", {"input": "a", "prompt_logprobs": 1}),
     ):
         answer = httpx.post(running.url + path, json=wrong, timeout=120)
@@ -191,8 +191,8 @@ def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
     ],
 )
 def test_outputs_are_structured_as_vllm_has_it(client: openai.OpenAI, way: dict[str, Any], texts: set[str]) -> None:
-    made = client.completions.create(model=NAME, prompt="a", n=3, extra_body={"structured_outputs": way})
-    assert {choice.text for choice in made.choices} <= texts
+    response = client.completions.create(model=NAME, prompt="a", n=3, extra_body={"structured_outputs": way})
+    assert {choice.text for choice in response.choices} <= texts
 
 
 def test_every_character_may_be_escaped(running: Served) -> None:
@@ -242,7 +242,7 @@ def test_every_character_may_be_escaped(running: Served) -> None:
         ),
     ],
 )
-def test_what_cannot_bind_an_output_is_named(running: Served, path: str, more: dict[str, Any], param: str) -> None:
+def test_unbindable_outputs_are_named(running: Served, path: str, more: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{running.url}/v1/{path}", json=more, timeout=120)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -251,17 +251,24 @@ def test_what_cannot_bind_an_output_is_named(running: Served, path: str, more: d
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lose"}}])
-def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, choice: Any) -> None:
-    asked: Any = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 200}
-    asked["parallel_tool_calls"] = False
-    whole = client.chat.completions.create(**asked).choices[0]
+def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
+    arguments: Any = {
+        "model": NAME,
+        "messages": CHAT,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "seed": 3,
+        "max_tokens": 200,
+    }
+    arguments["parallel_tool_calls"] = False
+    whole = client.chat.completions.create(**arguments).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content is None
     assert whole.message.tool_calls is not None
     function: Any = whole.message.tool_calls[0].function  # type: ignore[union-attr]
     assert function.name in (("keep", "lose") if choice == "required" else ("lose",))
     assert set(json.loads(function.arguments)) == {"kind", "words"}
-    parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+    parts = [part.choices[0] for part in client.chat.completions.create(**arguments, stream=True)]
     pieces = [piece for part in parts for piece in part.delta.tool_calls or []]
     assert [piece.function.name for piece in pieces if piece.id] == [function.name]  # type: ignore[union-attr]
     assert "".join(piece.function.arguments or "" for piece in pieces if piece.function) == function.arguments
@@ -271,9 +278,9 @@ def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, choice: Any) ->
 
 def test_a_model_that_may_call_may_say_something_else(client: openai.OpenAI) -> None:
     for seed in range(3):
-        made = client.chat.completions.create(model=NAME, messages=CHAT, tools=TOOLS, max_tokens=12, seed=seed)
-        assert made.choices[0].message.content
-        assert made.choices[0].message.tool_calls is None
+        response = client.chat.completions.create(model=NAME, messages=CHAT, tools=TOOLS, max_tokens=12, seed=seed)
+        assert response.choices[0].message.content
+        assert response.choices[0].message.tool_calls is None
 
 
 def written(form: Any, calls: list[tuple[str, str]]) -> str:
@@ -291,17 +298,17 @@ def test_calls_are_read_however_their_text_is_cut(form: Any, seed: int) -> None:
     before = "well <tool_" if form.begin else ""
     text = before + written(form, calls)
     reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
-    said, pieces, at = "", list[AssistantCall](), 0
+    texts, pieces, at = "", list[AssistantCall](), 0
     while at < len(text):
         end = min(len(text), at + int(random.integers(1, 9)))
         more, new = reader.push(text[at:end], end == len(text))
-        said, at = said + more, end
+        texts, at = texts + more, end
         pieces += new
-    assert said == before
+    assert texts == before
     assert [(call.function.name, call.function.arguments) for call in whole_calls(pieces)] == calls
 
 
-def test_a_text_that_is_no_call_is_said_whole() -> None:
+def test_texts_without_calls_are_returned_unchanged() -> None:
     for form, text in ((HERMES, "a <tool_cal"), (LLAMA, "so {")):
         reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
         assert "".join(reader.push(letter, False)[0] for letter in text) + reader.push("", True)[0] == text
@@ -309,10 +316,10 @@ def test_a_text_that_is_no_call_is_said_whole() -> None:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA])
 @pytest.mark.parametrize("forced", [False, True])
-def test_grammars_take_what_models_write_and_nothing_else(running: Served, form: Any, forced: bool) -> None:
+def test_grammars_accept_exactly_the_models_formats(running: Served, form: Any, forced: bool) -> None:
     engine = running.service.engine.frontend.engine
     grammar = Calling(form, FUNCTIONS, forced, parallel=True).grammar()
-    one = written(form, [("keep", ARGUMENTS[0])])
+    first = written(form, [("keep", ARGUMENTS[0])])
     two = written(form, [("keep", ARGUMENTS[0]), ("lose", ARGUMENTS[1])])
 
     def taken(text: str) -> bool:
@@ -320,13 +327,13 @@ def test_grammars_take_what_models_write_and_nothing_else(running: Served, form:
         tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
-    assert taken(one)
+    assert taken(first)
     assert taken(two) == bool(form.begin)
-    assert not taken(one.replace("keep", "kick"))
-    assert not taken(one.replace("cat", "cow"))
+    assert not taken(first.replace("keep", "kick"))
+    assert not taken(first.replace("cat", "cow"))
     assert taken("some text") == (not forced)
     if form.begin:
-        assert taken("some text " + one) == (not forced)
+        assert taken("some text " + first) == (not forced)
 
 
 def test_templates_name_their_way_of_calling() -> None:
@@ -339,8 +346,8 @@ def test_templates_name_their_way_of_calling() -> None:
 
 
 def test_an_earlier_call_reaches_the_template(running: Served) -> None:
-    made: Any = {"id": "x", "type": "function", "function": {"name": "keep", "arguments": '{"a": 1}'}}
-    sent = {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [made]}], "max_tokens": 1}
+    results: Any = {"id": "x", "type": "function", "function": {"name": "keep", "arguments": '{"a": 1}'}}
+    sent = {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [results]}], "max_tokens": 1}
     template = running.service.engine.frontend.engine.chat_template
     assert isinstance(template, ChatTemplate)
     text = template.render(
@@ -367,41 +374,43 @@ def test_tools_that_cannot_be_called_are_refused(more: Any, words: str) -> None:
 # --- responses, request ids, other origins ----------------------------------------------------------------------------
 
 
-def test_a_response_is_what_a_chat_says(client: openai.OpenAI) -> None:
+def test_responses_equal_chat_completions(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "be brief"}, *CHAT]
     chat = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=12)
-    asked: Any = {"model": NAME, "instructions": "be brief", "temperature": 0, "max_output_tokens": 12}
-    for given in ("one two", CHAT, [{"role": "user", "content": [{"type": "input_text", "text": "one two"}]}]):
-        made = client.responses.create(input=given, **asked)
-        assert made.output_text == chat.choices[0].message.content
-    assert made.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
-    assert made.usage is not None
+    arguments: Any = {"model": NAME, "instructions": "be brief", "temperature": 0, "max_output_tokens": 12}
+    for fields in ("one two", CHAT, [{"role": "user", "content": [{"type": "input_text", "text": "one two"}]}]):
+        response = client.responses.create(input=fields, **arguments)
+        assert response.output_text == chat.choices[0].message.content
+    assert response.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
+    assert response.usage is not None
     assert chat.usage is not None
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
         chat.usage.prompt_tokens,
         chat.usage.completion_tokens,
     )
-    events = list(client.responses.create(input="one two", stream=True, **asked))
+    events = list(client.responses.create(input="one two", stream=True, **arguments))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == made.output_text
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta") == response.output_text
+    )
     assert events[0].type == "response.created"
-    assert events[-1].type == f"response.{made.status}"
-    assert events[-1].response.output_text == made.output_text  # type: ignore[union-attr]
+    assert events[-1].type == f"response.{response.status}"
+    assert events[-1].response.output_text == response.output_text  # type: ignore[union-attr]
 
 
 def test_a_response_may_call_tools(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
-    asked: Any = {"model": NAME, "tools": tools, "temperature": 0}
+    arguments: Any = {"model": NAME, "tools": tools, "temperature": 0}
     named = {"type": "function", "name": "lose"}
-    made = client.responses.create(input="one two", tool_choice=named, **asked)
-    (call,) = made.output
+    response = client.responses.create(input="one two", tool_choice=named, **arguments)
+    (call,) = response.output
     assert call.type == "function_call"
-    assert (call.name, call.status, made.status, made.output_text) == ("lose", "completed", "completed", "")
+    assert (call.name, call.status, response.status, response.output_text) == ("lose", "completed", "completed", "")
     assert set(json.loads(call.arguments)) == {"kind", "words"}
-    assert [tool.name for tool in made.tools] == ["keep", "lose"]  # type: ignore[union-attr]
-    assert made.tool_choice.name == "lose"  # type: ignore[union-attr]
+    assert [tool.name for tool in response.tools] == ["keep", "lose"]  # type: ignore[union-attr]
+    assert response.tool_choice.name == "lose"  # type: ignore[union-attr]
 
-    events = list(client.responses.create(input="one two", tool_choice=named, stream=True, **asked))
+    events = list(client.responses.create(input="one two", tool_choice=named, stream=True, **arguments))
     last: Any = events[-1]
     assert last.response.output[0].arguments == call.arguments
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -436,16 +445,16 @@ def test_a_response_may_call_tools(client: openai.OpenAI) -> None:
         {"type": "function_call", "call_id": name, "name": call.name, "arguments": call.arguments}
         for name in ("1", "2")
     ]
-    given: Any = [*CHAT, {"role": "assistant", "content": "well"}, *calls]
-    given.append({"type": "function_call_output", "call_id": "1", "output": "done"})
-    again = client.responses.create(input=given, max_output_tokens=4, **asked)
+    fields: Any = [*CHAT, {"role": "assistant", "content": "well"}, *calls]
+    fields.append({"type": "function_call_output", "call_id": "1", "output": "done"})
+    again = client.responses.create(input=fields, max_output_tokens=4, **arguments)
     assert again.output_text == chat.choices[0].message.content
     assert again.usage is not None
     assert chat.usage is not None
     assert again.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_responses_items_are_told_as_they_come() -> None:
+def test_response_items_are_streamed() -> None:
     """What is said before calls is a message, and each call an item of its own."""
     text = "well <tool_call>\n" + "\n</tool_call>\n<tool_call>\n".join(
         f'{{"name": "keep", "arguments": {arguments}}}' for arguments in ARGUMENTS
@@ -463,7 +472,7 @@ def test_a_responses_items_are_told_as_they_come() -> None:
             (ARGUMENTS[1], "incomplete"),
         ]
         ends = [fields["item"] for kind, fields in events if kind == "response.output_item.done"]
-        assert ends == [item.model_dump() for item in output.items]
+        assert ends == [pair.model_dump() for pair in output.items]
         places = [fields["output_index"] for _, fields in events]
         assert places == sorted(places)
 
@@ -477,18 +486,18 @@ def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
 
 
 def test_requests_have_ids(running: Served) -> None:
-    for path, given in (("/health", "mine-1"), ("/v1/nothing", "mine-2"), ("/health", None), ("/health", "two words")):
-        headers = {} if given is None else {"X-Request-Id": given}
-        found = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
-        assert (found == given) == (given in ("mine-1", "mine-2"))
-        assert found.isprintable()
+    for path, inputs in (("/health", "mine-1"), ("/v1/nothing", "mine-2"), ("/health", None), ("/health", "two words")):
+        headers = {} if inputs is None else {"X-Request-Id": inputs}
+        actual = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
+        assert (actual == inputs) == (inputs in ("mine-1", "mine-2"))
+        assert actual.isprintable()
 
 
 def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
     for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        asked = httpx.options(f"{running.url}/v1/completions", headers=headers)
-        assert asked.headers.get("access-control-allow-origin") == allowed
+        settings = httpx.options(f"{running.url}/v1/completions", headers=headers)
+        assert settings.headers.get("access-control-allow-origin") == allowed
         answer = httpx.get(f"{running.url}/health", headers={"Origin": origin})
         assert answer.headers.get("access-control-allow-origin") == allowed
 
@@ -496,18 +505,22 @@ def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
 def test_eagle3_answers_the_official_client(bundle: Callable[[str], Path]) -> None:
     """By default, with fewer draft tokens and without any, streamed and in one answer: the same text."""
     with served(bundle("dice-eagle3")) as server:
-        there = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
-        given: dict[str, Any] = {"model": NAME, "prompt": [7, 9, 11, 5], "max_tokens": 24, "temperature": 0.0}
+        existing = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
+        fields: dict[str, Any] = {"model": NAME, "prompt": [7, 9, 11, 5], "max_tokens": 24, "temperature": 0.0}
         hows: list[Any] = [
             None,
             {"method": "eagle3", "num_speculative_tokens": 3},
             {"num_speculative_tokens": 0},
         ]
         texts = [
-            there.completions.create(**given, extra_body={} if how is None else {"speculative": how}).choices[0].text
-            for how in hows
+            existing.completions.create(
+                **fields, extra_body={} if speculation is None else {"speculative": speculation}
+            )
+            .choices[0]
+            .text
+            for speculation in hows
         ]
-        streamed = there.completions.create(**given, stream=True)
+        streamed = existing.completions.create(**fields, stream=True)
         texts.append("".join(chunk.choices[0].text for chunk in streamed if chunk.choices))
         assert len(set(texts)) == 1
         shown = httpx.get(f"{server.url}/metrics").text

@@ -38,11 +38,11 @@ def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tup
 def verify(graph: Graph, past: int, tree: TokenTree, tokens: np.ndarray) -> np.ndarray:
     """Logits at every node; no row is kept yet."""
     graph.reserve(past + len(tree))
-    given = graph.inputs(len(tree), len(tree))
-    given[tensors.INPUT_IDS][0] = tokens
-    given[tensors.POSITION_IDS][0] = past + tree.depths
-    given[tensors.TREE_MASK][0] = tree.mask
-    given[tensors.PAST_LENGTH][0] = past
+    inputs = graph.inputs(len(tree), len(tree))
+    inputs[tensors.INPUT_IDS][0] = tokens
+    inputs[tensors.POSITION_IDS][0] = past + tree.depths
+    inputs[tensors.TREE_MASK][0] = tree.mask
+    inputs[tensors.PAST_LENGTH][0] = past
     return graph.run(len(tree), len(tree))[tensors.LOGITS][0].copy()
 
 
@@ -114,36 +114,36 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     opened = Bundle.open(bundle(name))
     graph = open_graph(opened, opened.manifest.target, 2, buffers(opened.manifest.target_signature), 1)
     both_slots = range(2)
-    given = graph.inputs(NODES, NODES, slots=both_slots)
-    given[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
+    inputs = graph.inputs(NODES, NODES, slots=both_slots)
+    inputs[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
     caches = graph._cache.now.parts  # type: ignore[attr-defined]
     for cache in caches.values():
         cache[:, :, NODES:] = POISON
     graph.run(NODES, NODES, slots=both_slots)
     portable = opened.manifest.lowering == "portable"
-    made = {name: cache.copy() for name, cache in caches.items()}
+    item = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
         for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):  # type: ignore[attr-defined]
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:
-                    made[name][:, :, :NODES] = rows[layer]
+                    item[name][:, :, :NODES] = rows[layer]
     before = {name: cache.copy() for name, cache in caches.items()}
     graph.commit(1, 0, [0, 3, 5])
     for name, cache in caches.items():
         np.testing.assert_array_equal(cache[0], before[name][0])
-        np.testing.assert_array_equal(cache[1, :, :3], made[name][1][:, [0, 3, 5]])
+        np.testing.assert_array_equal(cache[1, :, :3], item[name][1][:, [0, 3, 5]])
         np.testing.assert_array_equal(cache[1, :, 3:], before[name][1][:, 3:])
     graph.commit(0, 4, range(2))
     for name, cache in caches.items():
-        wanted = made[name][0, :, :2] if portable else before[name][0, :, 4:6]
+        wanted = item[name][0, :, :2] if portable else before[name][0, :, 4:6]
         np.testing.assert_array_equal(cache[0, :, 4:6], wanted)
         np.testing.assert_array_equal(np.delete(cache[0], [4, 5], 1), np.delete(before[name][0], [4, 5], 1))
         assert (cache[:, :, NODES:] == POISON).all()
 
 
-def test_a_portable_draft_commits_what_it_was_fed_and_nothing_else(bundle: Callable[[str], Path]) -> None:
+def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -> None:
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.exporter
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("made") / "model", "llama")
 
 
 @pytest.fixture
-def model(made: Path, tmp_path: Path) -> Path:
+def model(checkpoint: Path, tmp_path: Path) -> Path:
     """A checkpoint to do harm to."""
-    return shutil.copytree(made, tmp_path / "model")
+    return shutil.copytree(checkpoint, tmp_path / "model")
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -53,7 +53,7 @@ def refused(model: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("top_k", "x", "Expected `int"),
         ("top_k", -1, ">= 0"),
@@ -68,13 +68,13 @@ def refused(model: Path, *words: str) -> None:
         ("eos_token_id", [1, 320], "eos_token_id is 320"),
     ],
 )
-def test_a_generation_default_is_named_with_its_file(model: Path, field: str, value: Any, said: str) -> None:
+def test_a_generation_default_is_named_with_its_file(model: Path, field: str, value: Any, message: str) -> None:
     change(model / "generation_config.json", **{"do_sample": True, field: value})
-    refused(model, str(model / "generation_config.json"), field, said)
+    refused(model, str(model / "generation_config.json"), field, message)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected at most 4096"),
         ("num_hidden_layers", 3, "num_hidden_layers is 3, but the weights have 2 layers"),
@@ -93,10 +93,10 @@ def test_a_generation_default_is_named_with_its_file(model: Path, field: str, va
         ("rope_parameters", {"factors": [[{"head_dim": 1e9}]]}, "head_dim is 1000000000; expected at most 16777216"),
     ],
 )
-def test_a_size_that_is_absurd_or_not_of_the_weights_is_named(model: Path, field: str, value: Any, said: str) -> None:
+def test_absurd_or_wrong_sizes_are_named(model: Path, field: str, value: Any, message: str) -> None:
     (model / "generation_config.json").unlink()
     change(model / "config.json", **{field: value})
-    refused(model, "config.json", said)
+    refused(model, "config.json", message)
 
 
 DEEP = b'{"do_sample": ' + b"[" * 200_000
@@ -105,7 +105,7 @@ NO_TEXT = b'{"eos_token_id": "\xff"}'
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", NO_TEXT, DEEP, b" " * (17 << 20)], ids=range(6))
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_what_is_no_configuration_is_named(model: Path, name: str, raw: bytes) -> None:
+def test_invalid_configurations_are_named(model: Path, name: str, raw: bytes) -> None:
     (model / name).write_bytes(raw)
     refused(model, str(model / name))
 
@@ -123,7 +123,7 @@ def _without(model: Path, name: str) -> None:
     save_file({key: value for key, value in weights.items() if key != name}, model / "model.safetensors")
 
 
-def test_a_tensor_that_is_missing_is_not_drawn_at_random(model: Path) -> None:
+def test_missing_tensors_are_refused(model: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     _without(model, name)
     refused(model, f"the weights lack {name!r}")
@@ -146,8 +146,8 @@ def sharded(model: Path) -> Path:
     return model
 
 
-def test_weights_in_several_files_are_the_same(sharded: Path, made: Path) -> None:
-    whole, parts = load_checkpoint(str(made)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
+def test_weights_in_several_files_are_the_same(sharded: Path, checkpoint: Path) -> None:
+    whole, parts = load_checkpoint(str(checkpoint)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

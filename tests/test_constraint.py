@@ -53,10 +53,10 @@ def grammars(engine: Engine) -> Grammars:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> None:
-    made, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
+    factory, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
     vocab = engine("llama-near").manifest.target.vocab_size
     text: list[int] = []
-    bound = made.json_schema(schema)
+    bound = factory.json_schema(schema)
     while len(text) < 40 and (not text or text[-1] != 1):
         logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
         before = logits.copy()
@@ -71,7 +71,7 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
-            alone = made.json_schema(schema)
+            alone = factory.json_schema(schema)
             expected = alone.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             reached = True
             for token in (*text, *path):
@@ -89,17 +89,17 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
 
 
 def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, read = grammars(engine("llama-near")), llguidance.LLTokenizer
+    factory, read = grammars(engine("llama-near")), llguidance.LLTokenizer
     count = []
     monkeypatch.setattr(llguidance, "LLTokenizer", lambda *args, **more: count.append(1) or read(*args, **more))
-    waiting = [threading.Thread(target=made.prepare) for _ in range(4)]
+    waiting = [threading.Thread(target=factory.prepare) for _ in range(4)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
         thread.join()
     assert len(count) == 3  # its texts, and the texts with special tokens and without
-    made.json_schema("{}")
-    made.lark('start: "a"', skip_special_tokens=False)
+    factory.json_schema("{}")
+    factory.lark('start: "a"', skip_special_tokens=False)
     assert len(count) == 3
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
@@ -121,10 +121,10 @@ def test_whatever_is_sampled_fits(engine: Engines, acceptance: Any) -> None:
         params = SamplingParams(
             temperature=1.5, max_tokens=60, seed=seed, acceptance=acceptance, json_schema=json.dumps(PERSON)
         )
-        made = engine("llama-near").generate(PROMPT, params)
-        assert made.finish_reason == "stop"
-        assert fits(made.text)
-        kinds.add(json.loads(made.text)["kind"])
+        completion = engine("llama-near").generate(PROMPT, params)
+        assert completion.finish_reason == "stop"
+        assert fits(completion.text)
+        kinds.add(json.loads(completion.text)["kind"])
     assert len(kinds) > 1
 
 
@@ -132,25 +132,25 @@ def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> No
     schema = json.dumps({"enum": ["a", "b", "cd", "ce", 7]} | COMPACT)
     counts = []
     for speculation in (True, False):
-        found: Counter[str] = Counter()
+        histogram: Counter[str] = Counter()
         for seed in range(200):
             params = SamplingParams(temperature=1.0, max_tokens=12, seed=seed + 1000 * speculation, json_schema=schema)
-            found[engine("llama-near").generate(PROMPT, params, None if speculation else PLAIN).text] += 1
-        counts.append(found)
+            histogram[engine("llama-near").generate(PROMPT, params, None if speculation else PLAIN).text] += 1
+        counts.append(histogram)
     texts = sorted(set(counts[0]) | set(counts[1]))
     common = [text for text in texts if counts[0][text] + counts[1][text] >= 10]
     assert len(common) > 1
-    assert chi2_contingency([[found[text] for text in common] for found in counts]).pvalue > 1e-4
+    assert chi2_contingency([[histogram[text] for text in common] for histogram in counts]).pvalue > 1e-4
 
 
 def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, stop='"kind"', json_schema=json.dumps(PERSON))
-    made = engine("llama-near").generate(PROMPT, params)
-    assert made.text.startswith('{"alive":')
-    assert made.text.endswith(",")
+    completion = engine("llama-near").generate(PROMPT, params)
+    assert completion.text.startswith('{"alive":')
+    assert completion.text.endswith(",")
     # They are the model's own, which would have said something else.
-    assert any(entry.rank > 1 for entry in made.logprobs)
-    assert all(np.isfinite(entry.logprob) for entry in made.logprobs)
+    assert any(entry.rank > 1 for entry in completion.logprobs)
+    assert all(np.isfinite(entry.logprob) for entry in completion.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,16 @@ def model(text: Sequence[int], seed: int, vocab: int) -> np.ndarray[Any, np.dtyp
 
 
 def decoded(
-    made: Grammars, schema: Any, vocab: int, seed: int, temperature: float, trees: Sequence[TokenTree], stop: int | None
+    checkpoint: Grammars,
+    schema: Any,
+    vocab: int,
+    seed: int,
+    temperature: float,
+    trees: Sequence[TokenTree],
+    stop: int | None,
 ) -> tuple[list[int], bool]:
     """A text and whether it ended, as the step's acceptance makes it; drafts are right, wrong or the end at random."""
-    bound = made.json_schema(json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
+    bound = checkpoint.json_schema(json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
     params = SamplingParams(temperature=temperature, max_tokens=80)
     random, text, ends = np.random.default_rng(seed), list[int](), {EOS, stop}
     while len(text) < params.max_tokens:
@@ -257,9 +263,9 @@ def decoded(
 def test_a_draft_changes_no_bound_text(
     engine: Engines, temperature: float, schema: Any, seed: int, trees: list[TokenTree], stop: int | None
 ) -> None:
-    made, vocab = grammars(engine("llama-near")), engine("llama-near").manifest.target.vocab_size
-    plain = decoded(made, schema, vocab, seed, temperature, [TokenTree.chain(1)], stop)
-    assert decoded(made, schema, vocab, seed, temperature, trees, stop) == plain
+    factory, vocab = grammars(engine("llama-near")), engine("llama-near").manifest.target.vocab_size
+    plain = decoded(factory, schema, vocab, seed, temperature, [TokenTree.chain(1)], stop)
+    assert decoded(factory, schema, vocab, seed, temperature, trees, stop) == plain
     if plain[1] and stop is None:
         json.loads(engine("llama-near").tokenizer.decode(plain[0]))
 
@@ -267,8 +273,8 @@ def test_a_draft_changes_no_bound_text(
 def conversation(engine: Engine) -> list[int]:
     """Three turns that were answered by the same JSON, each with the end token behind it."""
     answered = engine.tokenizer.encode('{"a":1,"b":"x"}', add_special_tokens=False).ids
-    asked = engine.tokenizer.encode("say it", add_special_tokens=False).ids
-    return [*([*asked, *answered, EOS] * 3), *asked]
+    request = engine.tokenizer.encode("say it", add_special_tokens=False).ids
+    return [*([*request, *answered, EOS] * 3), *request]
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-lookup"])
@@ -284,12 +290,16 @@ def test_a_prompt_with_end_tokens_is_answered(name: str, temperature: float, eng
     plain = loaded.generate(prompt, params, PLAIN)
     for method in loaded.methods:
         expected = {"hypothesis": f"{answer}</s>say it{answer}"} if method == "hypothesis" else {}
-        made = loaded.generate(prompt, params, {"method": method, **expected})
-        assert made.finish_reason == "stop", method
-        assert json.loads(made.text)["a"] == 1
-        drafted += made.stats.accepted
+        completion = loaded.generate(prompt, params, {"method": method, **expected})
+        assert completion.finish_reason == "stop", method
+        assert json.loads(completion.text)["a"] == 1
+        drafted += completion.stats.accepted
         if not temperature:
-            assert (made.token_ids, made.text, made.logprobs) == (plain.token_ids, plain.text, plain.logprobs), method
+            assert (completion.token_ids, completion.text, completion.logprobs) == (
+                plain.token_ids,
+                plain.text,
+                plain.logprobs,
+            ), method
     assert drafted > 0
 
 
@@ -302,8 +312,8 @@ def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine: Engines) -> Non
             params = SamplingParams(
                 temperature=0.0, max_tokens=20, grammar=grammar, stop_token_ids=(stop,), logit_bias=bias
             )
-            made = loaded.generate(loaded.tokenizer.encode("ab!cab!cab").ids, params, method)
-            assert (made.text, made.token_ids[-1], made.finish_reason) == (text, stop, "stop")
+            completion = loaded.generate(loaded.tokenizer.encode("ab!cab!cab").ids, params, method)
+            assert (completion.text, completion.token_ids[-1], completion.finish_reason) == (text, stop, "stop")
 
 
 @pytest.mark.parametrize(
@@ -315,17 +325,17 @@ def test_white_space_is_bounded(engine: Engines, bound: dict[str, Any]) -> None:
     loaded = engine("llama-near")
     white = [token for token in range(3, 318) if not loaded.tokenizer.decode([token]).strip(" \n\t\r")]
     params = SamplingParams(temperature=0.0, max_tokens=200, logit_bias=dict.fromkeys(white, 100.0), **bound)
-    made = loaded.generate(PROMPT, params)
-    assert made.finish_reason == "stop"
-    assert json.loads(made.text.removeprefix("a").removesuffix("%json {}"))["a"] == 1
-    assert "\n" in made.text or "  " not in made.text
+    completion = loaded.generate(PROMPT, params)
+    assert completion.finish_reason == "stop"
+    assert json.loads(completion.text.removeprefix("a").removesuffix("%json {}"))["a"] == 1
+    assert "\n" in completion.text or "  " not in completion.text
 
 
 def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
-    made, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
+    factory, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
 
     def taken(schema: Any, text: str) -> bool:
-        matcher = made.json_schema(json.dumps(schema))._matcher
+        matcher = factory.json_schema(json.dumps(schema))._matcher
         tokens = encode(text).ids
         return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 

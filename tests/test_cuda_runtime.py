@@ -60,7 +60,7 @@ def test_stand_ins_have_the_signatures_of_the_real_package(kind: type) -> None:
         assert [n.lstrip("*") for n in names] == list(inspect.signature(getattr(kind, name)).parameters)[1:], name
 
 
-def test_real_package_takes_what_is_given_and_says_there_is_no_driver() -> None:
+def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     """On a machine without a GPU: the real calls, with arguments of the kinds we pass, and their real statuses."""
     status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
@@ -122,7 +122,7 @@ def test_errors_say_what_to_do(fake: StandIn) -> None:
         cuda.allocate(2 << 30)
 
 
-def test_budget_counts_what_others_took(cuda: Cuda, fake: StandIn) -> None:
+def test_budget_counts_other_requests_tokens(cuda: Cuda, fake: StandIn) -> None:
     fake.cudaMalloc(512 << 20)
     device = Device.share(cuda, 0.75)
     assert device.budget.available == 256 << 20
@@ -262,8 +262,8 @@ class Caches:
     def arrays(self, *, new: int = 0) -> dict[str, np.ndarray]:
         self.stream.synchronize()
         slots = range(self.cache._batch)
-        found = self.cache.new_rows(new, slots) if new else self.cache.tensors(self.cache.rows, slots)
-        return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in found.items()}
+        actual = self.cache.new_rows(new, slots) if new else self.cache.tensors(self.cache.rows, slots)
+        return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in actual.items()}
 
     def write(self, arrays: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng(seed)

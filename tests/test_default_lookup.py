@@ -45,8 +45,8 @@ def free(folder: Path) -> Iterator[Engine]:
 def test_repeated_text_is_looked_up(free: Engine) -> None:
     plain = free.generate(PROMPT, GREEDY, PLAIN)
     assert plain.stats.drafted == 0
-    for asked in (None, "auto", {"method": "auto"}):
-        done = free.generate(PROMPT, GREEDY, asked)
+    for arguments in (None, "auto", {"method": "auto"}):
+        done = free.generate(PROMPT, GREEDY, arguments)
         assert done.token_ids == plain.token_ids
         assert done.stats.accepted > 0
         assert done.stats.steps < plain.stats.steps

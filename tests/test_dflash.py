@@ -100,39 +100,41 @@ class Paper:
         the N tokens before it.
         """
         size, count = self.layer["head_dim"], len(states)
-        context = [self._norm(self.weights["fc.weight"] @ one, "hidden_norm") for one in states]
+        context = [self._norm(self.weights["fc.weight"] @ state, "hidden_norm") for state in states]
         scale = self.more.get("input_embedding_scale", 1.0)
-        rows = [self.weights["embed_tokens.weight"][one] * scale for one in (root, *[self.more["mask_token_id"]] * K)]
+        rows = [
+            self.weights["embed_tokens.weight"][state] * scale for state in (root, *[self.more["mask_token_id"]] * K)
+        ]
         for at, kind in enumerate(self.layer["layer_types"]):
             sliding, name = kind == "sliding_attention", f"layers.{at}"
             causal = self.config.get("is_causal", sliding and not self.config.get("sliding_window_non_causal"))
             window = self.layer["sliding_window"] if sliding else 10**9
             normed = [self._norm(row, f"{name}.input_layernorm") for row in rows]
-            keys, values, made = [], [], []
+            keys, values, results = [], [], []
             for position, row in enumerate([*context, *normed]):
-                k, v = ((self.weights[f"{name}.self_attn.{one}_proj.weight"] @ row).view(-1, size) for one in "kv")
+                k, v = ((self.weights[f"{name}.self_attn.{state}_proj.weight"] @ row).view(-1, size) for state in "kv")
                 keys.append(self._rotated(self._norm(k, f"{name}.self_attn.k_norm"), position))
                 values.append(v)
             for place, row in enumerate(normed):
                 mine = count + place
                 q = (self.weights[f"{name}.self_attn.q_proj.weight"] @ row).view(-1, size)
                 q, heads = self._rotated(self._norm(q, f"{name}.self_attn.q_norm"), mine), []
-                seen = [one for one in range(len(keys)) if mine - one < window and not (causal and one > mine)]
+                seen = [state for state in range(len(keys)) if mine - state < window and not (causal and state > mine)]
                 for head in range(len(q)):
                     shared = head // (len(q) // len(keys[0]))
-                    scores = torch.stack([q[head] @ keys[one][shared] for one in seen]) / size**0.5
-                    heads.append(scores.softmax(0) @ torch.stack([values[one][shared] for one in seen]))
-                made.append(rows[place] + self.weights[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads))
-            inner = [self._norm(row, f"{name}.post_attention_layernorm") for row in made]
+                    scores = torch.stack([q[head] @ keys[state][shared] for state in seen]) / size**0.5
+                    heads.append(scores.softmax(0) @ torch.stack([values[state][shared] for state in seen]))
+                results.append(rows[place] + self.weights[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads))
+            inner = [self._norm(row, f"{name}.post_attention_layernorm") for row in results]
             gates, ups = (
-                [self.weights[f"{name}.mlp.{one}_proj.weight"] @ row for row in inner] for one in ("gate", "up")
+                [self.weights[f"{name}.mlp.{state}_proj.weight"] @ row for row in inner] for state in ("gate", "up")
             )
             down = self.weights[f"{name}.mlp.down_proj.weight"]
-            rows = [row + down @ (F.silu(gate) * up) for row, gate, up in zip(made, gates, ups, strict=True)]
-        said = torch.stack([self.weights["lm_head.weight"] @ self._norm(row, "norm") for row in rows[1:]])
-        said = said * self.more.get("output_multiplier", 1.0)
+            rows = [row + down @ (F.silu(gate) * up) for row, gate, up in zip(results, gates, ups, strict=True)]
+        text = torch.stack([self.weights["lm_head.weight"] @ self._norm(row, "norm") for row in rows[1:]])
+        text = text * self.more.get("output_multiplier", 1.0)
         cap = self.more.get("final_logit_softcapping")
-        return cap * torch.tanh(said / cap) if cap else said
+        return cap * torch.tanh(text / cap) if cap else text
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,7 @@ class Paper:
         ("portable", {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
     ],
 )
-def test_the_graph_drafts_what_the_formulas_say(
-    tmp_path: Path, target: Path, lowering: Any, options: dict[str, Any]
-) -> None:
+def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, options: dict[str, Any]) -> None:
     """Two slots with texts of 9 and 2 rows, whose next rows are 3 and 1, padded; then blocks of 6 and 4 tokens."""
     folder = make_dflash(tmp_path / "draft", target, **options)
     outline = read_dflash(str(folder))
@@ -175,7 +175,7 @@ def test_the_graph_drafts_what_the_formulas_say(
         dynamic_tree=False,
     )
     make, wide = buffers(method.signatures["dflash"]), draft.fc.in_features
-    names = [one.name for one in session.get_outputs()]
+    names = [tensor.name for tensor in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)
     caches = {name: np.zeros(shape, np.float32) for name in signature.caches(cache)}
     draw = np.random.default_rng(4)
@@ -183,39 +183,41 @@ def test_the_graph_drafts_what_the_formulas_say(
     roots = draw.integers(0, VOCAB, 2)
 
     def run(width: int, Ks: tuple[int, int], pasts: tuple[int, int], counts: tuple[int, int]) -> dict[str, Any]:
-        given, _ = make(ShapePoint(2, width, 32, 0, max(Ks)))
+        inputs, _ = make(ShapePoint(2, width, 32, 0, max(Ks)))
         for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-            given[tensors.INPUT_IDS][slot] = roots[slot]
-            given[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
-            given[tensors.LAYER_STATES][slot, count:] = 9.0  # padding
-            given[tensors.PAST_LENGTH][slot], given[tensors.LAST_ROW][slot] = past, count - 1
-            given[tensors.BLOCK_ROWS][slot] = 1 + Ks[slot]
-        given[tensors.UNIFORM][1], given[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
-        made = dict(zip(names, session.run(names, given | caches), strict=True))
+            inputs[tensors.INPUT_IDS][slot] = roots[slot]
+            inputs[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
+            inputs[tensors.LAYER_STATES][slot, count:] = 9.0  # padding
+            inputs[tensors.PAST_LENGTH][slot], inputs[tensors.LAST_ROW][slot] = past, count - 1
+            inputs[tensors.BLOCK_ROWS][slot] = 1 + Ks[slot]
+        inputs[tensors.UNIFORM][1], inputs[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
+        outputs = dict(zip(names, session.run(names, inputs | caches), strict=True))
         for name, rows in caches.items():
-            new = made[name.replace("past", "present" if lowering == "native" else "new")]
+            new = outputs[name.replace("past", "present" if lowering == "native" else "new")]
             for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
                 from_row = past if lowering == "native" else 0
                 rows[slot, :, past : past + count] = new[slot, :, from_row : from_row + count]
-        return made
+        return outputs
 
     run(10, (1, 1), (0, 0), (9, 2))
     Ks = (5, 3)
-    made = run(4, Ks, (9, 2), (3, 1))
+    result = run(4, Ks, (9, 2), (3, 1))
     paper = Paper(folder, target)
     for slot, rows in enumerate((12, 3)):
         logits = paper.logits(torch.from_numpy(states[slot, :rows]), int(roots[slot]), Ks[slot])
         for depth in range(Ks[slot]):
-            ids, probs = made[tensors.DRAFT_IDS][depth, slot], made[tensors.DRAFT_PROBS][depth, slot]
-            token, best = int(made[tensors.DRAFT_TOKENS][depth, slot]), logits[depth].topk(64)
-            own = best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
+            ids, probs = result[tensors.DRAFT_IDS][depth, slot], result[tensors.DRAFT_PROBS][depth, slot]
+            token, best = int(result[tensors.DRAFT_TOKENS][depth, slot]), logits[depth].topk(64)
+            expected_own = (
+                best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
+            )
             q = best.values.softmax(0) if slot else F.one_hot(torch.tensor(0), 64).float()
-            np.testing.assert_array_equal(ids[:5], own[:5])
+            np.testing.assert_array_equal(ids[:5], expected_own[:5])
             np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
             assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
 
 
-def test_what_a_draft_leaves_out_is_the_target_s(target: Path, draft: Path, small_vocabulary: Path) -> None:
+def test_missing_draft_tensors_are_the_targets(target: Path, draft: Path, small_vocabulary: Path) -> None:
     theirs = load_file(target / "model.safetensors")
     whole = read_dflash(str(draft)).load(target, LAYERS, 512)
     assert torch.equal(whole.embed_tokens.weight, theirs["model.embed_tokens.weight"])
@@ -230,8 +232,8 @@ def test_what_a_draft_leaves_out_is_the_target_s(target: Path, draft: Path, smal
 def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: Path) -> None:
     assert read_dflash(str(draft)).seen(LAYERS) == (1, 2)  # target_layer_ids 0, 1: outputs of layers
     assert read_dflash(str(small_vocabulary)).seen(LAYERS) == (1, 2)  # aux_hidden_state_layer_ids 1, 2
-    beside = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1])
-    assert (read_dflash(beside).seen(LAYERS), read_dflash(beside).mask_token) == ((2,), 7)
+    neighbour = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1])
+    assert (read_dflash(neighbour).seen(LAYERS), read_dflash(neighbour).mask_token) == ((2,), 7)
     # z-lab's for Qwen3-8B's 36 layers: five draft layers see 1, 9, 17, 25 and 33.
     assert usual_states(5, 36) == (2, 10, 18, 26, 34)
     assert usual_states(1, 36) == (19,)
@@ -314,8 +316,8 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], P
         for length in (1, 2, 3, 7, 40):
             prompt = draw.integers(3, 12, length).tolist()
             plain = engine.generate(prompt, params, PLAIN).token_ids
-            for how in ("dflash", Speculative(method="dflash", num_speculative_tokens=5), "ngram", "dflash"):
-                done = engine.generate(prompt, params, how)
+            for speculation in ("dflash", Speculative(method="dflash", num_speculative_tokens=5), "ngram", "dflash"):
+                done = engine.generate(prompt, params, speculation)
                 assert done.token_ids == plain
                 reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
     assert reached >= 2
@@ -331,9 +333,9 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> No
         engine.generate([*text, 4], params, PLAIN)
         after_plain = engine.generate([*text, 5], params, "dflash")
         again = engine.generate([*text, 5], params, "dflash")
-    assert [one.stats.cached_tokens for one in (after_plain, again)] == [0, 29]  # all but the token before the root
-    for one in (after_plain, again):
-        assert (one.token_ids, one.stats.accepted) == (alone.token_ids, alone.stats.accepted)
+    assert [item.stats.cached_tokens for item in (after_plain, again)] == [0, 29]  # all but the token before the root
+    for item in (after_plain, again):
+        assert (item.token_ids, item.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
 def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
@@ -347,7 +349,7 @@ def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
     with Engine.load(bundle("dice-dflash-batch"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
         drawn = engine.generate(texts[2], sampled, short)
-        streams = [engine.stream(text, params, how) for text, how in zip(texts, hows, strict=True)]
+        streams = [engine.stream(text, params, speculation) for text, speculation in zip(texts, hows, strict=True)]
         streams.append(engine.stream(texts[2], sampled, short))
         *together, again = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
@@ -371,7 +373,7 @@ def test_build_inspect_and_verify(
     assert "dflash, states after 1, 2 of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in one.sentence for one in report.checks)
+    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
     with LLM(model=str(out)) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
     other = changed(copytree(small_vocabulary, tmp_path / "other"), {"lm_head.weight": torch.randn(KEPT, H)})

@@ -23,10 +23,12 @@ def test_every_node_has_its_place(tree: TokenTree) -> None:
     nodes = root.findall(f"{SVG}g")
     assert [node.findtext(f"{SVG}text") for node in nodes] == [str(node) for node in range(len(tree))]
     circles = [node.find(f"{SVG}circle") for node in nodes]
-    places = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in circles if one is not None]
+    places = [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in circles if circle is not None]
     for (x, y), (other_x, other_y) in combinations(places, 2):
         assert abs(x - other_x) >= 24 or abs(y - other_y) >= 24
-    assert [one.attrib["class"] == "first" for one in circles if one is not None] == [rank == 0 for rank in tree.ranks]
+    assert [circle.attrib["class"] == "first" for circle in circles if circle is not None] == [
+        rank == 0 for rank in tree.ranks
+    ]
     starts = [path.attrib["d"].partition("c")[0] for path in root.findall(f"{SVG}path")]
     assert starts == [f"M{places[up][0]:g} {places[up][1]:g}" for up in tree.parents[1:]]
     _, _, width, height = map(float, root.attrib["viewBox"].split())

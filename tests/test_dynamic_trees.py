@@ -55,7 +55,7 @@ def test_the_most_probable_nodes_are_chosen(spine: bool) -> None:
         assert set(tree.choices) == set(expected)
 
 
-def test_what_has_no_probability_is_left_out() -> None:
+def test_impossible_candidates_are_left_out() -> None:
     weights = np.array([[1, 0, 0], [0.5, 0.5, 0], [1, 0, 0]], np.float32)
     assert set(most_probable_tree(WIDE, weights, False).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)}
     assert set(most_probable_tree(WIDE, weights, True).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0)}
@@ -72,10 +72,10 @@ def test_greedy_text_is_plain_decoding_s(
         assert "dynamic trees" in engine.methods[name].describe()
         proposal = proposer._proposal  # type: ignore[attr-defined]
 
-        def watched(*given: Any) -> Any:
-            made = proposal(*given)
-            shapes.add(made.tree)
-            return made
+        def watched(*arguments: Any) -> Any:
+            proposed = proposal(*arguments)
+            shapes.add(proposed.tree)
+            return proposed
 
         monkeypatch.setattr(proposer, "_proposal", watched)
         for length in (1, 2, 7, 30):
@@ -94,11 +94,11 @@ def test_samples_are_distributed_as_the_target_s(
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
         for temperature in (1.0, 0.6):
             params = SamplingParams(temperature=temperature, max_tokens=LENGTH, ignore_eos=True)
-            made = [engine.generate(DICE_PROMPT, params.replace(seed=seed), name) for seed in range(RUNS)]
-            assert sum(one.stats.accepted for one in made) > 0
+            completions = [engine.generate(DICE_PROMPT, params.replace(seed=seed), name) for seed in range(RUNS)]
+            assert sum(completion.stats.accepted for completion in completions) > 0
             exact = exact_texts(oracle(f"dice-{name}")["next_logits"], params, LENGTH)
-            assert min(prefix_p_values([one.token_ids for one in made], exact)) > SIGNIFICANCE
-            assert engine.generate(DICE_PROMPT, params.replace(seed=3), name).token_ids == made[3].token_ids
+            assert min(prefix_p_values([completion.token_ids for completion in completions], exact)) > SIGNIFICANCE
+            assert engine.generate(DICE_PROMPT, params.replace(seed=3), name).token_ids == completions[3].token_ids
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -72,7 +72,7 @@ def draft(tmp_path: Path, target: Path) -> Path:
 def changed(folder: Path, weights: dict[str, torch.Tensor | None] | None = None, **config: Any) -> str:
     """A draft with other tensors, where None takes one away, and another configuration."""
     state = load_file(folder / "model.safetensors") | (weights or {})
-    save_file({name: one for name, one in state.items() if one is not None}, folder / "model.safetensors")
+    save_file({name: item for name, item in state.items() if item is not None}, folder / "model.safetensors")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return str(folder)
@@ -92,7 +92,7 @@ class Paper:
         self.config = json.loads((folder / "config.json").read_text())
         self.layer = self.config.get("transformer_layer_config", self.config)
         state = load_file(folder / "model.safetensors")
-        self.weights = {name.replace("midlayer.", "").replace("layers.0.", ""): one for name, one in state.items()}
+        self.weights = {name.replace("midlayer.", "").replace("layers.0.", ""): item for name, item in state.items()}
         if "embed_tokens.weight" not in self.weights:
             self.weights["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         self.keys: list[torch.Tensor] = []
@@ -159,7 +159,7 @@ class Paper:
         ("speculators", "native", {"model_type": "qwen3", "fc_norm": True, "norm_output": True, "embedding": False}),
     ],
 )
-def test_the_graph_drafts_what_the_formulas_say(
+def test_drafts_equal_the_formulas(
     tmp_path: Path, target: Path, published: Any, lowering: Any, options: dict[str, Any]
 ) -> None:
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
@@ -173,56 +173,58 @@ def test_the_graph_drafts_what_the_formulas_say(
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = Eagle3(**LIKE, dynamic_tree=False)
     make = buffers(method.signatures["eagle3"])
-    names = [one.name for one in session.get_outputs()]
+    names = [tensor.name for tensor in session.get_outputs()]
     shape = (2, cache[0].heads, 32, cache[0].key_size)
     caches = {name.at(0): np.zeros(shape, np.float32) for name in (tensors.PAST_KEY, tensors.PAST_VALUE)}
     draw = np.random.default_rng(4)
     states = draw.normal(0, 1.5, (2, 12, 3 * H)).astype(np.float32)
     texts = draw.integers(0, VOCAB, (2, 13))
 
-    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int], own: Any = None) -> dict[str, Any]:
-        given, _ = make(ShapePoint(2, width, 32, 0, K))
-        given[tensors.READS_OWN][:] = own is not None
-        given[tensors.OWN_STATE][:] = 0 if own is None else own[:, 0]
+    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int], local: Any = None) -> dict[str, Any]:
+        inputs, _ = make(ShapePoint(2, width, 32, 0, K))
+        inputs[tensors.READS_OWN][:] = local is not None
+        inputs[tensors.OWN_STATE][:] = 0 if local is None else local[:, 0]
         for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-            given[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
-            given[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
-            given[tensors.PAST_LENGTH][slot], given[tensors.LAST_ROW][slot] = past, count - 1
-        given[tensors.UNIFORM][1], given[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
-        made = dict(zip(names, session.run(names, given | caches), strict=True))
+            inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
+            inputs[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
+            inputs[tensors.PAST_LENGTH][slot], inputs[tensors.LAST_ROW][slot] = past, count - 1
+        inputs[tensors.UNIFORM][1], inputs[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
+        outputs = dict(zip(names, session.run(names, inputs | caches), strict=True))
         for kind in ("key", "value"):
-            rows = made[f"present_{kind}.0"] if lowering == "native" else made[f"new_{kind}.0"]
+            rows = outputs[f"present_{kind}.0"] if lowering == "native" else outputs[f"new_{kind}.0"]
             for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
                 new = rows[slot, :, past:] if lowering == "native" else rows[slot]
                 caches[f"past_{kind}.0"][slot, :, past : past + count] = new[:, :count]
-        return made
+        return outputs
 
     run(6, 1, (0, 0), (5, 2))
-    made = run(4, 4, (5, 2), (3, 1))
+    result = run(4, 4, (5, 2), (3, 1))
     for slot, rows in enumerate((8, 3)):
         paper = Paper(folder, target)
         for row in range(rows):
             state, logits = paper.row(paper.fused(torch.from_numpy(states[slot, row])), int(texts[slot, row + 1]))
         for depth in range(4):
-            ids, probs = made[tensors.DRAFT_IDS][depth, slot], made[tensors.DRAFT_PROBS][depth, slot]
-            token, best = int(made[tensors.DRAFT_TOKENS][depth, slot]), logits.topk(64)
-            own = best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
+            ids, probs = result[tensors.DRAFT_IDS][depth, slot], result[tensors.DRAFT_PROBS][depth, slot]
+            token, best = int(result[tensors.DRAFT_TOKENS][depth, slot]), logits.topk(64)
+            expected_own = (
+                best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
+            )
             q = best.values.softmax(0) if slot else F.one_hot(torch.tensor(0), 64).float()
-            np.testing.assert_array_equal(ids[:5], own[:5])
+            np.testing.assert_array_equal(ids[:5], expected_own[:5])
             np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
             assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
             state, logits = paper.row(state, token)
     # The same in a call for each token, as devices draft.
-    said = run(4, 1, (5, 2), (3, 1))
+    text = run(4, 1, (5, 2), (3, 1))
     for depth, pasts in enumerate(((8, 3), (9, 4), (10, 5), (11, 6))):
         for name in (tensors.DRAFT_TOKENS, tensors.DRAFT_IDS):
-            np.testing.assert_array_equal(said[name][0], made[name][depth])
+            np.testing.assert_array_equal(text[name][0], result[name][depth])
         for slot, past in enumerate(pasts):
-            texts[slot, past + 1] = said[tensors.DRAFT_TOKENS][0, slot]
-        said = run(4, 1, pasts, (1, 1), said[tensors.NEXT_STATE])
+            texts[slot, past + 1] = text[tensors.DRAFT_TOKENS][0, slot]
+        text = run(4, 1, pasts, (1, 1), text[tensors.NEXT_STATE])
 
 
-def test_what_a_draft_leaves_out_is_the_target_s(tmp_path: Path, target: Path) -> None:
+def test_missing_draft_tensors_are_the_targets(tmp_path: Path, target: Path) -> None:
     folder = make_eagle3(tmp_path / "draft", target, draft_vocab=KEPT, embedding=False)
     source = changed(folder, {"lm_head.weight": None})
     fit(source)
@@ -314,8 +316,8 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], P
         for length in (1, 2, 3, 7, 30):
             prompt = draw.integers(3, 12, length).tolist()
             plain = engine.generate(prompt, params, PLAIN).token_ids
-            for how in ("eagle3", Speculative(method="eagle3", num_speculative_tokens=3), "ngram", "eagle3"):
-                done = engine.generate(prompt, params, how)
+            for speculation in ("eagle3", Speculative(method="eagle3", num_speculative_tokens=3), "ngram", "eagle3"):
+                done = engine.generate(prompt, params, speculation)
                 assert done.token_ids == plain
                 reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
     assert reached >= 2
@@ -357,10 +359,10 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> No
         after_plain = engine.generate([*text, 5], params, "eagle3")
         again = engine.generate([*text, 5], params, "eagle3")
         longer = engine.generate([*text, 5, *alone.token_ids, 7], params, "eagle3")
-    assert [one.stats.cached_tokens for one in (after_plain, again)] == [0, 29]  # all but the token before the root
+    assert [item.stats.cached_tokens for item in (after_plain, again)] == [0, 29]  # all but the token before the root
     assert 31 < longer.stats.cached_tokens < 31 + 8
-    for one in (after_plain, again):
-        assert (one.token_ids, one.stats.accepted) == (alone.token_ids, alone.stats.accepted)
+    for item in (after_plain, again):
+        assert (item.token_ids, item.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
 def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
@@ -371,7 +373,7 @@ def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
     with Engine.load(bundle("dice-eagle3-batch"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
         hows = [PLAIN if method is None else method for method in methods]
-        streams = [engine.stream(text, params, how) for text, how in zip(texts, hows, strict=True)]
+        streams = [engine.stream(text, params, speculation) for text, speculation in zip(texts, hows, strict=True)]
         together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
     assert together == alone
@@ -393,7 +395,7 @@ def test_build_inspect_verify_and_bench(
     assert "eagle3, states after 0, 1, 2 of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in one.sentence for one in report.checks)
+    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
     with LLM(model=str(out)) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
     other = changed(copytree(draft, tmp_path / "other"), {"lm_head.weight": torch.randn(KEPT, H)})

@@ -36,72 +36,74 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
-    one = engine(name)
+def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
+    loaded = engine(name)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}]
-    ways += [{"method": method} for method in one.loaded_methods if method not in ("self_draft", "hypothesis")]
+    ways += [{"method": method} for method in loaded.loaded_methods if method not in ("self_draft", "hypothesis")]
     for case in oracle(name)["embeds"]:
         expected = case["tokens"]
         params = GREEDY.replace(max_tokens=len(expected))
         if "ids" in case:
-            assert list(one.generate(case["ids"], params, PLAIN).token_ids) == expected
-        hypotheses = [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in one.loaded_methods else []
+            assert list(loaded.generate(case["ids"], params, PLAIN).token_ids) == expected
+        hypotheses = (
+            [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in loaded.loaded_methods else []
+        )
         for way in [*ways, *hypotheses]:
-            done = one.generate(prompt(case), params, way)
+            done = loaded.generate(prompt(case), params, way)
             assert list(done.token_ids) == expected, (list(map(len, case["prompt"])), way)
         if hypotheses:
             assert done.stats.accepted > 8
 
 
-def test_a_seed_draws_what_it_draws_after_the_tokens(engine: Engines, oracle: Callable[[str], Any]) -> None:
-    one, params = engine(NAME), SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
+def test_seeds_give_the_same_samples_after_tokens(engine: Engines, oracle: Callable[[str], Any]) -> None:
+    loaded, params = engine(NAME), SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
     for case in (case for case in oracle(NAME)["embeds"] if "ids" in case):
         for method in ("ngram", "lookahead"):
-            expected = one.generate(case["ids"], params, PLAIN).token_ids
-            assert one.generate(prompt(case), params, PLAIN).token_ids == expected
-            done = one.generate(prompt(case), params, method)
+            expected = loaded.generate(case["ids"], params, PLAIN).token_ids
+            assert loaded.generate(prompt(case), params, PLAIN).token_ids == expected
+            done = loaded.generate(prompt(case), params, method)
             assert len(done.token_ids) == len(expected)
 
 
 def test_nothing_proposes_an_embedding(engine: Engines) -> None:
     """Embeddings that repeat are found like tokens that do, and what follows them is proposed up to the next one."""
-    one = engine(NAME)
+    loaded = engine(NAME)
     again = rows(4)
     text = EmbedsPrompt([again, again, [7, 8, 9, 10], again, [7, 8, 9, 10], again[:2], [7, 8], again])
     for method in ("ngram", "suffix", "lookahead"):
-        with recorded(one, method) as recorder:
-            done = one.generate(text, GREEDY.replace(ignore_eos=True), method)
-        made = [proposal for _, proposal in recorder]
-        assert made
-        assert min(int(proposal.tokens.min(initial=0)) for proposal in made) >= 0
-        assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in made)
-        assert done.token_ids == one.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
+        with recorded(loaded, method) as recorder:
+            done = loaded.generate(text, GREEDY.replace(ignore_eos=True), method)
+        item = [proposal for _, proposal in recorder]
+        assert item
+        assert min(int(proposal.tokens.min(initial=0)) for proposal in item) >= 0
+        assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in item)
+        assert done.token_ids == loaded.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 
 def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Callable[[str], Path]) -> None:
     params = GREEDY.replace(logprobs=0, max_tokens=4)
 
-    def said(one: Engine, text: Any) -> tuple[Any, list[float]]:
-        done = one.generate(text, params)
+    def said(first: Engine, text: Any) -> tuple[Any, list[float]]:
+        done = first.generate(text, params)
         return done, [entry.logprob for entry in done.logprobs]
 
     texts = [EmbedsPrompt([rows(30, seed), [5, 6]]) for seed in (1, 2)]
     with Engine.load(bundle(NAME), threads=1, prefix_cache=False) as alone:
         expected = [said(alone, text)[1] for text in texts]
     assert abs(expected[0][0] - expected[1][0]) > 1e-3
-    with Engine.load(bundle(NAME), threads=1, max_batch_size=1) as one:
+    with Engine.load(bundle(NAME), threads=1, max_batch_size=1) as loaded:
         for index, cached in ((0, 0), (1, 0), (1, 31), (0, 0)):
-            done, logprobs = said(one, texts[index])
+            done, logprobs = said(loaded, texts[index])
             assert logprobs == pytest.approx(expected[index], abs=1e-4)
             assert done.stats.cached_tokens == cached
         longer = EmbedsPrompt([rows(30, 1), [5, 6, 7]])
-        assert one.generate(longer, params).stats.cached_tokens == 32
+        assert loaded.generate(longer, params).stats.cached_tokens == 32
         # Tokens that begin alike are no embeddings that begin alike.
-        assert one.generate([0] * 40, params).stats.cached_tokens == 0
+        assert loaded.generate([0] * 40, params).stats.cached_tokens == 0
 
 
-def test_requests_of_a_batch_are_what_they_are_alone(engine: Engines) -> None:
-    one = engine(NAME)
+def test_batched_requests_equal_single_ones(engine: Engines) -> None:
+    loaded = engine(NAME)
     texts: list[Any] = [
         EmbedsPrompt([rows(70, 1)]),
         [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)],
@@ -109,8 +111,8 @@ def test_requests_of_a_batch_are_what_they_are_alone(engine: Engines) -> None:
         EmbedsPrompt([rows(1, 3)]),
     ]
     ways: list[dict[str, Any]] = [{"method": "lookahead"}, {}, {"method": "ngram"}, {"num_speculative_tokens": 0}]
-    alone = [one.generate(text, GREEDY, PLAIN).token_ids for text in texts]
-    streams = [one.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True)]
+    alone = [loaded.generate(text, GREEDY, PLAIN).token_ids for text in texts]
+    streams = [loaded.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True)]
     for stream in streams:
         stream.start()
     together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
@@ -118,18 +120,18 @@ def test_requests_of_a_batch_are_what_they_are_alone(engine: Engines) -> None:
 
 
 def test_a_draft_reads_no_embeddings(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     text = EmbedsPrompt(rows(4))
-    with one.stream([5], GREEDY) as stream:
+    with loaded.stream([5], GREEDY) as stream:
         assert stream.method == "self_draft"
-    with one.stream(text, GREEDY) as stream:
+    with loaded.stream(text, GREEDY) as stream:
         assert stream.method == "ngram"
     with pytest.raises(RequestError, match="'self_draft', whose model reads tokens alone"):
-        one.stream(text, GREEDY, "self_draft")
+        loaded.stream(text, GREEDY, "self_draft")
 
 
 def test_wrong_prompts_are_explained(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     good = rows(3)
     for parts, reason in (
         (good[:, :60], r"part 0 is float64\[3,60\]; expected embeddings, floating-point \[N,64\]"),
@@ -147,45 +149,45 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
         (np.broadcast_to(np.float32(0), (2**40, H)), "positions up to part 0, but this bundle's context holds 512"),
     ):
         with pytest.raises(RequestError, match=reason):
-            one.stream(EmbedsPrompt(parts), GREEDY)
+            loaded.stream(EmbedsPrompt(parts), GREEDY)
     with pytest.raises(RequestError, match="the bundle was built without --inputs-embeds"):
         engine("qwen3-lookup").stream(EmbedsPrompt(good), GREEDY)
     # What is given is taken as it is then, and read as float32 whatever it was.
-    stream = one.stream(EmbedsPrompt(given := good.astype(np.float16)), GREEDY)
-    given[:] = 0
+    stream = loaded.stream(EmbedsPrompt(inputs := good.astype(np.float16)), GREEDY)
+    inputs[:] = 0
     tokens = [token for chunk in stream for token in chunk.token_ids]
-    assert tokens == list(one.generate(EmbedsPrompt(good.astype(np.float16)), GREEDY).token_ids)
+    assert tokens == list(loaded.generate(EmbedsPrompt(good.astype(np.float16)), GREEDY).token_ids)
     # Only a text that comes first has the tokenizer's special tokens.
-    assert one.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == one.encode(" two")[-1:]
+    assert loaded.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == loaded.encode(" two")[-1:]
 
 
 def test_embeddings_lie_where_they_are_read() -> None:
     held = Embeddings(np.arange(6, dtype=np.float32).reshape(3, 2), np.array([-1, 0, 1, -1, 2]))
-    given, mask = np.full((3, 2), 9, np.float32), np.ones(3, np.bool_)
+    inputs, mask = np.full((3, 2), 9, np.float32), np.ones(3, np.bool_)
     for start, expected, at in ((0, [[9, 9], [0, 1], [2, 3]], [0, 1, 1]), (4, [[4, 5], [0, 1], [2, 3]], [1, 0, 0])):
-        held.put(start, given, mask)
-        assert (given.tolist(), mask.tolist()) == (expected, at)
-    held.put(7, given, mask)
+        held.put(start, inputs, mask)
+        assert (inputs.tolist(), mask.tolist()) == (expected, at)
+    held.put(7, inputs, mask)
     assert not mask.any()
 
 
 def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
-    given = rows(5)
-    expected = engine(NAME).generate(EmbedsPrompt([given, [5]]), GREEDY).token_ids
+    inputs = rows(5)
+    expected = engine(NAME).generate(EmbedsPrompt([inputs, [5]]), GREEDY).token_ids
     with LLM(bundle=bundle(NAME), threads=1) as llm:
-        (made,) = llm.generate({"prompt_embeds": [given, [5]]}, GREEDY, use_tqdm=False)
-        assert (made.outputs[0].token_ids, made.prompt_token_ids) == (expected, (-1, -1, -1, -1, -1, 5))
+        (completion,) = llm.generate({"prompt_embeds": [inputs, [5]]}, GREEDY, use_tqdm=False)
+        assert (completion.outputs[0].token_ids, completion.prompt_token_ids) == (expected, (-1, -1, -1, -1, -1, 5))
         with pytest.raises(RequestError, match="prompt 0: prompt_embeds: part 0 is float64"):
-            llm.generate({"prompt_embeds": given[0]}, GREEDY, use_tqdm=False)
+            llm.generate({"prompt_embeds": inputs[0]}, GREEDY, use_tqdm=False)
 
 
 def test_run(
     bundle: Callable[[str], Path], engine: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
-    np.save(file, given)
+    inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
+    np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
-    for more, parts in (([], [given]), (["-p", " one two"], [given, " one two"])):
+    for more, parts in (([], [inputs]), (["-p", " one two"], [inputs, " one two"])):
         assert main([*words, *more]) == 0
         assert tuple(json.loads(capsys.readouterr().out)["token_ids"]) == (
             engine(NAME).generate(EmbedsPrompt(parts), GREEDY).token_ids
@@ -215,9 +217,9 @@ def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[s
     folder = bundle(NAMES[1])
     report = verify(folder, prompts=("the words of all",), max_tokens=4)
     assert report.passed, report
-    found = {check.name: check for check in report.checks}
-    assert found["embeds"].passed
-    assert found["embeds"].numbers["positions"] > 3
+    checks = {check.name: check for check in report.checks}
+    assert checks["embeds"].passed
+    assert checks["embeds"].numbers["positions"] > 3
     assert main(["inspect", str(folder)]) == 0
     assert "tokens and embeddings of 64 numbers" in capsys.readouterr().out
     with pytest.raises(BuildError, match="inputs_embeds was given with backend tensorrt"):

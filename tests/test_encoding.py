@@ -24,26 +24,26 @@ def bytewise(*merged: str) -> Tokenizer:
             if word[:end] not in vocabulary:
                 vocabulary[word[:end]] = len(vocabulary)
                 merges.append((word[: end - 1], word[end - 1]))
-    made = Tokenizer(models.BPE(vocabulary, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return made
+    built = Tokenizer(models.BPE(vocabulary, merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return built
 
 
 def fallback() -> Tokenizer:
     """As of Llama 2 and Gemma: spaces are visible, and what is not known is said in bytes."""
     vocabulary = {**FALLBACK, "▁": 256, "a": 257, "▁a": 258, "▁aa": 259}
     merges = [("▁", "a"), ("▁a", "a")]
-    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="a"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return made
+    built = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="a"))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return built
 
 
 def composing() -> Tokenizer:
     """As of Qwen: four characters may become one before they are read."""
-    made = bytewise("aaaa", "Ġaa")
-    made.normalizer = normalizers.NFC()
-    made.add_special_tokens(["<|end|>"])
-    return made
+    built = bytewise("aaaa", "Ġaa")
+    built.normalizer = normalizers.NFC()
+    built.add_special_tokens(["<|end|>"])
+    return built
 
 
 def unknown(fused: bool) -> Tokenizer:
@@ -77,22 +77,22 @@ def test_the_bound_is_that_of_the_longest_token() -> None:
 
 def swallowing() -> dict[str, Tokenizer]:
     """Tokenizers that make one token, or none, of a text of any length."""
-    made = {name: bytewise("aa") for name in ("strip", "spaces", "removed", "lstrip", "truncated")}
-    made["strip"].normalizer = normalizers.Strip()
-    made["spaces"].normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" +"), " ")])
-    made["removed"].pre_tokenizer = pre_tokenizers.Sequence(
+    built = {name: bytewise("aa") for name in ("strip", "spaces", "removed", "lstrip", "truncated")}
+    built["strip"].normalizer = normalizers.Strip()
+    built["spaces"].normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" +"), " ")])
+    built["removed"].pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made["lstrip"].add_special_tokens([AddedToken("<m>", lstrip=True)])
-    made["truncated"].enable_truncation(1)
-    made["fused"] = unknown(True)
-    made["dropped"] = Tokenizer(models.BPE({"a": 0}, []))
-    made["words"] = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    return made
+    built["lstrip"].add_special_tokens([AddedToken("<m>", lstrip=True)])
+    built["truncated"].enable_truncation(1)
+    built["fused"] = unknown(True)
+    built["dropped"] = Tokenizer(models.BPE({"a": 0}, []))
+    built["words"] = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    return built
 
 
 @pytest.mark.parametrize("name", swallowing())
-def test_there_is_no_bound_where_text_is_swallowed(name: str) -> None:
+def test_no_bound_if_tokens_remove_text(name: str) -> None:
     tokenizer = swallowing()[name]
     assert characters_per_token(tokenizer) is None
     text = " " * 1000 + ("<m>" if name == "lstrip" else "")

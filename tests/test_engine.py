@@ -32,7 +32,7 @@ def llama(engine: Engines) -> Engine:
 
 
 @pytest.fixture
-def own(bundle: Callable[[str], Path]) -> Engine:
+def fresh_engine(bundle: Callable[[str], Path]) -> Engine:
     """An engine that no other test waits for, should this one never free it."""
     return Engine.load(bundle(NAME), threads=1)
 
@@ -112,16 +112,16 @@ def test_an_empty_prompt_is_the_start_token(llama: Engine) -> None:
 
 def test_an_empty_prompt_without_a_start_token_is_the_end_token(changed: Callable[..., Engine]) -> None:
     replace = msgspec.structs.replace
-    one = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=(7, 1))))
-    assert one.encode("") == [7]
+    loaded = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=(7, 1))))
+    assert loaded.encode("") == [7]
 
 
 def test_an_empty_prompt_is_refused_where_nothing_could_stand_for_it(changed: Callable[..., Engine]) -> None:
     replace = msgspec.structs.replace
-    one = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=())))
+    loaded = changed(lambda m: replace(m, tokenizer=replace(m.tokenizer, special_tokens={}, eos_token_ids=())))
     with pytest.raises(RequestError, match="prompt is empty"):
-        one.generate("", GREEDY)
-    assert len(one.generate("a", GREEDY).token_ids) == 24
+        loaded.generate("", GREEDY)
+    assert len(loaded.generate("a", GREEDY).token_ids) == 24
 
 
 @pytest.mark.parametrize("token", [-1, 320, 10**12])
@@ -244,14 +244,14 @@ def test_a_stop_text_ends_the_text_before_it(llama: Engine) -> None:
         assert stop not in llama.tokenizer.decode(done.token_ids[:-1])
 
 
-def test_a_stop_text_that_is_not_said_changes_nothing(llama: Engine) -> None:
+def test_absent_stop_texts_change_nothing(llama: Engine) -> None:
     whole = llama.generate(PROMPT, GREEDY)
     end = llama.generate(PROMPT, GREEDY.replace(stop=(whole.text[-3:] + "!", "\x00\x01")))
     assert (end.text, end.token_ids, end.finish_reason) == (whole.text, whole.token_ids, "length")
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_text_is_what_the_tokens_decode_to(llama: Engine, seed: int) -> None:
+def test_the_text_decodes_the_tokens(llama: Engine, seed: int) -> None:
     """Random weights say a lot of stray bytes."""
     done = llama.generate(PROMPT, SAMPLED.replace(seed=seed, temperature=1.5, max_tokens=60))
     assert done.text == llama.tokenizer.decode(done.token_ids)
@@ -277,10 +277,10 @@ def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama: Engine) -
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_the_completion_in_pieces(own: Engine) -> None:
+def test_a_stream_is_the_completion_in_pieces(fresh_engine: Engine) -> None:
     params = SAMPLED.replace(seed=8)
-    whole = own.generate(PROMPT, params)
-    stream = own.stream(PROMPT, params)
+    whole = fresh_engine.generate(PROMPT, params)
+    stream = fresh_engine.stream(PROMPT, params)
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == whole.token_ids
@@ -289,61 +289,61 @@ def test_a_stream_is_the_completion_in_pieces(own: Engine) -> None:
     assert list(stream) == []
 
 
-def test_a_stream_starts_when_it_is_read(own: Engine) -> None:
-    waiting = own.stream(PROMPT, GREEDY)
-    assert own.generate(PROMPT, GREEDY).token_ids == tuple(t for chunk in waiting for t in chunk.token_ids)
+def test_a_stream_starts_when_it_is_read(fresh_engine: Engine) -> None:
+    waiting = fresh_engine.stream(PROMPT, GREEDY)
+    assert fresh_engine.generate(PROMPT, GREEDY).token_ids == tuple(t for chunk in waiting for t in chunk.token_ids)
 
 
-def test_a_second_request_in_a_thread_with_an_unfinished_stream_finishes_that_first(own: Engine) -> None:
+def test_a_second_request_in_a_thread_with_an_unfinished_stream_finishes_that_first(fresh_engine: Engine) -> None:
     """Where there is one slot: what the first one made meanwhile can still be read."""
 
     def nested() -> tuple[int, ...]:
-        with own.stream(PROMPT, GREEDY) as stream:
+        with fresh_engine.stream(PROMPT, GREEDY) as stream:
             first = next(stream)
-            assert len(own.generate(PROMPT[:3], GREEDY).token_ids) == 24
+            assert len(fresh_engine.generate(PROMPT[:3], GREEDY).token_ids) == 24
             assert stream.stats.output_tokens == 24
             return first.token_ids + tuple(t for chunk in stream for t in chunk.token_ids)
 
-    assert in_thread(nested) == own.generate(PROMPT, GREEDY).token_ids
+    assert in_thread(nested) == fresh_engine.generate(PROMPT, GREEDY).token_ids
 
 
-def test_an_abandoned_stream_frees_the_engine(own: Engine) -> None:
+def test_an_abandoned_stream_frees_the_engine(fresh_engine: Engine) -> None:
     def abandon() -> None:
-        next(own.stream(PROMPT, GREEDY))
+        next(fresh_engine.stream(PROMPT, GREEDY))
 
     abandon()
     gc.collect()
-    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_a_closed_stream_frees_the_engine(own: Engine) -> None:
-    stream = own.stream(PROMPT, GREEDY)
+def test_a_closed_stream_frees_the_engine(fresh_engine: Engine) -> None:
+    stream = fresh_engine.stream(PROMPT, GREEDY)
     next(stream)
     stream.close()
     stream.close()
     assert list(stream) == []
-    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_an_error_while_a_stream_is_read_frees_the_engine(own: Engine) -> None:
-    with pytest.raises(ZeroDivisionError), own.stream(PROMPT, GREEDY) as stream:
+def test_an_error_while_a_stream_is_read_frees_the_engine(fresh_engine: Engine) -> None:
+    with pytest.raises(ZeroDivisionError), fresh_engine.stream(PROMPT, GREEDY) as stream:
         for _ in stream:
             raise ZeroDivisionError
-    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_an_error_in_the_engine_frees_it(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_engine_frees_it(fresh_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Stats, "count_step", fail)
-        own.generate(PROMPT, GREEDY)
-    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
+        fresh_engine.generate(PROMPT, GREEDY)
+    assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_a_cancelled_stream_ends_before_its_next_step(own: Engine) -> None:
-    stream = own.stream(PROMPT, GREEDY.replace(max_tokens=400))
+def test_a_cancelled_stream_ends_before_its_next_step(fresh_engine: Engine) -> None:
+    stream = fresh_engine.stream(PROMPT, GREEDY.replace(max_tokens=400))
     started, cancelled = threading.Event(), threading.Event()
 
     def read() -> list[Chunk]:
@@ -362,64 +362,68 @@ def test_a_cancelled_stream_ends_before_its_next_step(own: Engine) -> None:
     chunks = in_thread(read)
     assert [chunk.finish_reason for chunk in chunks] == [None, "cancelled"]
     assert chunks[1].token_ids == ()
-    assert len(own.generate(PROMPT, GREEDY).token_ids) == 24
+    assert len(fresh_engine.generate(PROMPT, GREEDY).token_ids) == 24
 
 
-def test_a_stream_cancelled_before_it_starts_is_empty(own: Engine) -> None:
-    stream = own.stream(PROMPT, GREEDY)
+def test_a_stream_cancelled_before_it_starts_is_empty(fresh_engine: Engine) -> None:
+    stream = fresh_engine.stream(PROMPT, GREEDY)
     stream.cancel()
     assert list(stream) == [Chunk("", (), "cancelled")]
     assert stream.stats.steps == 0
 
 
-def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(own: Engine) -> None:
+def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(fresh_engine: Engine) -> None:
     """At any time: while the other thread is in a step, between steps, or after the end."""
     for _ in range(20):
-        stream = own.stream(PROMPT, GREEDY.replace(max_tokens=60))
+        stream = fresh_engine.stream(PROMPT, GREEDY.replace(max_tokens=60))
         reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
         reader.start()
         stream.close()
         reader.join(JOIN)
         assert not reader.is_alive()
-        assert len(in_thread(lambda: own.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
+        assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
 
 
-def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(own: Engine) -> None:
-    with own.stream(PROMPT, GREEDY) as running:
+def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(fresh_engine: Engine) -> None:
+    with fresh_engine.stream(PROMPT, GREEDY) as running:
         next(running)
-        waiting = own.stream(PROMPT, GREEDY)
+        waiting = fresh_engine.stream(PROMPT, GREEDY)
         waiting.start()
         waiting.close()
         assert list(waiting) == []
         assert waiting.stats.output_tokens == 0
         list(running)
     assert waiting.stats.steps == 0
-    assert len(in_thread(lambda: own.generate(PROMPT, GREEDY)).token_ids) == 24
+    assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
 # --- threads and closing ----------------------------------------------------------------------------------------------
 
 
-def test_threads_get_what_they_would_get_alone(own: Engine) -> None:
+def test_threads_are_independent(fresh_engine: Engine) -> None:
     requests = [(PROMPT[i % 5 :], SAMPLED.replace(seed=i, max_tokens=5 + i % 7)) for i in range(40)]
-    alone = [own.generate(prompt, params).token_ids for prompt, params in requests]
-    assert in_threads(2, 40, lambda number: own.generate(*requests[number]).token_ids) == alone
+    alone = [fresh_engine.generate(prompt, params).token_ids for prompt, params in requests]
+    assert in_threads(2, 40, lambda number: fresh_engine.generate(*requests[number]).token_ids) == alone
 
 
 def test_a_closed_engine_refuses_requests(bundle: Callable[[str], Path]) -> None:
-    with Engine.load(bundle(NAME), threads=1) as one:
-        prepared = one.stream(PROMPT, GREEDY)
-        assert len(one.generate(PROMPT, GREEDY).token_ids) == 24
-    for refused in (lambda: one.generate(PROMPT, GREEDY), lambda: one.stream(PROMPT, GREEDY), lambda: next(prepared)):
+    with Engine.load(bundle(NAME), threads=1) as loaded:
+        prepared = loaded.stream(PROMPT, GREEDY)
+        assert len(loaded.generate(PROMPT, GREEDY).token_ids) == 24
+    for refused in (
+        lambda: loaded.generate(PROMPT, GREEDY),
+        lambda: loaded.stream(PROMPT, GREEDY),
+        lambda: next(prepared),
+    ):
         with pytest.raises(RequestError, match="closed"):
             refused()
-    one.close()
+    loaded.close()
 
 
 def test_closing_ends_this_threads_own_stream(bundle: Callable[[str], Path]) -> None:
     def leave_early() -> Stream:
-        with Engine.load(bundle(NAME), threads=1) as one:
-            stream = one.stream(PROMPT, GREEDY)
+        with Engine.load(bundle(NAME), threads=1) as loaded:
+            stream = loaded.stream(PROMPT, GREEDY)
             next(stream)
         return stream
 
@@ -435,12 +439,12 @@ def refuses_requests(engine: Engine) -> bool:
 
 
 def test_closing_waits_for_another_threads_request(bundle: Callable[[str], Path]) -> None:
-    one = Engine.load(bundle(NAME), threads=1)
-    stream = one.stream(PROMPT, GREEDY)
+    loaded = Engine.load(bundle(NAME), threads=1)
+    stream = loaded.stream(PROMPT, GREEDY)
     tokens = list(next(stream).token_ids)
-    closer = threading.Thread(target=one.close, daemon=True)
+    closer = threading.Thread(target=loaded.close, daemon=True)
     closer.start()
-    while not refuses_requests(one):
+    while not refuses_requests(loaded):
         time.sleep(0.001)
     for chunk in stream:
         tokens += chunk.token_ids

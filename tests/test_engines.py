@@ -72,15 +72,15 @@ def test_every_graph_of_a_bundle_compiles(name: str, devices: Any, uncompiled: B
     report = compile_bundle(folder, dataclasses.replace(RTX, capabilities=devices))
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
-    listed = {entry.path for entry in manifest.files}
+    listed = {file.path for file in manifest.files}
     assert listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} - {"specexport.json"}
     assert len(report.engines) == len(manifest.engines)
-    for engine, made in zip(manifest.engines, report.engines, strict=True):
+    for engine, engine_ in zip(manifest.engines, report.engines, strict=True):
         assert engine.runtime == "tensorrt-rtx"
         assert engine.compute_capabilities == tuple(f"{major}.{minor}" for major, minor in devices)
         assert all(engine.runs_on(device) for device in devices) and not engine.runs_on((9, 0))
-        assert made.size == (folder / engine.file).stat().st_size > 1000
-        assert made.layers > 0 and made.profiles == len(engine.profiles)
+        assert engine_.size == (folder / engine.file).stat().st_size > 1000
+        assert engine_.layers > 0 and engine_.profiles == len(engine.profiles)
     (target,) = manifest.target.engines
     assert target.compute == "fp16"
     nodes = max(len(tree) for tree in manifest.methods[0].token_trees())
@@ -88,10 +88,10 @@ def test_every_graph_of_a_bundle_compiles(name: str, devices: Any, uncompiled: B
     # Without a profile of one token, which would store the weights twice.
     assert _widths(target) == sorted({point.tokens for point in points} - {1}) and nodes in _widths(target)
     attentions = {
-        made.attentions for engine, made in zip(manifest.engines, report.engines, strict=True) if engine is target
+        engine_.attentions for engine, engine_ in zip(manifest.engines, report.engines, strict=True) if engine is target
     }
     assert attentions == {1 if lowering == "native" else 0}
-    assert all(made.decomposed is None for made in report.engines)
+    assert all(engine_.decomposed is None for engine_ in report.engines)
     if method in ("draft", "both"):
         (draft,) = manifest.models["draft"].engines
         assert [(profile.tokens, profile.drafts) for profile in draft.profiles] == [(2, 1), (64, 1)]
@@ -142,8 +142,8 @@ def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
 @pytest.mark.slow
 def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
-    one, other = (dataclasses.replace(RTX, capabilities=(device,)) for device in ((8, 9), (12, 0)))
-    compile_bundle(folder, one)
+    item, other = (dataclasses.replace(RTX, capabilities=(device,)) for device in ((8, 9), (12, 0)))
+    compile_bundle(folder, item)
     first = read_manifest(folder)
     compile_bundle(folder, other)
     both = read_manifest(folder)
@@ -273,9 +273,7 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
     "name", ["fp16-native-both", "int8-native-both", "int4-native-both", "int8-portable-draft", "fp8-native-medusa"]
 )
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_devices_are_given_computes_what_the_bundle_does(
-    name: str, compiled: bool, uncompiled: Bundles, tmp_path: Path
-) -> None:
+def test_device_graphs_equal_the_bundles(name: str, compiled: bool, uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")
     manifest = read_manifest(folder)
     master = folder / manifest.target.graph.master
@@ -288,10 +286,10 @@ def test_what_devices_are_given_computes_what_the_bundle_does(
     assert types[tensors.LOGITS] == "tensor(float)"
     for value in halved.get_inputs():
         assert value.shape[0] == 1
-    found = halved.run(None, _feed(manifest.target, manifest, float16=True))
+    outputs = halved.run(None, _feed(manifest.target, manifest, float16=True))
     expected = whole.run(None, _feed(manifest.target, manifest, float16=False))
     # Half precision resolves 2^-11, here of weights' scales too.
-    assert np.abs(found[0] - expected[0]).max() < 0.02 * expected[0].std()
+    assert np.abs(outputs[0] - expected[0]).max() < 0.02 * expected[0].std()
     graph = onnx.load(source, load_external_data=False)
     graph = onnx.shape_inference.infer_shapes(graph)
     kinds = {value.name: value.type.tensor_type.elem_type for value in (*graph.graph.value_info, *graph.graph.output)}
@@ -354,7 +352,7 @@ def test_capabilities_are_read_as_people_write_them(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "9", "ada", "8.9.1.0", "-89"])
-def test_what_is_no_capability_is_refused(text: str) -> None:
+def test_invalid_capabilities_are_refused(text: str) -> None:
     with pytest.raises(BuildError, match="expected something like 89"):
         capability(text)
 
@@ -390,7 +388,7 @@ def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixt
     assert "--compute was given with --no-compile" in capsys.readouterr().err
 
 
-def test_the_command_reports_what_it_made(
+def test_the_command_reports_its_result(
     uncompiled: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")

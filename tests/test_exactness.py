@@ -115,7 +115,7 @@ def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Callable[[
         assert any(list(path) != list(range(1, len(path) + 1)) for path in paths)
 
 
-def test_what_may_part_is_said(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possible_differences_are_reported(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(bundle("gpt2-tree-portable"), threads=1) as engine:
         assert engine.inexact
     monkeypatch.setenv(kernels.SWITCH, "0")
@@ -137,9 +137,7 @@ def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path: Path) ->
     assert kernels.not_claimed(session) == {"Acosh": 2}
 
 
-def test_what_is_left_of_a_prompt_is_read_no_wider_than_it_is(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_remainders_use_narrow_chunks(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = list[tuple[int, int]]()
     run = OnnxRuntimeGraph.run
 
@@ -187,7 +185,7 @@ def test_logits_that_are_no_numbers_end_the_request_and_no_other(
 
 @pytest.mark.exporter
 @needs_kernels
-def test_the_build_says_what_rounding_did(built: Path) -> None:
+def test_builds_report_rounding_errors(built: Path) -> None:
     precision = Bundle.open(built).manifest.target.precision
     # Logits of random weights: their spread makes small errors large divergences.
     limits = {"int8": (0.005, 0.15, 0.2), "int4": (0.05, 0.9, 1.5)}.get(precision.weights)

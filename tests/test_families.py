@@ -226,7 +226,7 @@ def differences(
     ],
     ids=["two slots", "two slots on onnxruntime's kernels", "one slot"],
 )
-def test_step_graph_computes_what_transformers_does(
+def test_step_graph_equals_transformers(
     family: Family, step_graph: Path, prompts: tuple[int, ...], chunk: int, rows: int, ours: bool
 ) -> None:
     worst = differences(family, step_graph, prompts, chunk, rows, ours)
@@ -259,11 +259,11 @@ def test_a_row_is_the_same_whatever_runs_beside_it(family: Family, step_graph: P
             assert np.array_equal(alone(branches[node], len(text) + depth), nodes[node]), (leaf, node)
 
 
-def test_the_portable_lowering_computes_what_transformers_does(family: Family) -> None:
+def test_the_portable_lowering_equals_transformers(family: Family) -> None:
     check.same_as_eager(family.checkpoint, "portable")
 
 
-def test_its_own_embeddings_say_what_tokens_say(family: Family) -> None:
+def test_the_models_embeddings_equal_tokens(family: Family) -> None:
     check.same_as_eager(family.checkpoint, embeds=True)
 
 
@@ -294,12 +294,12 @@ def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, p
     for path in (step_graph, propose_graph):
         graph = ir.load(path).graph
         loops = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Loop"]
-        found: set[str] = set()
-        for value in (value for one in (graph, *loops) for value in one.initializers.values()):
+        actual: set[str] = set()
+        for value in (value for item in (graph, *loops) for value in item.initializers.values()):
             assert value.name is not None and value.const_value is not None
             array, names = value.const_value.numpy(), joined(value.name)
             if set(names) <= stored.keys():
-                found |= set(names)
+                actual |= set(names)
                 as_stored = stored[names[0]]
                 if array.shape != as_stored.shape or not np.array_equal(array, as_stored):
                     as_stored = np.concatenate([stored[name].T for name in names], axis=-1)
@@ -308,7 +308,7 @@ def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, p
                 assert value.name.removesuffix(".folded") in stored
             else:
                 assert array.dtype != np.float32 or array.nbytes < 256, value.name  # a norm of 64 has that
-        assert {name for name, array in stored.items() if array.ndim == 2} <= found
+        assert {name for name, array in stored.items() if array.ndim == 2} <= actual
     assert any(".folded" in name for name in ir.load(step_graph).graph.initializers) == family.name.startswith("gemma")
 
 
@@ -370,7 +370,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     assert 1e-5 < np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.1
 
 
-def test_propose_graph_drafts_what_transformers_would_say(family: Family, propose_graph: Path) -> None:
+def test_propose_graph_equals_transformers(family: Family, propose_graph: Path) -> None:
     K, chunk, rows = 4, 24, 64
     prompts = [random_text(2 * WINDOW + 5, 10), random_text(WINDOW + 3, 11)]
     graph = Graph(propose_graph, family.checkpoint, 2, rows)
@@ -396,8 +396,8 @@ def test_propose_graph_drafts_what_transformers_would_say(family: Family, propos
             recomputed.propose(padded(written, 32), [0, 0], [0, 0], 1)
             for name, cache in graph.caches.items():
                 for slot, prompt in enumerate(prompts):
-                    made = len(prompt) + K - 1
-                    ours, theirs = cache[slot, :, :made], recomputed.caches[name][slot, :, :made]
+                    result = len(prompt) + K - 1
+                    ours, theirs = cache[slot, :, :result], recomputed.caches[name][slot, :, :result]
                     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=name)
 
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
@@ -412,12 +412,14 @@ def test_propose_graph_drafts_what_transformers_would_say(family: Family, propos
             text.append(token)
 
 
-def test_the_graph_of_one_pass_does_what_the_loops_first_pass_does(family: Family, propose_graph: Path) -> None:
+def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_graph: Path) -> None:
     model = ir.load(propose_graph)
     fix_drafts(model, 1)
     assert not {node.op_type for node in model.graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
     ir.save(model, propose_graph.with_name("one.onnx"))
-    loop, one = (Graph(path, family.checkpoint, 2, 64) for path in (propose_graph, propose_graph.with_name("one.onnx")))
+    loop, item = (
+        Graph(path, family.checkpoint, 2, 64) for path in (propose_graph, propose_graph.with_name("one.onnx"))
+    )
     shared = {
         "past_length": np.array([0, 3]),
         "last_row": np.array([8, 1]),
@@ -427,12 +429,12 @@ def test_the_graph_of_one_pass_does_what_the_loops_first_pass_does(family: Famil
         "min_p": np.zeros(2, np.float32),
         "uniform": np.full((2, 1), NOISE, np.float32),
     }
-    for graph in (loop, one):
+    for graph in (loop, item):
         graph.caches = {name: np.zeros_like(cache) for name, cache in graph.caches.items()}
     tokens = padded([random_text(9, 1), random_text(2, 2)], 9)
     expected = loop.run(input_ids=tokens, num_draft_tokens=np.array(1), **shared)
-    found = one.run(input_ids=tokens, **shared)
-    for ours, theirs in ((found, expected), (one.caches, loop.caches)):
+    outputs = item.run(input_ids=tokens, **shared)
+    for ours, theirs in ((outputs, expected), (item.caches, loop.caches)):
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -477,8 +479,8 @@ def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None
     top_k = draw.choice([0, 1, 2, 40, MAX_CANDIDATES, 1000], n)
     top_p = draw.choice([1e-6, 0.3, 0.9, 1.0], n).astype(np.float32)
     min_p = draw.choice([0.0, 0.05, 0.7, 1.0], n).astype(np.float32)
-    given = (logits, noise, temperature, top_k, top_p, min_p)
-    token, ids, probs = (out.numpy() for out in draw_candidate(*(torch.from_numpy(array) for array in given)))
+    inputs = (logits, noise, temperature, top_k, top_p, min_p)
+    token, ids, probs = (out.numpy() for out in draw_candidate(*(torch.from_numpy(array) for array in inputs)))
 
     assert ids.shape == probs.shape == (n, min(vocab, MAX_CANDIDATES))
     assert probs.dtype == np.float32
@@ -495,10 +497,10 @@ def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None
         assert probs[row, index] > 0
 
 
-def test_a_token_the_noise_rounds_past_is_still_a_kept_one() -> None:
-    one = torch.ones(1)
+def test_rounding_of_noise_keeps_tokens_in_range() -> None:
+    first = torch.ones(1)
     token, ids, probs = draw_candidate(
-        torch.zeros(1, 40), one * (1 - 2**-24), one, torch.tensor([3]), one, torch.zeros(1)
+        torch.zeros(1, 40), first * (1 - 2**-24), first, torch.tensor([3]), first, torch.zeros(1)
     )
     assert int((probs > 0).sum()) == 3
     assert int(token) in ids[0, :3].tolist()

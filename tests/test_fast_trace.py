@@ -27,15 +27,15 @@ Trace = Callable[[str], ir.Model]
 @pytest.fixture
 def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[torch.export.ExportedProgram]:
     """Programs that were decomposed."""
-    found: list[torch.export.ExportedProgram] = []
+    actual: list[torch.export.ExportedProgram] = []
     decompose = torch.export.ExportedProgram.run_decompositions
 
-    def noted(program: torch.export.ExportedProgram, *given: Any, **named: Any) -> torch.export.ExportedProgram:
-        found.append(program)
-        return decompose(program, *given, **named)
+    def noted(program: torch.export.ExportedProgram, *arguments: Any, **named: Any) -> torch.export.ExportedProgram:
+        actual.append(program)
+        return decompose(program, *arguments, **named)
 
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noted)
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ class Changes(torch.nn.Module):
 
 
 @pytest.mark.parametrize("through_view", [False, True])
-def test_only_what_writes_through_views_is_decomposed(
+def test_only_writes_through_views_are_decomposed(
     decomposed: list[torch.export.ExportedProgram], through_view: bool
 ) -> None:
     module, x = Changes(through_view), torch.randn(2, 5)

@@ -33,10 +33,10 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = fingerprint()
+    existing = fingerprint()
     fingerprint.cache_clear()
     monkeypatch.undo()
-    assert fingerprint() == there and len(there) == 64
+    assert fingerprint() == existing and len(existing) == 64
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_another_version_of_a_library_changes_it(monkeypatch: pytest.MonkeyPatch
     assert fingerprint() != before
 
 
-def test_it_imports_none_of_what_it_names() -> None:
+def test_it_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from specexport.exporter.fingerprint import fingerprint; fingerprint(); "
         "print([name for name in ('torch', 'transformers', 'onnx') if name in sys.modules])"

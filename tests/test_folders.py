@@ -67,7 +67,7 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def said(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     """The one line of an explained failure of the command line."""
     capsys.readouterr()
     assert main(words) == 1
@@ -97,7 +97,7 @@ def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(
     shutil.rmtree(tmp_path / "whole")
     for size in sorted(sizes)[2:]:  # so that each kind of file is the first that is too large
         with file_sizes_at_most(size - 1):
-            line = said(capsys, built(checkpoint, tmp_path / "new" / "bundle"))
+            line = output_of(capsys, built(checkpoint, tmp_path / "new" / "bundle"))
         assert "File too large; raise the limit on the size of files (ulimit -f)" in line
         assert str(tmp_path / "new") in line
         assert list(tmp_path.iterdir()) == []
@@ -108,11 +108,11 @@ def test_a_full_and_a_read_only_file_system_are_named(
 ) -> None:
     disk = tmp_path / "disk"
     with mounted(disk, "size=64k"):
-        line = said(capsys, built(checkpoint, disk / "bundle"))
+        line = output_of(capsys, built(checkpoint, disk / "bundle"))
         assert "No space left on device; free space there, or write elsewhere" in line and str(disk) in line
         assert list(disk.iterdir()) == []
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        line = said(capsys, built(checkpoint, disk / "new" / "bundle"))
+        line = output_of(capsys, built(checkpoint, disk / "new" / "bundle"))
         assert "Read-only file system; choose a folder that can be written" in line and str(disk) in line
 
 
@@ -121,12 +121,12 @@ def test_a_place_below_a_file_is_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     (tmp_path / "file").touch()
-    line = said(capsys, built(checkpoint, tmp_path / place))
+    line = output_of(capsys, built(checkpoint, tmp_path / place))
     assert str(tmp_path / "file") in line and line.endswith("choose a place whose parents are folders")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_what_is_changed_in_place_stays_as_it_was(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_in_place_changes_do_not_leak(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with (
@@ -147,7 +147,7 @@ def test_standard_output_that_is_full_is_said(bundle: Callable[[str], Path]) -> 
     assert done.stderr.splitlines()[-1].startswith("specexport: error: standard output: No space left on device")
 
 
-def test_what_libraries_raise_in_words_is_understood(tmp_path: Path) -> None:
+def test_library_errors_are_translated(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -209,7 +209,7 @@ def test_two_commands_that_build_to_one_place_make_one_bundle(checkpoint: Path, 
 
 
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one act", "two renames"])
-def test_killed_at_any_moment_an_output_is_whole_and_nothing_stays(
+def test_killed_writers_leave_whole_outputs_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     """Where the system cannot exchange folders, the next writer puts back what was there."""
@@ -233,7 +233,7 @@ def test_killed_at_any_moment_an_output_is_whole_and_nothing_stays(
         assert list(tmp_path.iterdir()) == [output]
 
 
-def test_what_a_killed_change_left_goes_with_the_next(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_leftovers_of_killed_writes_are_removed(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     process = os.fork()

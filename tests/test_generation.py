@@ -63,7 +63,7 @@ def model(target: Path) -> Any:
 
 
 @pytest.fixture
-def said(target: Path, tmp_path: Path) -> Callable[[Said], Path]:
+def with_settings(target: Path, tmp_path: Path) -> Callable[[Said], Path]:
     """Gives a checkpoint without weights whose generation_config.json says something."""
 
     def write(document: Said) -> Path:
@@ -77,12 +77,12 @@ def said(target: Path, tmp_path: Path) -> Callable[[Said], Path]:
 
 @pytest.fixture
 def with_defaults(
-    engine: Callable[[str], Engine], said: Callable[[Said], Path], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[[str], Engine], with_settings: Callable[[Said], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Said], Engine]:
     """Gives an engine whose model's generation_config.json says something."""
 
     def get(document: Said) -> Engine:
-        folder = said(document)
+        folder = with_settings(document)
         near = engine("llama-near")
         defaults, ends = read_generation(folder, read_model_config(folder))
         assert ends == (EOS,)
@@ -93,15 +93,15 @@ def with_defaults(
 
 
 @pytest.fixture
-def expected(model: Any, said: Callable[[Said], Path]) -> Check:
+def expected(model: Any, with_settings: Callable[[Said], Path]) -> Check:
     """Gives the tokens that transformers generates with what a generation_config.json says."""
 
     def generate(document: Said, prompt: list[int], **more: Any) -> list[int]:
-        model.generation_config = GenerationConfig.from_pretrained(said(document))
+        model.generation_config = GenerationConfig.from_pretrained(with_settings(document))
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
-        return list(made[0, len(prompt) :].tolist())
+            completion = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+        return list(completion[0, len(prompt) :].tolist())
 
     return generate
 
@@ -202,8 +202,8 @@ def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Callable[[
         )
         plain = loaded.generate(prompt, params, PLAIN)
         for method in loaded.methods:
-            told = {"hypothesis": plain.text or "x"} if method == "hypothesis" else {}
-            fast = loaded.generate(prompt, params, Speculative(method=method, **told))
+            details = {"hypothesis": plain.text or "x"} if method == "hypothesis" else {}
+            fast = loaded.generate(prompt, params, Speculative(method=method, **details))
             assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason), method
         if plain.finish_reason == "stop":
             matched = grammars(loaded).lark(grammar)
@@ -217,8 +217,8 @@ def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Callable[[
 
 def test_a_grammar_comes_before_the_models_rules(with_defaults: Callable[[Said], Engine]) -> None:
     near = with_defaults({"no_repeat_ngram_size": 1, "forced_eos_token_id": EOS, "min_new_tokens": 9, "min_length": 99})
-    made = near.generate(PROMPT, near.params(max_tokens=30, grammar='start: "aaaa"'))
-    assert made.text == "aaaa"
+    completion = near.generate(PROMPT, near.params(max_tokens=30, grammar='start: "aaaa"'))
+    assert completion.text == "aaaa"
 
 
 # --- lengths and stops ------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def test_lengths_are_transformers(
     document: Said, length: int, with_defaults: Callable[[Said], Engine], expected: Check
 ) -> None:
     near = with_defaults(document)
-    made = near.generate(PROMPT)
-    assert len(made.token_ids) == length
-    assert list(made.token_ids) == expected(document, PROMPT)
+    completion = near.generate(PROMPT)
+    assert len(completion.token_ids) == length
+    assert list(completion.token_ids) == expected(document, PROMPT)
     assert len(near.generate(PROMPT, near.params(max_tokens=7, ignore_eos=True)).token_ids) == 7
 
 
@@ -263,8 +263,8 @@ def test_stop_strings_end_the_text(with_defaults: Callable[[Said], Engine]) -> N
     whole = with_defaults({}).generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=LENGTH)).text
     stop = whole[5:8]
     near = with_defaults({"stop_strings": [stop, "nowhere"]})
-    made = near.generate(PROMPT)
-    assert (made.text, made.finish_reason) == (whole[: whole.index(stop)], "stop")
+    completion = near.generate(PROMPT)
+    assert (completion.text, completion.finish_reason) == (whole[: whole.index(stop)], "stop")
     assert near.generate(PROMPT, near.params(stop=())).text.startswith(whole)
 
 
@@ -296,8 +296,10 @@ def test_without_the_file_older_configurations_say_it(target: Path, tmp_path: Pa
         ("no_repeat_ngram_size", 10**30, "no_repeat_ngram_size"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file(key: str, value: Any, place: str, said: Callable[[Said], Path]) -> None:
-    folder = said({"do_sample": True, key: value})
+def test_faults_are_named_with_their_file(
+    key: str, value: Any, place: str, with_settings: Callable[[Said], Path]
+) -> None:
+    folder = with_settings({"do_sample": True, key: value})
     with pytest.raises(BuildError) as caught:
         read_generation(folder, read_model_config(folder))
     assert "generation_config.json" in str(caught.value) and place in str(caught.value)
@@ -328,9 +330,9 @@ def test_filters_are_transformers(document: Said, model: Any, with_defaults: Cal
     for spread in (0.5, 2.0, 6.0):
         logits = (spread * random.normal(size=320)).astype(np.float32)
         probs = filters(torch.tensor([[1]]), torch.tensor(logits)[None].double()).softmax(-1)[0].numpy()
-        found = target_distribution(logits, params)
+        actual = target_distribution(logits, params)
         whole = np.zeros(320)
-        whole[slice(None) if found.ids is None else found.ids] = found.probs
+        whole[slice(None) if actual.ids is None else actual.ids] = actual.probs
         assert whole == pytest.approx(probs, abs=1e-6)
 
 

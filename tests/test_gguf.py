@@ -57,19 +57,19 @@ def _require_same_text(file: Path, bundle: Path, tokens: int = 24) -> None:
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, attn_implementation="eager", **where)
     ids = tokenizer(PROMPT).input_ids
     with torch.no_grad():
-        given = torch.tensor([ids])
+        inputs = torch.tensor([ids])
         text = model.eval().generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=tokens, pad_token_id=2
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=tokens, pad_token_id=2
         )
     expected = text[0, len(ids) :].tolist()
     with Engine.load(bundle, threads=1) as engine:
         assert engine.tokenizer.encode(PROMPT).ids == ids
-        found = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=tokens)).token_ids
-    assert list(found) == expected[: len(found)] and len(found) >= len(expected) - 1
+        completion = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=tokens)).token_ids
+    assert list(completion) == expected[: len(completion)] and len(completion) >= len(expected) - 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_a_family_says_what_transformers_says_of_the_file(tmp_path: Path, family: str) -> None:
+def test_gguf_families_equal_transformers(tmp_path: Path, family: str) -> None:
     sizes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else {}  # transformers' mapping knows no other
     checkpoint = make_checkpoint(tmp_path / "model", family, tie_word_embeddings=family != "llama", **sizes)
     file = make_gguf(tmp_path / "tiny.gguf", checkpoint, Type.F16)
@@ -178,17 +178,17 @@ def test_a_target_and_a_draft_are_built_on_first_use(
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     draft = {"model": str(file), "num_speculative_tokens": 3}
-    how: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 1}
+    options: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 1}
     texts = []
     for _ in range(2):
-        with LLM(model=str(file), speculative_config=draft, **how) as llm:
+        with LLM(model=str(file), speculative_config=draft, **options) as llm:
             texts.append(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0].text)
     bundles = list((tmp_path / "cache" / "bundles").glob("tiny.gguf-*"))
     assert len(bundles) == 1 and texts[0] == texts[1]
     manifest = read_manifest(bundles[0])
     assert manifest.target.source == str(file) and manifest.target.precision.weights == "stored"
     make_gguf(file, small, Type.Q4_0)
-    with LLM(model=str(file), **how) as llm:
+    with LLM(model=str(file), **options) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=2))
     assert len(list((tmp_path / "cache" / "bundles").glob("tiny.gguf-*"))) == 2
 
@@ -201,7 +201,7 @@ def test_template_ends_and_sampling_are_those_of_the_file(small: Path, tmp_path:
     tokens = [*sorted(model["vocab"], key=model["vocab"].get)[:-2], "<end_of_turn>", "<|im_end|>"]
     last = len(tokens) - 1
     kinds = [3 if index in (0, 1, 2, last) else 1 for index in range(len(tokens))]
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]][:-2]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]][:-2]
     file = make_gguf(
         tmp_path / "tiny.gguf", small, Type.F32,
         metadata={
@@ -231,8 +231,8 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
     frequencies = 1 / config["rope_parameters"]["rope_theta"] ** (torch.arange(8) / 8)
     factors = frequencies / expected.model.rotary_emb.inv_freq
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, tensors={"rope_freqs.weight": factors.numpy()})
-    found = load_checkpoint(str(file)).model
-    torch.testing.assert_close(found.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    loaded = load_checkpoint(str(file)).model
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
     odd = make_gguf(tmp_path / "odd.gguf", small, Type.F32, tensors={"rope_freqs.weight": 1 + factors.numpy()})
     with pytest.raises(BuildError, match=r"odd.gguf: tensor 'rope_freqs.weight' holds other factors than Llama 3's"):
         load_checkpoint(str(odd))
@@ -249,9 +249,7 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    small: Path, tmp_path: Path, metadata: dict[str, Any], message: str
-) -> None:
+def test_mismatches_are_refused_by_name(small: Path, tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
     with pytest.raises(BuildError, match=message) as raised:
         load_tokenizer(locate(str(file)))
@@ -263,7 +261,7 @@ def test_a_draft_and_other_precisions(small: Path, tmp_path: Path, capsys: pytes
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]
     assert main([*words, str(tmp_path / "int4"), "--precision", "int4"]) == 0
-    said = capsys.readouterr().err
-    assert "matrices were rounded again, to int4, as their scales do not fit: error" in said
+    errors = capsys.readouterr().err
+    assert "matrices were rounded again, to int4, as their scales do not fit: error" in errors
     assert main([*words, str(tmp_path / "stored"), "--precision", "stored", "--lowering", "portable"]) == 1
     assert "precision is 'stored' with lowering portable" in capsys.readouterr().err

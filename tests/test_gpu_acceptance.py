@@ -74,9 +74,9 @@ def test_parts_are_joined(packed: Path) -> None:
     index = json.loads((packed / prepared.INDEX).read_text())
     assert 3 <= len(index["parts"]) <= 4
     assert all(part["nbytes"] <= 3000 for part in index["parts"])
-    there = prepared.unpacked(packed)
-    assert [(there / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
-    weights = [there / name / "target" / "weights.bin" for name in ("one", "two")]
+    existing = prepared.unpacked(packed)
+    assert [(existing / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
+    weights = [existing / name / "target" / "weights.bin" for name in ("one", "two")]
     assert [path.read_bytes() for path in weights] == [np.random.default_rng(0).bytes(8000)] * 2
     assert [path.stat().st_nlink for path in weights] == [1, 1]  # onnxruntime refuses weights that have two names
 
@@ -163,7 +163,7 @@ def _verdicts(findings: list[checks.Finding]) -> list[bool | None]:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_checks_pass_where_the_gpu_is_right(name: str, built: Callable[[str], Path]) -> None:
+def test_checks_pass_on_a_correct_gpu(name: str, built: Callable[[str], Path]) -> None:
     folder = built(name)
     assert _verdicts(checks.loads(folder)) == [None, True, True]
     assert _verdicts(checks.parity(folder, TEXTS)) == [True] * 4
@@ -185,8 +185,8 @@ def test_rows_committed_at_wrong_places_are_found(
     """By the host's copies: the rows of the tree's first nodes instead of the path's."""
     move = DeviceCache.move
 
-    def stay(self: Any, slot: int, past: int, nodes: Any, made: Any) -> None:
-        move(self, slot, past, range(len(nodes)), made)
+    def stay(self: Any, slot: int, past: int, nodes: Any, checkpoint: Any) -> None:
+        move(self, slot, past, range(len(nodes)), checkpoint)
 
     monkeypatch.setattr(DeviceCache, "move", stay)
     for name in ("gpt2-tree", "gpt2-tree-portable"):
@@ -246,7 +246,7 @@ def test_refused_captures_and_leaks_are_found(
     assert _verdicts(checks.loads(built("llama-near"))) == [None, False, True]
 
 
-def test_what_is_far_from_its_distribution_is_found() -> None:
+def test_wrong_distributions_are_detected() -> None:
     random, exact = np.random.default_rng(0), {(0,): 0.5, (1,): 0.3, (2,): 0.15, (3,): 0.05}
 
     def sample(shares: list[float]) -> Counter[tuple[int, ...]]:
@@ -265,11 +265,11 @@ def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda.leaks == []
 
 
-def _check(name: str, *found: checks.Finding) -> script.DeviceCheck:
-    return script.DeviceCheck(f"loads:{name}", 10, lambda: list(found))
+def _check(name: str, *actual: checks.Finding) -> script.DeviceCheck:
+    return script.DeviceCheck(f"loads:{name}", 10, lambda: list(actual))
 
 
-def test_results_are_kept_and_gone_on_with(
+def test_results_are_stored_and_resumed(
     tmp_path: Path, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.json"
@@ -312,10 +312,10 @@ def test_results_are_kept_and_gone_on_with(
     assert script.main(line) == 1
     assert ran == ["right"]
     assert json.loads(results.read_text())["loads:wrong"] == written
-    said = json.loads(results.read_text())
-    assert said["loads:killed"]["reason"] == "the run ended in this check"
-    assert said["loads:absent"]["reason"] == "bundle absent was not prepared"
-    assert said["loads:right"].keys() >= {"date", "gpu", "cuda", "libraries", "cpu", "seconds"}
+    document = json.loads(results.read_text())
+    assert document["loads:killed"]["reason"] == "the run ended in this check"
+    assert document["loads:absent"]["reason"] == "bundle absent was not prepared"
+    assert document["loads:right"].keys() >= {"date", "gpu", "cuda", "libraries", "cpu", "seconds"}
     assert "1 pass, 2 fail, 1 not measured" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--only names 'nothing'"):
         script.main([*line, "--only", "nothing"])

@@ -60,8 +60,8 @@ def test_dry_run(
     record_property: Callable[[str, Any], None],
 ) -> None:
     """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others."""
-    calls, said = tmp_path / "calls.log", tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.null_cuda.dry_run", str(dry_run_bundle(name)), str(slots), str(said)]
+    calls, text = tmp_path / "calls.log", tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.null_cuda.dry_run", str(dry_run_bundle(name)), str(slots), str(text)]
     done = subprocess.run(
         command,
         env={**null_gpu, "NULL_CUDA_LOG": str(calls)},
@@ -71,19 +71,19 @@ def test_dry_run(
         timeout=_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(said.read_text(encoding="utf-8"))
+    document = json.loads(text.read_text(encoding="utf-8"))
     (report,) = log.reports(log.read(calls))
     calls.unlink()  # megabytes
     used = counted(report)
     cell = f"{name} x{slots}"
     if RECORD:
         record(cell, used)
-    problems = [*found["problems"], *wrong(report), *over_budget(cell, used)]
+    problems = [*document["problems"], *wrong(report), *over_budget(cell, used)]
     expected = "graph per engine" if name.startswith("split") else "graph per step"
-    if used and found["execution"] not in (expected, "host"):
-        problems.append(f"steps run as {found['execution']!r} instead of {expected!r}")
+    if used and document["execution"] not in (expected, "host"):
+        problems.append(f"steps run as {document['execution']!r} instead of {expected!r}")
     memory = sum(len(step.memory) for step in report.steps)
-    record_property("gpu dry run", [cell, found["loads"], len(report.captures), used, memory, len(problems)])
+    record_property("gpu dry run", [cell, document["loads"], len(report.captures), used, memory, len(problems)])
     assert not problems, "\n".join(problems)
 
 

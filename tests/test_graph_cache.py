@@ -50,15 +50,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     real, paths = onnxruntime.InferenceSession, list[Path]()
 
     def session(path: str, *arguments: Any, **named: Any) -> Any:
-        made = real(path, *arguments, **named)
+        result = real(path, *arguments, **named)
         paths.append(Path(path))
-        return made
+        return result
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     return paths
 
 
-def said(bundle: Path, *, cache_graphs: bool = True) -> tuple[Any, ...]:
+def greedy_texts(bundle: Path, *, cache_graphs: bool = True) -> tuple[Any, ...]:
     with Engine.load(bundle, threads=1, cache_graphs=cache_graphs) as engine:
         done = engine.generate([5, 6, 7, 8], PARAMS, {"method": "draft_model", "num_speculative_tokens": 3})
         plain = engine.generate([5, 6, 7, 8], PARAMS, PLAIN)
@@ -68,35 +68,35 @@ def said(bundle: Path, *, cache_graphs: bool = True) -> tuple[Any, ...]:
 def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
     quantized: Path, cache: Path, opened: list[Path]
 ) -> None:
-    without = said(quantized, cache_graphs=False)
+    without = greedy_texts(quantized, cache_graphs=False)
     assert not cache.exists()
-    assert said(quantized) == without
+    assert greedy_texts(quantized) == without
     assert all(path.is_relative_to(quantized) for path in opened)
     opened.clear()
-    assert said(quantized) == without
+    assert greedy_texts(quantized) == without
     assert {path.parent.parent for path in opened} == {cache}
     assert len(opened) == len(list(cache.iterdir())) == 2
-    assert said(quantized, cache_graphs=False) == without  # what is there is taken, whoever made it
+    assert greedy_texts(quantized, cache_graphs=False) == without  # what is there is taken, whoever made it
 
 
-def test_what_is_damaged_or_cannot_be_written_is_made_anew(
+def test_damaged_or_unwritable_files_are_recreated(
     quantized: Path, cache: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = said(quantized)
+    without = greedy_texts(quantized)
     for graph in cache.glob("*/graph.onnx"):
         graph.write_bytes(graph.read_bytes()[:50])
     opened.clear()
-    assert said(quantized) == without
+    assert greedy_texts(quantized) == without
     assert all(path.is_relative_to(quantized) for path in opened)
     monkeypatch.setenv("SPECEXPORT_CACHE", os.devnull)
-    assert said(quantized) == without
+    assert greedy_texts(quantized) == without
     monkeypatch.setenv("SPECEXPORT_CACHE", str(cache / "full"))
     monkeypatch.setattr(graph_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    assert said(quantized) == without
+    assert greedy_texts(quantized) == without
     assert not [*(cache / "full").glob("graphs/*")]
 
 
-def test_what_was_not_opened_for_long_goes(cache: Path, tmp_path: Path) -> None:
+def test_unused_bundles_are_removed(cache: Path, tmp_path: Path) -> None:
     for name, age in (("old", 40), ("new", 20), ("killed", 40)):
         (cache / name).mkdir(parents=True)
         graph = cache / name if name == "killed" else cache / name / "graph.onnx"

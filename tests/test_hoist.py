@@ -44,9 +44,9 @@ def _model() -> tuple[ir.Model, ir.Node]:
 
 
 def _run(model: ir.Model) -> list[np.ndarray]:
-    x, given = np.random.default_rng(0).random((2, WIDTH), np.float32)
+    x, inputs = np.random.default_rng(0).random((2, WIDTH), np.float32)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
-    return session.run(None, {"trips": np.array(3), "always": np.array(True), "x": x, "given": given})
+    return session.run(None, {"trips": np.array(3), "always": np.array(True), "x": x, "given": inputs})
 
 
 def test_nodes_that_no_pass_changes_run_once_and_give_the_same() -> None:
@@ -56,11 +56,11 @@ def test_nodes_that_no_pass_changes_run_once_and_give_the_same() -> None:
     outside = [node.outputs[0].name for node in model.graph]
     assert outside[-1] == loop.outputs[0].name
     assert {"doubled", "squared", "enough"} <= set(outside)
-    for found, wanted in zip(_run(model), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for outputs, wanted in zip(_run(model), expected, strict=True):
+        np.testing.assert_array_equal(outputs, wanted)
 
 
-def test_weights_and_what_is_fused_stay_in_the_loop() -> None:
+def test_weights_and_fused_operators_stay_in_the_loop() -> None:
     model, loop = _model()
     hoist_invariants(model.graph, loop)
     body = loop.attributes["body"].as_graph()

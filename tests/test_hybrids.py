@@ -132,24 +132,26 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
 
     def run(pieces: list[tuple[int, int, int]]) -> torch.Tensor:
         """(T, known, stays) of each step, of the first slot; the second one's first token is never there."""
-        kept, past, found = KeptStates(layers, 2), 0, []
+        kept, past, actual = KeptStates(layers, 2), 0, []
         for count, known, stays in pieces:
             pasts = [past, max(0, past - 1)]
             at = [torch.arange(begin, begin + count).clamp(max=tokens - 1) for begin in pasts]
             part = Updates(*(x if x is None else torch.stack([x[b, at[b]] for b in (0, 1)]) for x in updates))
-            own = {tensors.KNOWN_TOKENS: np.array([known, max(0, known - (past == 0))])}
-            own |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in signature.states(layers)}
-            states = StepStates({0: layers[0]}, [torch.from_numpy(a.copy()) for a in own.values()], torch.tensor(pasts))
+            expected_own = {tensors.KNOWN_TOKENS: np.array([known, max(0, known - (past == 0))])}
+            expected_own |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in signature.states(layers)}
+            states = StepStates(
+                {0: layers[0]}, [torch.from_numpy(a.copy()) for a in expected_own.values()], torch.tensor(pasts)
+            )
             states.convolve(0, torch.zeros(2, 3, count), 3)
-            found.append(states.read(part)[:, :stays])
+            actual.append(states.read(part)[:, :stays])
             blocks, parts = kept.outputs(2, count)
-            for n, made in zip(signature.new_states(layers), states.returned, strict=True):
-                parts[n][:] = made
-            kept.ran(range(2), pasts, own[tensors.KNOWN_TOKENS].tolist())
+            for n, item in zip(signature.new_states(layers), states.returned, strict=True):
+                parts[n][:] = item
+            kept.ran(range(2), pasts, expected_own[tensors.KNOWN_TOKENS].tolist())
             kept.commit(0, past, range(stays), blocks, 0)
             kept.commit(1, pasts[1], range(stays - (past == 0)), blocks, 1)
             past += stays
-        return torch.cat(found, 1)[0]
+        return torch.cat(actual, 1)[0]
 
     whole = run([(tokens, tokens, tokens)])
     torch.testing.assert_close(whole, expected[0], atol=2e-5, rtol=1e-4)
@@ -163,7 +165,7 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_families_compute_what_transformers_does(family: str, tmp_path: Path) -> None:
+def test_families_equal_transformers(family: str, tmp_path: Path) -> None:
     loaded = load_checkpoint(str(make_checkpoint(tmp_path, family)))
     assert loaded.cache and loaded.states
     assert any(layer.recurrence for layer in loaded.states.values()) == ("lfm2" not in family)
@@ -171,14 +173,14 @@ def test_families_compute_what_transformers_does(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "said"),
+    ("family", "config", "message"),
     [
         ("jamba", {**GROUPED, "attn_layer_offset": 0, "attn_layer_period": 2}, "a rule that specexport does not know"),
     ],
 )
-def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, **config)
-    with pytest.raises(BuildError, match=f"model family '{family}'.*{said}"):
+    with pytest.raises(BuildError, match=f"model family '{family}'.*{message}"):
         load_checkpoint(str(tmp_path))
 
 
@@ -207,8 +209,8 @@ def test_a_step_goes_back_to_any_token(name: str, engine: Callable[[str], Engine
         prompt = [5 + (7 * at) % 200 for at in range(length)]
         plain = model.generate(prompt, GREEDY, PLAIN).token_ids
         for every in (2, 3, 5, 7, 41):
-            said = tuple(t if at % every else (t + 1) % VOCAB for at, t in enumerate(plain, 1))
-            done = model.generate(prompt, GREEDY, Speculative(hypothesis=said))
+            text = tuple(t if at % every else (t + 1) % VOCAB for at, t in enumerate(plain, 1))
+            done = model.generate(prompt, GREEDY, Speculative(hypothesis=text))
             assert done.token_ids == plain
             taken.add(done.stats.accepted / done.stats.drafted)
     assert len(taken) > 3 and max(taken) > 0.9
@@ -217,20 +219,20 @@ def test_a_step_goes_back_to_any_token(name: str, engine: Callable[[str], Engine
 @pytest.mark.parametrize("name", BUNDLES)
 def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[[str], Path]) -> None:
     """By the model's own log-probabilities, which a prompt's are by chunks and an output's by steps."""
-    asked = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
+    request = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
     with Engine.load(bundle(name), threads=1) as model:
-        by_steps = model.generate([5, 9, 17], asked, PLAIN)
+        by_steps = model.generate([5, 9, 17], request, PLAIN)
         text = [5, 9, 17, *by_steps.token_ids]
-        scored = model.generate(text, asked.replace(max_tokens=1, prompt_logprobs=1), PLAIN)
-        later = model.generate(text[:20], asked.replace(max_tokens=13), PLAIN)
+        scored = model.generate(text, request.replace(max_tokens=1, prompt_logprobs=1), PLAIN)
+        later = model.generate(text[:20], request.replace(max_tokens=13), PLAIN)
     source = read_manifest(bundle(name)).target.source
     with torch.no_grad():
-        own = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        expected = own(torch.tensor([text]), use_cache=False).logits[0].double().log_softmax(-1)
-    for row, one in enumerate(by_steps.logprobs, 2):
-        assert scored.prompt_logprobs[row].logprob == one.logprob
-        assert one.logprob == pytest.approx(float(expected[row, text[row + 1]]), abs=1e-4)
-    assert [one.logprob for one in later.logprobs] == [one.logprob for one in by_steps.logprobs[17:]]
+        expected_own = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        expected = expected_own(torch.tensor([text]), use_cache=False).logits[0].double().log_softmax(-1)
+    for row, entry in enumerate(by_steps.logprobs, 2):
+        assert scored.prompt_logprobs[row].logprob == entry.logprob
+        assert entry.logprob == pytest.approx(float(expected[row, text[row + 1]]), abs=1e-4)
+    assert [entry.logprob for entry in later.logprobs] == [entry.logprob for entry in by_steps.logprobs[17:]]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text-hybrid-batch", "dice-hybrid-batch", "dice-hybrid-portable"])
@@ -243,14 +245,16 @@ def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]
         texts = [random.integers(3, vocab, min(size, longest)).tolist() for size in (2, 11, 30, 5, 19, 8, 24, 3, 9, 13)]
         limits = [4, 24, 9, 17, 24, 2, 24, 11, 6, 20]
         params = [GREEDY.replace(max_tokens=limit) for limit in limits]
-        alone = [model.generate(text, how, PLAIN).token_ids for text, how in zip(texts, params, strict=True)]
-        streams = [model.stream(text, how) for text, how in zip(texts, params, strict=True)]
+        alone = [
+            model.generate(text, speculation, PLAIN).token_ids for text, speculation in zip(texts, params, strict=True)
+        ]
+        streams = [model.stream(text, speculation) for text, speculation in zip(texts, params, strict=True)]
         together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
     assert together == alone
 
 
 @pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid"])
-def test_a_text_is_gone_on_with_as_a_whole_or_read_anew(name: str, bundle: Callable[[str], Path]) -> None:
+def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Callable[[str], Path]) -> None:
     prompt = [5 + (3 * at) % 150 for at in range(27)]
     with Engine.load(bundle(name), threads=1) as model:
         first = model.generate(prompt, GREEDY, PLAIN)
@@ -272,7 +276,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
     assert isinstance(method, DraftModel)
-    own = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
+    expected_own = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
     backend = open_backend(opened, "onnxruntime", None, 1.0)
     proposer = open_proposer(method, Opening(opened, backend, 1))
     random, text, tree = np.random.default_rng(4), [7, 9, 11], TokenTree.chain(6)
@@ -282,15 +286,15 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
         view = SlotView(0, list(text), SamplingParams(temperature=0.8), random, tree)
         while proposer.prefill(view):
             pass
-        made = proposer.propose([view])[0]
-        assert made.q is not None
-        drafted = made.tokens.tolist()
+        proposals = proposer.propose([view])[0]
+        assert proposals.q is not None
+        drafted = proposals.tokens.tolist()
         with torch.no_grad():
-            logits = own(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]
+            logits = expected_own(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]
         p = torch.softmax(logits / 0.8, -1)
-        expected = torch.gather(p, 1, torch.from_numpy(made.q.ids))
+        expected = torch.gather(p, 1, torch.from_numpy(proposals.q.ids))
         expected /= expected.sum(-1, keepdim=True)
-        np.testing.assert_allclose(made.q.probs, expected.numpy(), atol=1e-4)
+        np.testing.assert_allclose(proposals.q.probs, expected.numpy(), atol=1e-4)
         text += [*drafted[: turn % 6], int(random.integers(3, VOCAB))]
     backend.close()
 
@@ -298,14 +302,14 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
 # --- what is refused, and what is said --------------------------------------------------------------------------------
 
 
-def test_what_reads_chains_alone_says_so(tmp_path: Path) -> None:
+def test_chain_only_methods_refuse_trees(tmp_path: Path) -> None:
     target = str(make_checkpoint(tmp_path / "target", "lfm2"))
     dense = str(make_checkpoint(tmp_path / "dense", "llama"))
     tree = TokenTree.from_choices([[0], [1]])
 
-    def refused(said: str, source: str = target, **how: Any) -> None:
-        with pytest.raises(BuildError, match=said):
-            build(BuildOptions(source, tmp_path / "out", max_seq_len=64, **how))
+    def refused(message: str, source: str = target, **options: Any) -> None:
+        with pytest.raises(BuildError, match=message):
+            build(BuildOptions(source, tmp_path / "out", max_seq_len=64, **options))
         assert not (tmp_path / "out").exists()
 
     with pytest.raises(BuildError, match="has conv layers; layers without attention run on the CPU alone yet"):
@@ -331,8 +335,8 @@ def test_what_reads_chains_alone_says_so(tmp_path: Path) -> None:
         Engine.load(tmp_path / "out", backend="onnxruntime-cuda")
 
 
-def test_a_manifest_says_what_its_graph_takes(bundle: Callable[[str], Path], tmp_path: Path) -> None:
-    for number, (place, value, said) in enumerate(
+def test_manifests_describe_graph_inputs(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    for number, (place, value, text) in enumerate(
         (
             ("target.states.0.conv_size", 7, r"states\[0\]"),
             ("target.states.1.recurrence.rows", 99, r"states\[1\]"),
@@ -349,5 +353,5 @@ def test_a_manifest_says_what_its_graph_takes(bundle: Callable[[str], Path], tmp
             holder[key] = value
 
         rewritten(folder, put)
-        with pytest.raises(BundleError, match=said):
+        with pytest.raises(BundleError, match=text):
             Engine.load(folder)

@@ -30,16 +30,16 @@ TEXT = list(range(100, 160))
 RELAXED = SamplingParams(acceptance="relaxed")
 
 
-def follow(hypothesis: list[int], said: list[int]) -> list[int]:
-    made = Follower(hypothesis)
-    made.extend(said)
-    return made.following()
+def follow(hypothesis: list[int], message: list[int]) -> list[int]:
+    result = Follower(hypothesis)
+    result.extend(message)
+    return result.following()
 
 
 # --- following --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_right_is_gone_on_with() -> None:
+def test_correct_hypotheses_are_followed() -> None:
     assert follow(TEXT, []) == TEXT
     assert follow(TEXT, TEXT[:20]) == TEXT[20:]
     assert follow(TEXT, TEXT) == []
@@ -47,14 +47,14 @@ def test_what_is_right_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, 30])
-def test_one_token_that_differs_stands_for_one(at: int) -> None:
+def test_a_differing_token_replaces_one(at: int) -> None:
     """Nothing is known yet but that a token was another: the next ones are guessed, few of them."""
     assert follow(TEXT, [*TEXT[:at], 7]) == TEXT[at + 1 : at + 1 + GUESS]
     assert follow(TEXT, [*TEXT[:at], 7, 8]) == []
 
 
 @pytest.mark.parametrize(
-    ("said", "place"),
+    ("message", "place"),
     [
         ([*TEXT[:20], 7, *TEXT[21:23]], 23),  # a token replaced
         ([*TEXT[:20], 7, 8, 9, *TEXT[20:22]], 22),  # tokens put in
@@ -64,8 +64,8 @@ def test_one_token_that_differs_stands_for_one(at: int) -> None:
         ([*TEXT[:20], 7, 8, *TEXT[10:14], 9, *TEXT[30:32]], 32),  # said again, then on
     ],
 )
-def test_it_is_found_again(said: list[int], place: int) -> None:
-    assert follow(TEXT, said) == TEXT[place : place + 2 * TRUST]
+def test_it_is_found_again(message: list[int], place: int) -> None:
+    assert follow(TEXT, message) == TEXT[place : place + 2 * TRUST]
 
 
 def test_of_several_places_the_nearest_ahead_is_taken() -> None:
@@ -81,21 +81,21 @@ def test_of_several_places_the_nearest_ahead_is_taken() -> None:
 def test_a_wrong_place_does_not_lead_further_astray() -> None:
     """What was found is only where to look from once it has proved right."""
     text = [*range(10, 40), 1, 2, *range(40, 70)]
-    said = [*range(10, 20), 1, 2, 9, 9, 22, 23]  # 1 2 is a chance match far ahead
-    assert follow(text, said)[:2] == [24, 25]
+    texts = [*range(10, 20), 1, 2, 9, 9, 22, 23]  # 1 2 is a chance match far ahead
+    assert follow(text, texts)[:2] == [24, 25]
 
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=30))
-def test_a_continuation_is_the_hypothesis_own(text: list[int], said: list[int]) -> None:
-    found = follow(text, said)
-    assert not found or any(text[at : at + len(found)] == found for at in range(len(text)))
+def test_continuations_are_parts_of_the_hypothesis(text: list[int], message: list[int]) -> None:
+    actual = follow(text, message)
+    assert not actual or any(text[at : at + len(actual)] == actual for at in range(len(text)))
     pieces = Follower(text)
-    for token in said:
+    for token in message:
         pieces.extend([token])
-    assert pieces.following() == found
+    assert pieces.following() == actual
 
 
-def test_slots_have_their_own() -> None:
+def test_slots_are_independent() -> None:
     trees = tuple(TokenTree.chain(size + 1).choices for size in (4, 2))
     proposer = HypothesisProposer(Hypothesis(trees=trees))
 
@@ -104,23 +104,23 @@ def test_slots_have_their_own() -> None:
 
     first, second, third = [1, 2], [3, 4], [5]
     views = [view(0, first, TEXT), view(1, second, TEXT[30:]), view(2, third, [])]
-    made = proposer.propose(views)
-    assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: TEXT[:4], 1: TEXT[30:34]}
+    proposals = proposer.propose(views)
+    assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {0: TEXT[:4], 1: TEXT[30:34]}
     first += TEXT[:3]
     second += [7, 8]
-    made = proposer.propose(views)
-    assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: TEXT[3:7]}
+    proposals = proposer.propose(views)
+    assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {0: TEXT[3:7]}
     proposer.release(0)
     assert proposer.propose([view(0, [9], TEXT[5:])])[0].tokens.tolist() == TEXT[5:9]
-    assert made[0].q is None
+    assert proposals[0].q is None
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str], Any]) -> None:
     """Whatever is expected: the text itself, with slips, without some of it, with more in it, or another text."""
-    one, draw = engine(NAME), np.random.default_rng(1)
+    loaded, draw = engine(NAME), np.random.default_rng(1)
     for case in oracle(NAME)["greedy"]:
         expected = case["tokens"]
         slips = [token if draw.random() > 0.15 else 3 for token in expected]
@@ -128,40 +128,40 @@ def test_greedy_text_is_what_transformers_generates(engine: Engines, oracle: Cal
         more = [token for right in expected for token in ([right] if draw.random() > 0.15 else [right, 4])]
         params = SamplingParams(temperature=0.0, max_tokens=len(expected))
         for size, hypothesis in zip((16, 8, 4, 2, 16), (expected, slips, holes, more, TEXT), strict=True):
-            done = one.generate(case["prompt"], params, {"hypothesis": hypothesis, "num_speculative_tokens": size})
+            done = loaded.generate(case["prompt"], params, {"hypothesis": hypothesis, "num_speculative_tokens": size})
             assert list(done.token_ids) == expected, (len(case["prompt"]), size)
 
 
 def test_a_right_hypothesis_takes_few_steps(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     prompt = [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)]
-    plain = one.generate(prompt, GREEDY, PLAIN)
-    done = one.generate(prompt, GREEDY, {"hypothesis": plain.token_ids})
+    plain = loaded.generate(prompt, GREEDY, PLAIN)
+    done = loaded.generate(prompt, GREEDY, {"hypothesis": plain.token_ids})
     assert done.token_ids == plain.token_ids
     assert done.stats.steps <= math.ceil(60 / 17) + 3  # shorter chains at the end
     # One slip costs a step or two, not the rest.
     slipped = [*plain.token_ids[:20], 4, *plain.token_ids[21:]]
-    again = one.generate(prompt, GREEDY, {"hypothesis": slipped})
+    again = loaded.generate(prompt, GREEDY, {"hypothesis": slipped})
     assert again.token_ids == plain.token_ids
     assert again.stats.steps <= done.stats.steps + 5
     # Nothing to go by: plain decoding.
-    none = one.generate(prompt, GREEDY, {"hypothesis": []})
+    none = loaded.generate(prompt, GREEDY, {"hypothesis": []})
     assert (none.token_ids, none.stats.drafted) == (plain.token_ids, 0)
 
 
 def test_text_is_read_as_it_follows_the_prompt(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     prompt, text = "one two three", " four five one two"
-    with one.stream(prompt, GREEDY, {"hypothesis": text}) as stream:
-        whole = one.encode(prompt + text)
-        assert whole[: len(one.encode(prompt))] == one.encode(prompt)
+    with loaded.stream(prompt, GREEDY, {"hypothesis": text}) as stream:
+        whole = loaded.encode(prompt + text)
+        assert whole[: len(loaded.encode(prompt))] == loaded.encode(prompt)
         assert [*stream.tokens, *stream.hypothesis] == whole
-    with one.stream(one.encode(prompt), GREEDY, {"hypothesis": text}) as stream:
-        assert stream.hypothesis == one.tokenizer.encode(text, add_special_tokens=False).ids
+    with loaded.stream(loaded.encode(prompt), GREEDY, {"hypothesis": text}) as stream:
+        assert stream.hypothesis == loaded.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_what_does_not_belong_together_is_refused(engine: Engines) -> None:
-    one = engine(NAME)
+def test_incompatible_options_are_refused(engine: Engines) -> None:
+    loaded = engine(NAME)
     for words, reason in (
         ({"method": "hypothesis"}, "no hypothesis was given"),
         ({"hypothesis": [4], "method": "ngram"}, "a hypothesis was given with method 'ngram'"),
@@ -172,9 +172,9 @@ def test_what_does_not_belong_together_is_refused(engine: Engines) -> None:
         ({"hypothesis_entropy": 1.0}, "hypothesis_entropy was given without a hypothesis"),
     ):
         with pytest.raises(RequestError, match=reason):
-            one.stream([5], None, words)
+            loaded.stream([5], None, words)
     with pytest.raises(RequestError, match="acceptance is 'relaxed', but no hypothesis was given"):
-        one.stream([5], RELAXED)
+        loaded.stream([5], RELAXED)
     alone = engine("dice-hypothesis")
     assert alone.generate([5], GREEDY.replace(max_tokens=4)).stats.drafted == 0
     with pytest.raises(RequestError, match="num_speculative_tokens is 4"):
@@ -200,30 +200,34 @@ def test_relaxed_acceptance_is_a_threshold_on_likelihood() -> None:
     assert accept_relaxed(logits, tree, tokens, RELAXED.replace(likelihood_threshold=0.2), 0.99) == ([1], 2)
 
 
-def test_relaxed_acceptance_keeps_what_is_likely_enough(engine: Engines) -> None:
-    one = engine(NAME)
+def test_relaxed_acceptance_keeps_likely_tokens(engine: Engines) -> None:
+    loaded = engine(NAME)
     hypothesis = [int(token) for token in np.random.default_rng(8).integers(3, 300, 30)]
     params = GREEDY.replace(acceptance="relaxed", max_tokens=30)
     prompt = [5, 6, 7]
-    plain = one.generate(prompt, GREEDY.replace(max_tokens=30), PLAIN).token_ids
-    kept = one.generate(prompt, params.replace(likelihood_threshold=0.0), {"hypothesis": hypothesis})
+    plain = loaded.generate(prompt, GREEDY.replace(max_tokens=30), PLAIN).token_ids
+    kept = loaded.generate(prompt, params.replace(likelihood_threshold=0.0), {"hypothesis": hypothesis})
     assert list(kept.token_ids[:16]) == hypothesis[:16]  # the seventeenth is the model's own
     assert kept.stats.accepted == kept.stats.drafted
-    assert one.generate(prompt, params.replace(likelihood_threshold=1.0), {"hypothesis": hypothesis}).token_ids == plain
+    assert (
+        loaded.generate(prompt, params.replace(likelihood_threshold=1.0), {"hypothesis": hypothesis}).token_ids == plain
+    )
 
 
-def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Engines) -> None:
-    one = engine(NAME)
+def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
+    loaded = engine(NAME)
     gate = GREEDY.replace(acceptance="relaxed", entropy_threshold=0.7)
     text = " some words that nobody checks"
-    done = one.generate("one", gate, {"hypothesis": text, "hypothesis_entropy": 0.3})
+    done = loaded.generate("one", gate, {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (done.text, done.finish_reason, done.stats.steps) == (text, "stop", 0)
     assert done.stats.output_tokens == len(done.token_ids)
-    cut = one.generate("one", gate.replace(max_tokens=2), {"hypothesis": text, "hypothesis_entropy": 0.3})
+    cut = loaded.generate("one", gate.replace(max_tokens=2), {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
-    stopped = one.generate("one", gate.replace(stop=(" that",)), {"hypothesis": text, "hypothesis_entropy": 0.3})
+    stopped = loaded.generate("one", gate.replace(stop=(" that",)), {"hypothesis": text, "hypothesis_entropy": 0.3})
     assert (stopped.text, stopped.finish_reason) == (" some words", "stop")
-    ended = one.generate("one", gate.replace(ignore_eos=False), {"hypothesis": [5, 6, 1, 7], "hypothesis_entropy": 0.0})
+    ended = loaded.generate(
+        "one", gate.replace(ignore_eos=False), {"hypothesis": [5, 6, 1, 7], "hypothesis_entropy": 0.0}
+    )
     assert (ended.token_ids, ended.finish_reason) == ((5, 6, 1), "stop")
     for params, entropy in (
         (gate.replace(logprobs=0), 0.1),
@@ -231,11 +235,11 @@ def test_a_hypothesis_that_is_sure_enough_is_taken_without_the_model(engine: Eng
         (gate, None),
         (gate.replace(entropy_threshold=None), 0.0),
     ):
-        assert one.generate("one", params, {"hypothesis": text, "hypothesis_entropy": entropy}).stats.steps > 0
+        assert loaded.generate("one", params, {"hypothesis": text, "hypothesis_entropy": entropy}).stats.steps > 0
     # Without the opt-in it is verified, however sure it is.
     lossless = gate.replace(acceptance="lossless")
-    checked = one.generate("one", lossless, {"hypothesis": text, "hypothesis_entropy": 0.0})
-    assert checked.token_ids == one.generate("one", GREEDY, PLAIN).token_ids
+    checked = loaded.generate("one", lossless, {"hypothesis": text, "hypothesis_entropy": 0.0})
+    assert checked.token_ids == loaded.generate("one", GREEDY, PLAIN).token_ids
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])

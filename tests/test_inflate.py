@@ -95,12 +95,12 @@ def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied
     large = tmp_path / "large"
     inflate(source, large, shape=Shape(96, 8, 4, 16, 3, 96, 64, bool(Shape.of(_config(source)).tied)))
     inflate_speculator(tmp_path / "small", tmp_path / "grown", source, large)
-    said = []
+    texts = []
     for model, speculator in ((source, "small"), (large, "grown")):
         loaded = LlamaForCausalLM.from_pretrained(model).eval()
         _, hidden = reference_states(loaded, np.array(PROMPTS[0]))
-        said.append(ReferenceSpeculator(tmp_path / speculator).logits(hidden[-1], [5, 9, 2]))
-    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+        texts.append(ReferenceSpeculator(tmp_path / speculator).logits(hidden[-1], [5, 9, 2]))
+    torch.testing.assert_close(texts[1], texts[0], atol=2e-3, rtol=1e-3)
     assert ReferenceSpeculator(tmp_path / "grown").logits(torch.randn(96), [1]).shape == (1, 64)
 
 
@@ -113,19 +113,19 @@ def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, me
     large, text, drafted = tmp_path / "large", PROMPTS[0], [5, 9, 2]
     inflate(source, large, shape=Shape(96, 16, 8, 16, 5, 96, 64, bool(Shape.of(_config(source)).tied)))
     inflate_states_draft(tmp_path / "small", tmp_path / "grown", source, large)
-    said = []
+    texts = []
     for model, draft in ((source, "small"), (large, "grown")):
         loaded, outline = LlamaForCausalLM.from_pretrained(model).eval(), exporter.read(str(tmp_path / draft))
         layers = loaded.config.num_hidden_layers
         outline.require_fit(hidden=loaded.config.hidden_size, vocab=64, layers=layers)
         seen = outline.seen(layers)
-        made = as_checkpoint(outline, method, draft, outline.load(model, layers, 64), 64)
+        result = as_checkpoint(outline, method, draft, outline.load(model, layers, 64), 64)
         with torch.no_grad(), noted_states(loaded, seen) as noted:
             loaded(torch.tensor([text[:-1]]))
         states = torch.cat([noted[count] for count in seen], -1)
         with torch.no_grad():
-            said.append(torch.stack(list(exporter.said(made, text, states, drafted))))
-    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+            texts.append(torch.stack(list(exporter.reference_logits(result, text, states, drafted))))
+    torch.testing.assert_close(texts[1], texts[0], atol=2e-3, rtol=1e-3)
 
 
 def _config(folder: Path) -> dict[str, Any]:

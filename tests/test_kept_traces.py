@@ -30,15 +30,15 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Modules that were traced, in order."""
-    found: list[str] = []
+    actual: list[str] = []
     export = torch.onnx.export
 
-    def noted(module: torch.nn.Module, *given: Any, **named: Any) -> Any:
-        found.append(type(module).__name__)
-        return export(module, *given, **named)
+    def noted(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        actual.append(type(module).__name__)
+        return export(module, *arguments, **named)
 
     monkeypatch.setattr(trace.torch.onnx, "export", noted)
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def altered(folder: Path, to: Path, name: str) -> Path:
     for path in folder.iterdir():
         (to / path.name).write_bytes(path.read_bytes())
     state = load_file(folder / "model.safetensors")
-    state |= {key: 1.5 * one for key, one in state.items() if key.endswith(name)}
+    state |= {key: 1.5 * item for key, item in state.items() if key.endswith(name)}
     save_file(state, to / "model.safetensors", {"format": "pt"})
     return to
 
@@ -110,7 +110,7 @@ def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
     assert make("anew", other) == from_file and len(traced) == 3
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path, kept: Path, traced: list[str], make: Make) -> None:
+def test_damaged_files_are_rewritten(tmp_path: Path, kept: Path, traced: list[str], make: Make) -> None:
     target = make_checkpoint(tmp_path / "target", "llama")
     first = make("first", target)
     (path,) = kept.glob("*.onnx")

@@ -29,24 +29,22 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "nothing.so")
 
 
-def test_a_library_that_is_missing_or_damaged_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: None
-) -> None:
+def test_missing_or_damaged_kernels_fall_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: None) -> None:
     assert kernels.kernels_described() == MISSING
     assert not kernels.add_kernels(onnxruntime.SessionOptions(), 1)
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"nothing")
     monkeypatch.setattr(kernels, "LIBRARY", damaged)
-    said = re.escape(f"{ALONE}{damaged} cannot be loaded: {damaged}: file too short; ")
-    assert re.fullmatch(said + "run pip install again to compile it", kernels.kernels_described())
+    text = re.escape(f"{ALONE}{damaged} cannot be loaded: {damaged}: file too short; ")
+    assert re.fullmatch(text + "run pip install again to compile it", kernels.kernels_described())
     assert kernels.instruction_set() == ""
 
 
 @needs_library
 def test_an_old_onnxruntime_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="1.23.2"))
-    said = kernels._register.__wrapped__(kernels.LIBRARY).described  # a process registers the library once
-    assert said.endswith("need onnxruntime 1.28, and 1.23.2 is installed; run: pip install -U 'specexport[cpu]'")
+    text = kernels._register.__wrapped__(kernels.LIBRARY).described  # a process registers the library once
+    assert text.endswith("need onnxruntime 1.28, and 1.23.2 is installed; run: pip install -U 'specexport[cpu]'")
 
 
 @needs_library
@@ -56,12 +54,12 @@ def test_commands_say_which_kernels_compute(
     folder = str(bundle("llama-near"))
     words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
     off = f"{ALONE}SPECEXPORT_KERNELS is 0"
-    for switch, said in (("1", r"specexport's for [a-z0-9-]+"), ("0", off)):
+    for switch, text in (("1", r"specexport's for [a-z0-9-]+"), ("0", off)):
         monkeypatch.setenv("SPECEXPORT_KERNELS", switch)
         assert main(["inspect", folder]) == 0
-        assert re.search(rf"^kernels here +{said}$", capsys.readouterr().out, re.MULTILINE)
+        assert re.search(rf"^kernels here +{text}$", capsys.readouterr().out, re.MULTILINE)
         assert main(words) == 0
-        assert re.search(rf"^kernels     {said}$", capsys.readouterr().err, re.MULTILINE)
+        assert re.search(rf"^kernels     {text}$", capsys.readouterr().err, re.MULTILINE)
     monkeypatch.setenv("SPECEXPORT_KERNELS", "no")
     assert main(words) == 1
     assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err

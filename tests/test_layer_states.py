@@ -25,14 +25,14 @@ TOKENS, ROWS = [5, 9, 2, 31, 7], 16
 
 
 @pytest.mark.parametrize(("family", "lowering"), [("llama", "native"), ("gpt2", "native"), ("gemma2", "portable")])
-def test_a_step_says_what_goes_from_layer_to_layer(tmp_path: Path, family: str, lowering: LoweredAs) -> None:
+def test_steps_output_layer_states(tmp_path: Path, family: str, lowering: LoweredAs) -> None:
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / family, family)))
     names = [tensors.LAYER_STATES.at(count) for count in (0, 1, 2)]
     module = StepModule(loaded.model, outputs=[tensors.LOGITS, *names], lowering=lowering)
     ir.save(trace.trace_step(module, loaded.cache), tmp_path / "step.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
-    assert [one.name for one in session.get_outputs()][:4] == [tensors.LOGITS, *names]
-    given = {
+    assert [tensor.name for tensor in session.get_outputs()][:4] == [tensors.LOGITS, *names]
+    fields = {
         tensors.INPUT_IDS: np.array([TOKENS]),
         tensors.POSITION_IDS: np.arange(len(TOKENS))[None],
         tensors.TREE_MASK: np.tri(len(TOKENS), dtype=bool)[None],
@@ -41,14 +41,14 @@ def test_a_step_says_what_goes_from_layer_to_layer(tmp_path: Path, family: str, 
     }
     for layer, shape in enumerate(loaded.cache):
         for name, size in ((tensors.PAST_KEY, shape.key_size), (tensors.PAST_VALUE, shape.value_size)):
-            given[name.at(layer)] = np.zeros((1, shape.heads, ROWS, size), np.float32)
-    made = session.run(names, given)
+            fields[name.at(layer)] = np.zeros((1, shape.heads, ROWS, size), np.float32)
+    outputs = session.run(names, fields)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, attn_implementation="eager").eval()
     with torch.no_grad(), noted_states(plain, [2]) as last:
         states = plain(torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
-    for found, expected in zip(made, (states[0], states[1], last[2]), strict=True):
-        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(outputs, (states[0], states[1], last[2]), strict=True):
+        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-4, atol=1e-4)
     assert not np.allclose(last[2].numpy(), states[2].numpy())  # that is after the final norm
 
 

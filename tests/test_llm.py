@@ -55,23 +55,23 @@ def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch
     with os.fdopen(leader, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # which ends it, on Linux
         while part := reader.read(1 << 16):
             content += part
-    said = content.decode()
-    assert said.startswith("quiet")
-    assert "generating" in said
-    assert "3/3" in said
+    text = content.decode()
+    assert text.startswith("quiet")
+    assert "generating" in text
+    assert "3/3" in text
 
 
 def test_outputs_are_the_engines_in_order(llm: LLM, engine: Callable[[str], Engine]) -> None:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for index, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         expected = engine(NAME).generate(prompt, GREEDY)
-        (made,) = output.outputs
+        (completion,) = output.outputs
         assert (output.request_id, output.prompt, output.finished) == (str(index), prompt, True)
         assert output.prompt_token_ids == tuple(engine(NAME).encode(prompt))
-        assert (made.index, made.text, made.token_ids) == (0, expected.text, expected.token_ids)
-        assert (made.finish_reason, made.logprobs, made.cumulative_logprob) == ("length", None, None)
-        assert made.metrics.output_tokens == 16
-        assert made.metrics.accepted > 0
+        assert (completion.index, completion.text, completion.token_ids) == (0, expected.text, expected.token_ids)
+        assert (completion.finish_reason, completion.logprobs, completion.cumulative_logprob) == ("length", None, None)
+        assert completion.metrics.output_tokens == 16
+        assert completion.metrics.accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM, capsys: pytest.Captur
 def test_n_outputs_differ_and_a_seed_reproduces_them(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, max_tokens=12, ignore_eos=True)
     first, again = (llm.generate("one two", params, use_tqdm=False)[0] for _ in range(2))
-    assert [made.index for made in first.outputs] == [0, 1, 2]
-    assert len({made.token_ids for made in first.outputs}) == 3
-    assert [made.token_ids for made in first.outputs] == [made.token_ids for made in again.outputs]
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len({output.token_ids for output in first.outputs}) == 3
+    assert [output.token_ids for output in first.outputs] == [output.token_ids for output in again.outputs]
 
 
 def test_logprobs_are_by_token_with_their_text(llm: LLM) -> None:
     (output,) = llm.generate("one two", SamplingParams(seed=1, max_tokens=5, logprobs=2), use_tqdm=False)
-    (made,) = output.outputs
-    assert made.logprobs is not None
-    assert made.cumulative_logprob == pytest.approx(
-        sum(entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids, strict=True))
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
     )
-    for entry, token in zip(made.logprobs, made.token_ids, strict=True):
+    for entry, token in zip(completion.logprobs, completion.token_ids, strict=True):
         assert {1, 2} <= {value.rank for value in entry.values()}
         assert token in entry
         assert all(isinstance(value.decoded_token, str) for value in entry.values())
@@ -162,8 +162,8 @@ def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
     assert scored.prompt_logprobs is not None
     first, *others = scored.prompt_logprobs
     assert first is None
-    assert [token in (entry or {}) for token, entry in zip([6, 7, 8], others, strict=True)] == [True] * 3
-    assert all(1 <= len(entry or {}) <= 2 for entry in others)
+    assert [token in (other or {}) for token, other in zip([6, 7, 8], others, strict=True)] == [True] * 3
+    assert all(1 <= len(other or {}) <= 2 for other in others)
     assert scored.outputs[0].token_ids == ()
 
 
@@ -220,11 +220,11 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
     ],
 )
 def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[str, Any], words: str) -> None:
-    given = {
+    fields = {
         key: value.replace("{}", str(bundle(NAME))) if key == "bundle" else value for key, value in options.items()
     }
     with pytest.raises(BuildError, match=words):
-        LLM(**given)
+        LLM(**fields)
 
 
 # --- speculative_config -----------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def method(name: str, **options: Any) -> MethodOptions:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("arguments", "expected"),
     [
         ({"model": "d"}, method("draft_model", model="d")),
         (
@@ -280,8 +280,8 @@ def method(name: str, **options: Any) -> MethodOptions:
         ({"method": "universal_draft", "model": "d"}, method("universal_draft", model="d")),
     ],
 )
-def test_a_config_says_what_to_build(given: Any, expected: MethodOptions) -> None:
-    assert read_methods(given) == (expected,)
+def test_configurations_select_methods(arguments: Any, expected: MethodOptions) -> None:
+    assert read_methods(arguments) == (expected,)
 
 
 def test_a_config_may_name_several_methods_the_default_first() -> None:
@@ -294,26 +294,26 @@ def test_a_config_may_name_several_methods_the_default_first() -> None:
     assert read_methods('[{"method": "ngram"}, {"model": "d"}]') == (method("ngram"), method("draft_model", model="d"))
 
 
-@pytest.mark.parametrize(("least", "most", "found"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
-def test_ngrams_sizes_default_to_what_fits(least: int | None, most: int | None, found: tuple[int, int]) -> None:
-    given = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
-    (ngram,) = read_methods({"method": "ngram", **given})
-    assert ngram.lookup_sizes == found  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("least", "most", "actual"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
+def test_ngram_sizes_have_fitting_defaults(least: int | None, most: int | None, actual: tuple[int, int]) -> None:
+    fields = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
+    (ngram,) = read_methods({"method": "ngram", **fields})
+    assert ngram.lookup_sizes == actual  # type: ignore[attr-defined]
 
 
 def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
     tree = TokenTree.from_choices([[0], [1], [0, 0]])
     file = tmp_path / "tree.json"
     file.write_text("[[0], [1], [0, 0]]")
-    for given in (file, str(file), [file], [tree], [tree.choices]):
-        (read,) = read_methods({"method": "medusa", "model": "h", "trees": given})
+    for inputs in (file, str(file), [file], [tree], [tree.choices]):
+        (read,) = read_methods({"method": "medusa", "model": "h", "trees": inputs})
         assert read.trees == (tree.choices,)
     (preset,) = read_methods({"method": "medusa", "model": "h", "trees": "mc_sim_7b_63"})
     assert preset.trees == (TokenTree.load("mc_sim_7b_63").choices,)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"method": "ngram", "top": 1}, "'top' is no key of method 'ngram'; expected some of num_speculative_tokens"),
         ({"method": "magic"}, f"method is 'magic'; expected one of {', '.join(known())}"),
@@ -343,9 +343,9 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
         (5, "5 is no object"),
     ],
 )
-def test_a_wrong_config_is_named(given: Any, words: str) -> None:
+def test_a_wrong_config_is_named(arguments: Any, words: str) -> None:
     with pytest.raises(BuildError, match=words):
-        read_methods(given)
+        read_methods(arguments)
 
 
 @pytest.mark.parametrize(
@@ -363,38 +363,38 @@ def test_methods_that_read_text_work_in_a_bundle_built_without_them(
 ) -> None:
     prompts = ["one two three one two three one two"]
     (plain,) = llm.generate(prompts, GREEDY, use_tqdm=False)
-    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as one:
-        (output,) = one.generate(prompts, GREEDY, use_tqdm=False)
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as first:
+        (output,) = first.generate(prompts, GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callable[[str], Path]) -> None:
-    given = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
-    with LLM(bundle=bundle(NAME), speculative_config=given, threads=1) as one:
-        methods = one._frontend.engine.methods
+    fields = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
+    with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1) as first:
+        methods = first._frontend.engine.methods
         assert methods["suffix"].store_tokens == 400  # type: ignore[attr-defined]
         assert methods["ngram"].prompt_lookup_max == 3  # type: ignore[attr-defined]
-        stats = [one.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)[0].outputs[0].metrics for _ in range(2)]
+        stats = [first.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)[0].outputs[0].metrics for _ in range(2)]
         # The second time the store has the whole output; the draft model, the bundle's default, would always draft.
         assert stats[1].steps < stats[0].steps
         assert stats[0].drafted < stats[1].drafted
 
 
 @pytest.mark.parametrize("config", [None, "hypothesis", {"method": "hypothesis", "num_speculative_tokens": [8, 2]}])
-def test_requests_bring_a_hypothesis_whatever_the_config_says(bundle: Callable[[str], Path], config: Any) -> None:
-    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as one:
+def test_requests_may_always_have_a_hypothesis(bundle: Callable[[str], Path], config: Any) -> None:
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as first:
         prompts = [[9, 8, 7, 6, 5], [5, 6, 7]]
-        before = [output.outputs[0].token_ids for output in one.generate(prompts, GREEDY, use_tqdm=False)]
+        before = [output.outputs[0].token_ids for output in first.generate(prompts, GREEDY, use_tqdm=False)]
         expected = [{"hypothesis": tokens} for tokens in before]
-        after = [output.outputs[0] for output in one.generate(prompts, GREEDY, use_tqdm=False, speculative=expected)]
-        assert [made.token_ids for made in after] == before
-        assert all(made.metrics.accepted == made.metrics.drafted >= 12 for made in after)
+        after = [output.outputs[0] for output in first.generate(prompts, GREEDY, use_tqdm=False, speculative=expected)]
+        assert [item.token_ids for item in after] == before
+        assert all(item.metrics.accepted == item.metrics.drafted >= 12 for item in after)
         if config is not None and config != "hypothesis":
-            assert [len(tree) for tree in one._frontend.engine.methods["hypothesis"].token_trees()] == [9, 3]
+            assert [len(tree) for tree in first._frontend.engine.methods["hypothesis"].token_trees()] == [9, 3]
         with pytest.raises(RequestError, match="1 speculative for 2 prompts"):
-            one.generate(prompts, GREEDY, use_tqdm=False, speculative=[{}])
+            first.generate(prompts, GREEDY, use_tqdm=False, speculative=[{}])
         with pytest.raises(RequestError, match=r"prompt 0: speculative: .magic. was given without a method"):
-            one.generate(prompts, GREEDY, use_tqdm=False, speculative={"magic": 1})
+            first.generate(prompts, GREEDY, use_tqdm=False, speculative={"magic": 1})
 
 
 @pytest.mark.exporter
@@ -412,12 +412,12 @@ def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
         {"method": "hypothesis", "num_speculative_tokens": [6, 3]},
     ]
     options: dict[str, Any] = {"max_model_len": 48, "threads": 1, "max_batch_size": 1, "calibrate": False}
-    with LLM(model, speculative_config=config, **options) as one:
-        methods = one._frontend.engine.methods
+    with LLM(model, speculative_config=config, **options) as first:
+        methods = first._frontend.engine.methods
         assert list(methods)[:2] == ["medusa_draft", "hypothesis"]
         assert [len(tree) for tree in methods["medusa_draft"].token_trees()] == [4]
         assert [len(tree) for tree in methods["hypothesis"].token_trees()] == [7, 4]
-        (drafted,) = one.generate([[5, 6, 5]], GREEDY, use_tqdm=False)
-        (plain,) = one.generate([[5, 6, 5]], GREEDY, use_tqdm=False, speculative={"num_speculative_tokens": 0})
+        (drafted,) = first.generate([[5, 6, 5]], GREEDY, use_tqdm=False)
+        (plain,) = first.generate([[5, 6, 5]], GREEDY, use_tqdm=False, speculative={"num_speculative_tokens": 0})
         assert drafted.outputs[0].metrics.drafted > 0 == plain.outputs[0].metrics.drafted
         assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids

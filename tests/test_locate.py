@@ -37,7 +37,7 @@ SETTINGS = {"config.json", "generation_config.json"}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("made") / "model", "llama", num_hidden_layers=5)
 
 
@@ -53,9 +53,9 @@ def fetched(root: Path, tmp_path: Path) -> Iterator[set[str]]:
 
 
 @pytest.fixture
-def model(root: Path, made: Path) -> Path:
+def model(root: Path, tiny: Path) -> Path:
     """A model on the hub, with what else there is in repositories."""
-    folder = shutil.copytree(made, root / "owner" / "model")
+    folder = shutil.copytree(tiny, root / "owner" / "model")
     for name in OTHERS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name, encoding="utf-8")  # files of the same content are fetched once
@@ -66,14 +66,14 @@ def of(files: set[str], name: str) -> set[str]:
     return {file.removeprefix(f"owner/{name}/") for file in files if file.startswith(f"owner/{name}/")}
 
 
-def test_of_a_model_only_what_is_read_is_fetched(model: Path, fetched: set[str], made: Path) -> None:
+def test_only_needed_files_are_downloaded(model: Path, fetched: set[str], tiny: Path) -> None:
     (model / "additional_chat_templates").mkdir()
     for name in ("chat_template.jinja", "additional_chat_templates/rag.jinja"):
         (model / name).write_text(name, encoding="utf-8")
     templates = {"chat_template.jinja", "additional_chat_templates/rag.jinja"}
     folder = locate("owner/model")
     assert of(fetched, "model") == SETTINGS | TOKENIZER | templates | {"model.safetensors"}
-    assert load_checkpoint("owner/model").parameters == load_checkpoint(str(made)).parameters
+    assert load_checkpoint("owner/model").parameters == load_checkpoint(str(tiny)).parameters
     assert load_tokenizer(folder).chat_templates == {
         "default": "chat_template.jinja",
         "rag": "additional_chat_templates/rag.jinja",
@@ -110,8 +110,8 @@ def test_a_pickled_model_is_refused_before_it_is_fetched(model: Path, fetched: s
     assert of(fetched, "model") == SETTINGS | TOKENIZER
 
 
-def test_a_pickled_model_in_a_folder_is_refused_with_what_to_do(made: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(made, tmp_path / "model")
+def test_a_pickled_model_in_a_folder_is_refused_with_what_to_do(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"found pytorch_model\.bin, expected .*save_pretrained\("):
         load_checkpoint(str(folder))
@@ -123,23 +123,23 @@ def pickled(draft: Path) -> Path:
     return draft
 
 
-def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], made: Path, tmp_path: Path) -> None:
+def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], tiny: Path, tmp_path: Path) -> None:
     """From a folder and from the hub."""
-    plain = make_eagle3(tmp_path / "plain", made)
+    plain = make_eagle3(tmp_path / "plain", tiny)
     draft = shutil.copytree(plain, root / "owner" / "draft")
     for folder in (str(pickled(draft)), "owner/draft"):
         outline = read_eagle3(folder)
-        expected, found = parts_of(read_eagle3(str(plain))), parts_of(outline)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name].read(), found[name].read()) for name in expected)
-        loaded = outline.load(made, 5, 64).state_dict()
+        expected, actual = parts_of(read_eagle3(str(plain))), parts_of(outline)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name].read(), actual[name].read()) for name in expected)
+        loaded = outline.load(tiny, 5, 64).state_dict()
         assert all(torch.equal(loaded[name], each) for name, each in
-                   read_eagle3(str(plain)).load(made, 5, 64).state_dict().items())  # fmt: skip
+                   read_eagle3(str(plain)).load(tiny, 5, 64).state_dict().items())  # fmt: skip
     assert of(fetched, "draft") == {"config.json", "pytorch_model.bin"}
 
 
-def test_heads_are_fetched_once(root: Path, fetched: set[str], made: Path) -> None:
-    draft = make_eagle3(root / "owner" / "draft", made)
+def test_heads_are_fetched_once(root: Path, fetched: set[str], tiny: Path) -> None:
+    draft = make_eagle3(root / "owner" / "draft", tiny)
     (draft / "pytorch_model.bin").write_bytes(b"twice")
     read_eagle3("owner/draft")
     assert of(fetched, "draft") == {"config.json", "model.safetensors"}
@@ -152,8 +152,8 @@ class Harmful:
         return print, ("harm",)
 
 
-def test_what_could_run_code_is_not_unpickled(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draft = pickled(make_eagle3(tmp_path / "draft", made))
+def test_pickled_code_is_not_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = pickled(make_eagle3(tmp_path / "draft", tiny))
     torch.save({"fc.weight": Harmful()}, draft / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"pytorch_model\.bin: refused: only plain tensors .*save_file\(") as caught:
         parts_of(read_eagle3(str(draft)))
@@ -164,10 +164,10 @@ def test_what_could_run_code_is_not_unpickled(made: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("content", "library"), [(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "sentencepiece"), (b"IQ== 0\n", "tiktoken")]
 )
-def test_what_a_tokenizer_lacks_is_named(
-    made: Path, tmp_path: Path, content: bytes, library: str, monkeypatch: pytest.MonkeyPatch
+def test_missing_tokenizer_packages_are_named(
+    tiny: Path, tmp_path: Path, content: bytes, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shutil.copytree(made, tmp_path / "model")
+    folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(content)
     monkeypatch.setattr(checkpoint, "find_spec", lambda _: None)

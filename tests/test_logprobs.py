@@ -23,16 +23,16 @@ def log_softmax(row: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-tree", "dice-medusa", "dice-ngram"])
-def test_they_are_what_transformers_says(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_logprobs_equal_transformers(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
     exact = oracle(name)["next_logits"]
     for seed in range(20):
         params = SamplingParams(max_tokens=3, temperature=1.7, top_k=9, seed=seed, logprobs=4, ignore_eos=True)
-        made = engine(name).generate(DICE_PROMPT, params)
-        assert len(made.logprobs) == len(made.token_ids) == 3
-        for at, entry in enumerate(made.logprobs):
-            expected = log_softmax(exact[" ".join(map(str, made.token_ids[:at]))])
+        completion = engine(name).generate(DICE_PROMPT, params)
+        assert len(completion.logprobs) == len(completion.token_ids) == 3
+        for at, entry in enumerate(completion.logprobs):
+            expected = log_softmax(exact[" ".join(map(str, completion.token_ids[:at]))])
             order = np.argsort(-expected)
-            assert entry.token == made.token_ids[at]
+            assert entry.token == completion.token_ids[at]
             assert entry.logprob == pytest.approx(expected[entry.token], abs=1e-4)
             assert order[entry.rank - 1] == entry.token
             assert [token for token, _ in entry.top] == order[:4].tolist()
@@ -44,18 +44,18 @@ def test_speculation_does_not_change_them(engine: Engines) -> None:
     fast, plain = (engine("llama-near").generate([17, 180, 33], params, None if on else PLAIN) for on in (True, False))
     assert fast.stats.accepted > 0
     assert [entry.token for entry in fast.logprobs] == list(fast.token_ids) == list(plain.token_ids)
-    for one, other in zip(fast.logprobs, plain.logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert one.rank == other.rank == 1
+    for item, other in zip(fast.logprobs, plain.logprobs, strict=True):
+        assert item.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert item.rank == other.rank == 1
 
 
-def test_none_are_made_unasked_and_zero_gives_the_tokens_own(engine: Engines) -> None:
+def test_logprobs_are_optional_and_zero_gives_the_tokens(engine: Engines) -> None:
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     assert llama.generate([17], params).logprobs == ()
-    own = llama.generate([17], params.replace(logprobs=0)).logprobs
-    assert [entry.top for entry in own] == [(), (), (), ()]
-    assert all(entry.logprob < 0 for entry in own)
+    expected_own = llama.generate([17], params.replace(logprobs=0)).logprobs
+    assert [entry.top for entry in expected_own] == [(), (), (), ()]
+    assert all(entry.logprob < 0 for entry in expected_own)
 
 
 def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan() -> None:
@@ -78,12 +78,12 @@ def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["llama-near", "gemma2-equal", "qwen3-medusa", "llama-near-batch-portable"])
-def test_those_of_prompts_are_what_transformers_says(name: str, bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_prompt_logprobs_equal_transformers(name: str, bundle: Callable[[str], Path], engine: Engines) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    one = engine(name)
-    source = bundle(name).parent / "checkpoints" / Path(one.manifest.target.source).name
+    loaded = engine(name)
+    source = bundle(name).parent / "checkpoints" / Path(loaded.manifest.target.source).name
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     for length, draft in ((1, 0), (2, 1), (9, 2), (150, 3)):
         prompt = np.random.default_rng(draft).integers(3, 300, length).tolist()
@@ -92,26 +92,28 @@ def test_those_of_prompts_are_what_transformers_says(name: str, bundle: Callable
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3)
         # Again, when the cache holds all of it, and without any output.
         for room in (6, 6, 0):
-            made = one.generate(prompt, params.replace(max_tokens=room))
-            assert made.stats.cached_tokens == 0
-            assert len(made.token_ids) == room
-            assert [entry.token for entry in made.prompt_logprobs] == prompt[1:]
-            for row, entry in zip(exact, made.prompt_logprobs, strict=False):
+            completion = loaded.generate(prompt, params.replace(max_tokens=room))
+            assert completion.stats.cached_tokens == 0
+            assert len(completion.token_ids) == room
+            assert [prompt_logprob.token for prompt_logprob in completion.prompt_logprobs] == prompt[1:]
+            for row, prompt_logprob in zip(exact, completion.prompt_logprobs, strict=False):
                 expected = log_softmax(row)
                 best = np.argsort(-expected)[:3]
-                assert entry.logprob == pytest.approx(expected[entry.token], abs=2e-4)
-                assert [value for _, value in entry.top] == pytest.approx(expected[best].tolist(), abs=2e-4)
-        plain = one.generate(prompt, params.replace(prompt_logprobs=None))
+                assert prompt_logprob.logprob == pytest.approx(expected[prompt_logprob.token], abs=2e-4)
+                assert [value for _, value in prompt_logprob.top] == pytest.approx(expected[best].tolist(), abs=2e-4)
+        plain = loaded.generate(prompt, params.replace(prompt_logprobs=None))
         assert plain.prompt_logprobs == ()
-        assert plain.token_ids == one.generate(prompt, params).token_ids
+        assert plain.token_ids == loaded.generate(prompt, params).token_ids
 
 
 def test_scored_prompts_run_beside_others(engine: Engines) -> None:
-    one, params = engine("llama-near-batch"), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    loaded, params = engine("llama-near-batch"), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     texts = [[5 + at, *range(20, 120)] for at in range(6)]
-    alone = [one.generate(text, params.replace(prompt_logprobs=1 if at % 2 else None)) for at, text in enumerate(texts)]
+    alone = [
+        loaded.generate(text, params.replace(prompt_logprobs=1 if at % 2 else None)) for at, text in enumerate(texts)
+    ]
     streams = [
-        one.stream(text, params.replace(prompt_logprobs=1 if at % 2 else None, max_tokens=0 if at == 3 else 12))
+        loaded.stream(text, params.replace(prompt_logprobs=1 if at % 2 else None, max_tokens=0 if at == 3 else 12))
         for at, text in enumerate(texts)
     ]
     for stream in streams:
@@ -119,17 +121,17 @@ def test_scored_prompts_run_beside_others(engine: Engines) -> None:
     for at, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
         got = tuple(token for chunk in stream for token in chunk.token_ids)
         assert got == (() if at == 3 else expected.token_ids)
-        assert [entry.token for entry in stream.prompt_logprobs] == (texts[at][1:] if at % 2 else [])
-        assert [entry.logprob for entry in stream.prompt_logprobs] == pytest.approx(
-            [entry.logprob for entry in expected.prompt_logprobs], abs=1e-4
+        assert [prompt_logprob.token for prompt_logprob in stream.prompt_logprobs] == (texts[at][1:] if at % 2 else [])
+        assert [prompt_logprob.logprob for prompt_logprob in stream.prompt_logprobs] == pytest.approx(
+            [prompt_logprob.logprob for prompt_logprob in expected.prompt_logprobs], abs=1e-4
         )
 
 
 def test_a_prompt_that_cannot_be_scored_is_refused(engine: Engines) -> None:
-    one, params = engine("llama-near"), SamplingParams(max_tokens=0, prompt_logprobs=0)
+    loaded, params = engine("llama-near"), SamplingParams(max_tokens=0, prompt_logprobs=0)
     with pytest.raises(RequestError, match="the prompt has 513 tokens, but this bundle's context holds 512"):
-        one.generate([5] * 513, params)
-    assert len(one.generate([5] * 512, params).prompt_logprobs) == 511
+        loaded.generate([5] * 513, params)
+    assert len(loaded.generate([5] * 512, params).prompt_logprobs) == 511
 
 
 @pytest.mark.parametrize("value", [-1, 21, 1.5, True])
@@ -146,7 +148,7 @@ def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine: Engines) -> 
     whole = llama.generate([17, 180, 33], params)
     end = whole.token_ids[5]
     first = whole.token_ids.index(end)
-    made = llama.generate([17, 180, 33], params.replace(stop_token_ids=(end,)))
-    assert made.token_ids == whole.token_ids[: first + 1]
-    assert made.finish_reason == "stop"
-    assert whole.text.startswith(made.text)
+    completion = llama.generate([17, 180, 33], params.replace(stop_token_ids=(end,)))
+    assert completion.token_ids == whole.token_ids[: first + 1]
+    assert completion.finish_reason == "stop"
+    assert whole.text.startswith(completion.text)

@@ -41,14 +41,14 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("window", "ngram"), [(5, 4), (2, 4), (1, 3), (4, 2), (15, 5)])
-def test_the_window_is_what_it_is_defined_to_be(window: int, ngram: int) -> None:
+def test_the_window_follows_its_definition(window: int, ngram: int) -> None:
     """Level l, column i stands at l + i, and sees columns up to i of level 0 and its own column of levels up to l."""
     trajectory = Trajectory(window, ngram, list(range(100, 100 + window + ngram - 3)))
     for level in range(1, ngram - 1):
         tokens, _ = trajectory.nodes()
         assert len(tokens) + 1 == level * (window + ngram - 1 - level) <= window * (ngram - 1)
-        said = [1000 * level + at for at in range(trajectory.read)]
-        assert trajectory.advance(7, said) == []
+        texts = [1000 * level + at for at in range(trajectory.read)]
+        assert trajectory.advance(7, texts) == []
     tokens, parents = trajectory.nodes()
     assert len(tokens) + 1 == window * (ngram - 1)
     tree = TokenTree((-1, *parents))
@@ -87,11 +87,11 @@ def view(tokens: list[int], guesses: int = G, slot: int = 0) -> SlotView:
     return SlotView(slot, tokens, GREEDY, np.random.default_rng(0), guess_tree(guesses, N))
 
 
-def test_guesses_come_before_the_window_and_share_what_they_have_in_common() -> None:
+def test_guesses_precede_the_window_and_share_prefixes() -> None:
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8, 9, 1]
     proposer = LookaheadProposer(METHOD)
-    made = proposer.propose([view(text), view([5, 5, 5, 5, 9], slot=1)])
-    first, other = made[0], made[1]
+    proposals = proposer.propose([view(text), view([5, 5, 5, 5, 9], slot=1)])
+    first, other = proposals[0], proposals[1]
     assert first.tokens.tolist() == [6, 7, 8, 2, 3, 5, 4]
     assert first.tree.parents == (-1, 0, 1, 2, 0, 4, 5, 5)
     assert first.window is not None
@@ -119,13 +119,13 @@ def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    one = engine(NAME)
-    model = AutoModelForCausalLM.from_pretrained(one.manifest.target.source, attn_implementation="eager").eval()
+    loaded = engine(NAME)
+    model = AutoModelForCausalLM.from_pretrained(loaded.manifest.target.source, attn_implementation="eager").eval()
     ours, theirs, length = [], [], 0
     for prompt in prompts(6)[1::2]:
-        with recorded(one, "lookahead") as recorder:
-            done = one.generate(prompt, GREEDY)
-        assert done.token_ids == one.generate(prompt, GREEDY, PLAIN).token_ids
+        with recorded(loaded, "lookahead") as recorder:
+            done = loaded.generate(prompt, GREEDY)
+        assert done.token_ids == loaded.generate(prompt, GREEDY, PLAIN).token_ids
         ours.append(done.stats.steps)
         length += len(done.token_ids)
         # Both windows begin with the same tokens: which they are moves the acceptance length of a text by over 5 %.
@@ -182,14 +182,14 @@ def plain_lookahead(model: Any, prompt: list[int], first: list[int], count: int)
             torch.tensor([tokens]), attention_mask=mask, position_ids=torch.tensor([positions]), use_cache=False
         )
         best = out.logits[0].argmax(-1).tolist()
-        said = [best[place] for (level, _), place in sorted(places.items()) if level == len(levels) - 1]
+        texts = [best[place] for (level, _), place in sorted(places.items()) if level == len(levels) - 1]
         if len(levels) == N - 1:
-            columns = [[text[-1], *levels[0]], *levels[1:], said]
+            columns = [[text[-1], *levels[0]], *levels[1:], texts]
             for i in range(W):
                 enter(tuple(column[i] for column in columns))
-            levels = [levels[1][1:], *levels[2:], said]
+            levels = [levels[1][1:], *levels[2:], texts]
         else:
-            levels = [*(level[1:] for level in levels), said[1:]]
+            levels = [*(level[1:] for level in levels), texts[1:]]
         new = [best[last]]
         for begin, guess in guesses:
             right = [best[last]]
@@ -204,43 +204,43 @@ def plain_lookahead(model: Any, prompt: list[int], first: list[int], count: int)
 
 
 def test_steps_have_declared_widths(engine: Engines) -> None:
-    one = engine(NAME)
-    widths = set(one.manifest.methods[0].widths())
+    loaded = engine(NAME)
+    widths = set(loaded.manifest.methods[0].widths())
     assert widths == {15, 18, 21, 27}
-    with recorded(one, "lookahead") as recorder:
-        one.generate(prompts(1)[0] * 2, GREEDY)
+    with recorded(loaded, "lookahead") as recorder:
+        loaded.generate(prompts(1)[0] * 2, GREEDY)
     seen = {len(proposal.window.tree) for _, proposal in recorder if proposal.window is not None}
     assert seen <= widths
     assert len(seen) > 1
 
 
 def test_a_text_may_end_with_the_context_and_leaves_nothing_behind(engine: Engines) -> None:
-    one = engine(NAME)
-    proposer = one.loaded_methods["lookahead"].proposer
+    loaded = engine(NAME)
+    proposer = loaded.loaded_methods["lookahead"].proposer
     assert isinstance(proposer, LookaheadProposer)
     prompt = [20 + at % 5 for at in range(490)]
-    whole = one.generate(prompt, GREEDY, PLAIN)
-    done = one.generate(prompt, GREEDY)
+    whole = loaded.generate(prompt, GREEDY, PLAIN)
+    done = loaded.generate(prompt, GREEDY)
     assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
-    with one.stream([4, 5], GREEDY) as stream:
+    with loaded.stream([4, 5], GREEDY) as stream:
         next(stream)
         assert len(proposer._slots) == 1
     # What is left behind goes when the next request takes its step.
-    one.generate([4, 5], GREEDY)
+    loaded.generate([4, 5], GREEDY)
     assert proposer._slots == {}
 
 
 def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     prompt = prompts(1)[0] * 3
-    plain = one.generate(prompt, GREEDY, PLAIN).token_ids
+    plain = loaded.generate(prompt, GREEDY, PLAIN).token_ids
     for guesses in (1, 2, 4):
-        with recorded(one, "lookahead") as recorder:
-            done = one.generate(prompt, GREEDY, {"num_speculative_tokens": guesses * (N - 1)})
+        with recorded(loaded, "lookahead") as recorder:
+            done = loaded.generate(prompt, GREEDY, {"num_speculative_tokens": guesses * (N - 1)})
         assert done.token_ids == plain
         assert max(len(proposal.tokens) for _, proposal in recorder) <= guesses * (N - 1)
     with pytest.raises(RequestError, match="num_speculative_tokens is 4; the bundle was built for 3, 6, 12"):
-        one.stream(prompt, None, {"num_speculative_tokens": 4})
+        loaded.stream(prompt, None, {"num_speculative_tokens": 4})
 
 
 # --- the bundle -------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
         ({"ngram": 1}, "not a valid manifest"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     bundle: Callable[[str], Path], tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     folder = shutil.copytree(bundle(NAME), tmp_path / "bundle")
@@ -274,12 +274,12 @@ def test_sizes_that_are_built() -> None:
         (method,) = read_methods(f"lookahead:{wanted}")
         return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32"))
 
-    made = planned("5,4,4")
-    assert ((made.window, made.ngram, made.guesses), [len(tree) - 1 for tree in made.token_trees()]) == (
+    result = planned("5,4,4")
+    assert ((result.window, result.ngram, result.guesses), [len(tree) - 1 for tree in result.token_trees()]) == (
         (5, 4, 4),
         [12, 6, 3],
     )
-    assert planned("window=5,ngram=4,guesses=4") == made
+    assert planned("window=5,ngram=4,guesses=4") == result
     assert [planned("gpu", size).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
     assert planned("gpu").widths()[0] == 120
     for wanted, reason in (
@@ -295,11 +295,14 @@ def test_sizes_that_are_built() -> None:
 
 def test_commands(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(bundle(NAME))
-    said = []
-    for how in (["--no-speculation"], ["--method", "lookahead"]):
-        assert main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *how]) == 0
-        said.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert said[0] == said[1]
+    texts = []
+    for speculation in (["--no-speculation"], ["--method", "lookahead"]):
+        assert (
+            main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *speculation])
+            == 0
+        )
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
     assert main(["inspect", folder]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "lookahead, window 5, n-grams of 4, seeded from the prompt: up to 12 draft tokens a step" in shown

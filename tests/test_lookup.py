@@ -59,7 +59,7 @@ def longest_suffix(text: Sequence[int], within: Sequence[int], least: int) -> in
 
 
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.data())
-def test_the_index_finds_what_a_scan_finds(text: list[int], shortest: int, more: int, data: Any) -> None:
+def test_the_index_equals_a_scan(text: list[int], shortest: int, more: int, data: Any) -> None:
     longest = shortest + more
     index = NgramIndex(shortest, longest)
     cut = data.draw(st.integers(0, len(text)))
@@ -79,32 +79,32 @@ def test_the_index_finds_what_a_scan_finds(text: list[int], shortest: int, more:
 def test_a_continuation_is_the_texts_own_and_then_periodic(text: list[int], count: int) -> None:
     index = NgramIndex(1, 3)
     index.extend(text)
-    if (found := index.match()) is not None:
+    if (match := index.match()) is not None:
         grown = list(text)
         for _ in range(count):
-            grown.append(grown[found[1] + len(grown) - len(text)])
-        assert index.continuation(found[1], count) == grown[len(text) :]
+            grown.append(grown[match[1] + len(grown) - len(text)])
+        assert index.continuation(match[1], count) == grown[len(text) :]
 
 
 # --- the suffix automaton ---------------------------------------------------------------------------------------------
 
 
 def automaton(text: Sequence[int]) -> SuffixAutomaton:
-    made = SuffixAutomaton()
+    suffixes = SuffixAutomaton()
     for token in text:
-        made.append(token)
-    return made
+        suffixes.append(token)
+    return suffixes
 
 
 @given(texts)
 def test_the_automaton_holds_every_substring_with_its_count(text: list[int]) -> None:
-    made = automaton(text)
+    suffixes = automaton(text)
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
-            state = made.find(text[start:end])
+            state = suffixes.find(text[start:end])
             assert state is not None
-            assert made.count(state) == len(occurrences(text, text[start:end]))
-    assert made.repeated_suffix()[1] == longest_suffix(text, text, 2)
+            assert suffixes.count(state) == len(occurrences(text, text[start:end]))
+    assert suffixes.repeated_suffix()[1] == longest_suffix(text, text, 2)
 
 
 @given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=4))
@@ -114,11 +114,11 @@ def test_the_automaton_holds_nothing_else(text: list[int], part: list[int]) -> N
 
 @given(st.lists(st.integers(0, 1), min_size=60, max_size=90), st.integers(1, 4))
 def test_counts_of_long_texts_never_exceed_the_truth(text: list[int], length: int) -> None:
-    made = automaton(text)
+    suffixes = automaton(text)
     for start in range(len(text) - length + 1):
-        state = made.find(text[start : start + length])
+        state = suffixes.find(text[start : start + length])
         assert state is not None
-        assert 1 <= made.count(state) <= len(occurrences(text, text[start : start + length]))
+        assert 1 <= suffixes.count(state) <= len(occurrences(text, text[start : start + length]))
 
 
 def test_counts_fall_behind_only_where_one_pattern_fills_the_text() -> None:
@@ -127,28 +127,28 @@ def test_counts_fall_behind_only_where_one_pattern_fills_the_text() -> None:
     assert state is not None
     assert periodic.count(state) < 100
     ordinary = [int(token) for token in np.random.default_rng(2).integers(0, 40, 2000)]
-    made = automaton(ordinary)
+    suffixes = automaton(ordinary)
     for token, count in Counter(ordinary).items():
-        state = made.find([token])
+        state = suffixes.find([token])
         assert state is not None
-        assert made.count(state) == count
+        assert suffixes.count(state) == count
 
 
 @given(short_texts, short_texts)
 def test_a_match_is_the_longest_suffix_that_occurs(held: list[int], text: list[int]) -> None:
-    made = automaton(held)
+    suffixes = automaton(held)
     state = length = 0
     for end, token in enumerate(text, start=1):
-        state, length = made.step(state, length, token)
+        state, length = suffixes.step(state, length, token)
         assert length == longest_suffix(text[:end], held, 1)
-        assert state == made.find(text[end - length : end])
+        assert state == suffixes.find(text[end - length : end])
 
 
 @given(texts, st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.6]))
-def test_a_continuation_follows_what_came_most_often(text: list[int], limit: int, least: float) -> None:
-    made = automaton(text)
-    state, length = made.repeated_suffix()
-    tokens, expected = made.continuation(state, limit, least)
+def test_continuations_are_the_most_frequent(text: list[int], limit: int, least: float) -> None:
+    suffixes = automaton(text)
+    state, length = suffixes.repeated_suffix()
+    tokens, expected = suffixes.continuation(state, limit, least)
     assert len(tokens) <= limit
     matched, chance, total = text[len(text) - length :], 1.0, 0.0
     for token in tokens:
@@ -173,15 +173,15 @@ def test_a_store_forgets_the_oldest_and_keeps_its_bound() -> None:
     for start in range(0, 300, 10):
         store.add(list(range(start, start + 7)))
         assert len(store) <= 40
-        held = [made for made in store.automata if made.find([start, start + 1, start + 2]) is not None]
+        held = [item for item in store.automata if item.find([start, start + 1, start + 2]) is not None]
         assert held
-    assert all(made.find([0, 1]) is None for made in store.automata)
-    assert any(made.find([280, 281]) is not None for made in store.automata)
+    assert all(item.find([0, 1]) is None for item in store.automata)
+    assert any(item.find([280, 281]) is not None for item in store.automata)
     # A match never goes from one output into the next.
-    assert all(made.find([286, 290]) is None for made in store.automata)
+    assert all(item.find([286, 290]) is None for item in store.automata)
     store.add(list(range(1000, 1100)))
     assert len(store) <= 40
-    assert any(made.find([1098, 1099]) is not None for made in store.automata)
+    assert any(item.find([1098, 1099]) is not None for item in store.automata)
 
 
 def test_outputs_too_short_to_match_are_not_stored() -> None:
@@ -197,33 +197,33 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 
 def test_the_longest_chain_that_fits() -> None:
     of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
-    for asked, found, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
-        made = of.proposal(TokenTree.chain(asked + 1), range(found))
-        assert (None if made is None else len(made.tree) - 1) == size
-        assert made is None or made.tokens.tolist() == list(range(len(made.tree) - 1))
+    for request, actual, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
+        proposal = of.proposal(TokenTree.chain(request + 1), range(actual))
+        assert (None if proposal is None else len(proposal.tree) - 1) == size
+        assert proposal is None or proposal.tokens.tolist() == list(range(len(proposal.tree) - 1))
 
 
 def test_ngram_trusts_longer_matches_with_longer_chains() -> None:
     proposer = NgramProposer(Ngram(trees=chains(8, 4, 2), prompt_lookup_max=4, prompt_lookup_min=2))
     for matched, size in ((1, None), (2, 4), (3, 4), (4, 8), (9, 8)):
         text = [*range(100, 130), 7, 8, *range(100, 100 + matched)]
-        made = proposer.propose([view(text, 8)])
+        proposals = proposer.propose([view(text, 8)])
         proposer.release(0)
         if size is None:
-            assert made == {}
+            assert proposals == {}
         else:
-            assert made[0].tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
-            assert made[0].tree == TokenTree.chain(size + 1)
-            assert made[0].q is None
-            assert made[0].candidates.shape == (size, 1)
+            assert proposals[0].tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
+            assert proposals[0].tree == TokenTree.chain(size + 1)
+            assert proposals[0].q is None
+            assert proposals[0].candidates.shape == (size, 1)
 
 
 def test_suffix_proposes_more_for_longer_matches_and_surer_continuations() -> None:
     proposer = SuffixProposer(Suffix(trees=chains(8, 4, 2, 1), max_spec_factor=1.0, min_token_prob=0.5))
     for matched, size in ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8)):
-        made = proposer.propose([view([*range(100, 130), 7, *range(100, 100 + matched)], 8)])[0]
+        proposals = proposer.propose([view([*range(100, 130), 7, *range(100, 100 + matched)], 8)])[0]
         proposer.release(0)
-        assert made.tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
+        assert proposals.tokens.tolist() == [*range(100 + matched, 100 + matched + size)]
     # After 1 2 3 4 comes 5 twice and then 6 or 7: the second is not sure enough.
     text = [1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 9, 1, 2, 3, 4]
     assert proposer.propose([view(text, 8)])[0].tokens.tolist() == [5]
@@ -235,8 +235,11 @@ def test_slots_do_not_see_each_other() -> None:
         NgramProposer(Ngram(trees=chains(4), prompt_lookup_max=4, prompt_lookup_min=2)),
         SuffixProposer(Suffix(trees=chains(4), max_spec_factor=1.0, min_token_prob=0.1)),
     ):
-        made = proposer.propose([view(list(text), 4, 0), view(list(range(4)), 4, 1), view([*text, 14], 4, 2)])
-        assert {slot: one.tokens.tolist() for slot, one in made.items()} == {0: [14, 15, 16, 17], 2: [15, 16, 17, 18]}
+        proposals = proposer.propose([view(list(text), 4, 0), view(list(range(4)), 4, 1), view([*text, 14], 4, 2)])
+        assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {
+            0: [14, 15, 16, 17],
+            2: [15, 16, 17, 18],
+        }
 
 
 def test_a_store_lets_a_request_use_another_ones_output() -> None:
@@ -261,42 +264,42 @@ def test_a_store_lets_a_request_use_another_ones_output() -> None:
 
 @pytest.mark.parametrize("prompt", [COPY, RANDOM, [9], [9, 9], [4] * 120], ids=["copy", "random", "1", "2", "same"])
 def test_greedy_text_is_plain_decodings(engine: Engines, prompt: list[int]) -> None:
-    one = engine(NAME)
-    assert list(one.loaded_methods) == ["draft_model", "ngram", "suffix", "hypothesis"]
-    plain = one.generate(prompt, GREEDY, PLAIN)
+    loaded = engine(NAME)
+    assert list(loaded.loaded_methods) == ["draft_model", "ngram", "suffix", "hypothesis"]
+    plain = loaded.generate(prompt, GREEDY, PLAIN)
     for method, size in WAYS:
-        done = one.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": size})
+        done = loaded.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": size})
         assert done.token_ids == plain.token_ids
         assert done.stats.steps <= plain.stats.steps
 
 
-def test_what_repeats_takes_fewer_steps(engine: Engines) -> None:
-    one = engine(NAME)
+def test_repetitions_take_fewer_steps(engine: Engines) -> None:
+    loaded = engine(NAME)
     long = GREEDY.replace(max_tokens=120)
     for method in ("ngram", "suffix"):
-        done = one.generate(COPY, long, method)
+        done = loaded.generate(COPY, long, method)
         assert done.stats.acceptance_length > 1.5, done.stats
-        sampled = one.generate(COPY, long.replace(temperature=1.0, seed=4), method)
-        assert sampled.token_ids == one.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
+        sampled = loaded.generate(COPY, long.replace(temperature=1.0, seed=4), method)
+        assert sampled.token_ids == loaded.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
 
 
 def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     for method, size in WAYS:
-        with recorded(one, method) as recorder:
-            one.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
-        found = {len(proposal.tokens) for _, proposal in recorder}
-        assert found
-        assert found <= {k for k in (8, 4, 2) if k <= size}
+        with recorded(loaded, method) as recorder:
+            loaded.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
+        actual = {len(proposal.tokens) for _, proposal in recorder}
+        assert actual
+        assert actual <= {k for k in (8, 4, 2) if k <= size}
         assert all(proposal.tree.is_chain for _, proposal in recorder)
 
 
 def test_a_text_may_end_with_the_context(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     prompt = [20 + at % 5 for at in range(490)]
-    whole = one.generate(prompt, GREEDY.replace(max_tokens=100), PLAIN)
+    whole = loaded.generate(prompt, GREEDY.replace(max_tokens=100), PLAIN)
     for method in ("ngram", "suffix"):
-        done = one.generate(prompt, GREEDY.replace(max_tokens=100), method)
+        done = loaded.generate(prompt, GREEDY.replace(max_tokens=100), method)
         assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
         assert len(done.token_ids) == 22
 
@@ -309,41 +312,41 @@ def state(engine: Engine) -> list[dict[int, Any]]:
 
 
 def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
-    one = engine(NAME)
+    loaded = engine(NAME)
     sampled = GREEDY.replace(temperature=0.9, seed=6)
     methods = ("draft_model", "ngram", "suffix")
-    first = {method: one.generate(COPY, sampled, method).token_ids for method in methods}
+    first = {method: loaded.generate(COPY, sampled, method).token_ids for method in methods}
     for method in (*methods, "suffix", "ngram"):
-        one.generate(RANDOM, sampled.replace(seed=7), method)
-        assert one.generate(COPY, sampled, method).token_ids == first[method]
-        assert state(one) == [{}, {}]
+        loaded.generate(RANDOM, sampled.replace(seed=7), method)
+        assert loaded.generate(COPY, sampled, method).token_ids == first[method]
+        assert state(loaded) == [{}, {}]
 
 
-def test_a_request_that_is_cancelled_or_left_leaves_nothing_behind(engine: Engines) -> None:
-    one = engine(NAME)
-    for method, slots in zip(("ngram", "suffix"), state(one), strict=True):
-        whole = one.generate(COPY, GREEDY, method).token_ids
-        stream = one.stream(COPY, GREEDY, method)
+def test_cancelled_requests_leave_nothing_behind(engine: Engines) -> None:
+    loaded = engine(NAME)
+    for method, slots in zip(("ngram", "suffix"), state(loaded), strict=True):
+        whole = loaded.generate(COPY, GREEDY, method).token_ids
+        stream = loaded.stream(COPY, GREEDY, method)
         next(stream)
         assert list(slots) == [0]
         stream.cancel()
         assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
         assert slots == {}
-        with one.stream(RANDOM, GREEDY, method) as left:
+        with loaded.stream(RANDOM, GREEDY, method) as left:
             next(left)
         # A stream that was left goes before the next step, whoever takes it.
-        assert one.generate(COPY, GREEDY, method).token_ids == whole
+        assert loaded.generate(COPY, GREEDY, method).token_ids == whole
         assert slots == {}
 
 
 def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path], engine: Engines) -> None:
-    with Engine.load(bundle(NAME), threads=1, methods={"method": "suffix", "store_tokens": 400}) as one:
-        plain = one.generate(RANDOM, GREEDY, PLAIN)
-        runs = [one.generate(RANDOM, GREEDY, "suffix") for _ in range(3)]
+    with Engine.load(bundle(NAME), threads=1, methods={"method": "suffix", "store_tokens": 400}) as loaded:
+        plain = loaded.generate(RANDOM, GREEDY, PLAIN)
+        runs = [loaded.generate(RANDOM, GREEDY, "suffix") for _ in range(3)]
         assert all(run.token_ids == plain.token_ids for run in runs)
         # From the third token on the second request says what the first one said.
         assert runs[1].stats.steps < runs[0].stats.steps
-        proposer = one.loaded_methods["suffix"].proposer
+        proposer = loaded.loaded_methods["suffix"].proposer
         assert isinstance(proposer, SuffixProposer)
         assert proposer._store is not None
         assert 0 < len(proposer._store) <= 400
@@ -372,7 +375,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
         ("ngram", {"trees": [[[0] * n for n in range(1, 7)]]}, "no shape point of the target has 7 tokens"),
     ],
 )
-def test_what_a_lookup_cannot_be_is_refused(
+def test_invalid_lookup_options_are_refused(
     bundle: Callable[[str], Path], tmp_path: Path, name: str, change: dict[str, Any], reason: str
 ) -> None:
     folder = shutil.copytree(bundle(f"dice-{name}"), tmp_path / "bundle")
@@ -386,11 +389,18 @@ def test_what_a_lookup_cannot_be_is_refused(
 
 def test_run_and_inspect(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(bundle(NAME))
-    said = []
-    for how in (["--no-speculation"], ["--method", "ngram"], ["--method", "suffix", "--num-speculative-tokens", "4"]):
-        assert main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *how]) == 0
-        said.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert said[0] == said[1] == said[2]
+    texts = []
+    for speculation in (
+        ["--no-speculation"],
+        ["--method", "ngram"],
+        ["--method", "suffix", "--num-speculative-tokens", "4"],
+    ):
+        assert (
+            main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *speculation])
+            == 0
+        )
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1] == texts[2]
     assert main(["inspect", folder]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "ngram, matches of 4 to 2 tokens: up to 8 draft tokens a step in a chain" in shown
@@ -399,7 +409,7 @@ def test_run_and_inspect(bundle: Callable[[str], Path], capsys: pytest.CaptureFi
     assert "9 nodes with the root, depth 8" in capsys.readouterr().out
 
 
-def test_there_is_no_tree_to_tune(
+def test_methods_without_trees_cannot_be_tuned(
     bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["tune", "tree", str(bundle("dice-ngram")), "--dry-run", "--data", str(tmp_path / "any")]
@@ -408,7 +418,7 @@ def test_there_is_no_tree_to_tune(
 
 
 @pytest.mark.exporter
-def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
+def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
     from specexport.verify.bundle import verify
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
@@ -427,7 +437,7 @@ def test_verify_covers_what_is_looked_up(bundle: Callable[[str], Path]) -> None:
         (["ngram", {"method": "ngram", "prompt_lookup_max": 3}], "method 'ngram' was asked for twice"),
     ],
 )
-def test_what_cannot_be_built_is_refused(methods: Any, reason: str) -> None:
+def test_impossible_builds_are_refused(methods: Any, reason: str) -> None:
     from specexport.exporter.options import BuildOptions
 
     with pytest.raises(BuildError, match=reason):

@@ -67,17 +67,17 @@ PORTABLE_BUNDLES = tuple(f"{name}-portable" for name in ("llama-near", "gemma2-e
         + PORTABLE_BUNDLES
     ],
 )
-def test_greedy_text_is_what_transformers_generates(
+def test_greedy_text_equals_transformers(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
     """For every tree of every method, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
-    for how in (PLAIN, *ways(engine(name))):
+    for speculation in (PLAIN, *ways(engine(name))):
         whole = 0
         for case in cases:
             params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
-            tokens = engine(name).generate(case["prompt"], params, how).token_ids
+            tokens = engine(name).generate(case["prompt"], params, speculation).token_ids
             whole += same_but_for_ties(case, tokens)
         assert whole >= len(cases) - 1
 
@@ -140,18 +140,18 @@ def test_methods_that_need_no_graph_work_in_every_bundle(
     name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
 ) -> None:
     """A bundle that was built without them verifies their chains too."""
-    one = engine(name)
+    loaded = engine(name)
     sizes = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (8, 4, 2)}
-    assert not sizes.keys() & {method.name for method in one.manifest.methods}
+    assert not sizes.keys() & {method.name for method in loaded.manifest.methods}
     for method, known in sizes.items():
-        assert [len(tree) - 1 for tree in one.methods[method].token_trees()] == list(known)
+        assert [len(tree) - 1 for tree in loaded.methods[method].token_trees()] == list(known)
         whole = accepted = 0
         cases = oracle(name)["greedy"]
         for at, case in enumerate(cases):
             expected = case["tokens"] if method == "hypothesis" else None
-            how = Speculative(method=method, num_speculative_tokens=known[at % len(known)], hypothesis=expected)
+            speculation = Speculative(method=method, num_speculative_tokens=known[at % len(known)], hypothesis=expected)
             params = SamplingParams(temperature=0.0, max_tokens=len(case["tokens"]))
-            done = one.generate(case["prompt"], params, how)
+            done = loaded.generate(case["prompt"], params, speculation)
             whole += same_but_for_ties(case, done.token_ids)
             accepted += done.stats.accepted
         assert whole >= len(cases) - 1
@@ -248,8 +248,8 @@ def engine_texts(engine: Engine, setting: Setting, runs: int) -> tuple[list[Text
     texts, drafted, accepted = [], 0, 0
     for seed in range(runs):
         params = setting.params.replace(max_tokens=LENGTH, seed=seed, ignore_eos=True)
-        asked = Speculative(num_speculative_tokens=setting.K, hypothesis=setting.hypothesis)
-        done = engine.generate(PROMPT, params, asked)
+        request = Speculative(num_speculative_tokens=setting.K, hypothesis=setting.hypothesis)
+        done = engine.generate(PROMPT, params, request)
         texts.append(done.token_ids)
         drafted += done.stats.drafted
         accepted += done.stats.accepted
@@ -311,9 +311,9 @@ class Tables:
             drafted, logits = [], [self.target[last[:, 0], last[:, 1]]]
             for _ in range(setting.K):
                 noise = random.random(len(unfinished), np.float32)
-                made = draw_candidates(self.draft[last[:, 0], last[:, 1]], noise, setting.params, candidates)
-                drafted.append(made)
-                last = np.stack([last[:, 1], made[0]], 1)
+                result = draw_candidates(self.draft[last[:, 0], last[:, 1]], noise, setting.params, candidates)
+                drafted.append(result)
+                last = np.stack([last[:, 1], result[0]], 1)
                 logits.append(self.target[last[:, 0], last[:, 1]])
             tokens, ids, probs = (np.stack(part, 1) for part in zip(*drafted, strict=True))
             rows, noise = np.stack(logits, 1), random.random((len(unfinished), setting.K + 1))
@@ -368,15 +368,15 @@ def tree_texts(tables: Tables, params: SamplingParams, drawn: bool, runs: int) -
     while unfinished := [run for run, text in enumerate(texts) if len(text) < end]:
         last = np.zeros((len(TREE), len(unfinished), 2), np.int64)  # the last two tokens at every node
         last[0] = np.array([texts[run][-2:] for run in unfinished])
-        made: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        results: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
         for node, parent in enumerate(TREE.parents[1:], start=1):
             logits = tables.draft[last[parent, :, 0], last[parent, :, 1]]
             tokens, ids, probs = draw_candidates(logits, random.random(len(unfinished), np.float32), params, 64)
             if not drawn:
                 tokens = ids[:, TREE.children[parent].index(node)]
-            made.append((tokens, ids, probs))
+            results.append((tokens, ids, probs))
             last[node] = np.stack([last[parent, :, 1], tokens], 1)
-        tokens, ids, probs = (np.stack(part, 1) for part in zip(*made, strict=True))
+        tokens, ids, probs = (np.stack(part, 1) for part in zip(*results, strict=True))
         noise = random.random((len(unfinished), len(TREE)))
         for i, run in enumerate(unfinished):
             q = Distributions(ids[i], probs[i]) if drawn else None
@@ -441,7 +441,7 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
 
 @pytest.mark.exporter
 @pytest.mark.slow
-def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*flags: str) -> int:
         arguments = argparse.ArgumentParser()
         losslessness.add_arguments(arguments)
@@ -449,21 +449,21 @@ def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pyte
         return losslessness.main(arguments.parse_args([*always, *flags]))
 
     assert run("--samples", "1000", "--only", "suffix, chain, batch, T") == 0
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert [row["sampling"] for row in found["rows"]] == ["T 0.7", "T 1.0"]
-    for row in found["rows"]:
+    document = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert [row["sampling"] for row in document["rows"]] == ["T 0.7", "T 1.0"]
+    for row in document["rows"]:
         assert row["accepted_at"][0] > row["accepted_at"][1] > 0
         assert {"1", "3"} <= row["drafts"].keys()  # as many as the batch allows
     assert run("--samples", "1000", "--only", "suffix, chain, batch") == 0
     more = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert more["rows"][:2] == found["rows"]
+    assert more["rows"][:2] == document["rows"]
     assert len(more["rows"]) == 5
     assert "3 cells to go" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"found\.json: rows of \[1000\] samples, and --samples is 400"):
         run("--samples", "400")
 
 
-def test_every_cell_of_the_benchmark_is_there_once_and_none_has_the_seeds_of_another() -> None:
+def test_benchmark_cells_are_unique_with_disjoint_seeds() -> None:
     cells = losslessness.cells()
     true = [cell for cell in cells if not cell.bias]
     assert len(set(true)) == len(true) == len(losslessness.WAYS) * 2 * len(losslessness.SAMPLING)
@@ -476,7 +476,7 @@ def test_every_cell_of_the_benchmark_is_there_once_and_none_has_the_seeds_of_ano
 
 
 @pytest.mark.parametrize(("bias", "share"), [("", 0.5), (losslessness.SHIFT, 0.51), (losslessness.FACTOR, 0.505)])
-def test_a_biased_acceptance_is_off_by_what_it_says(bias: str, share: float) -> None:
+def test_biased_acceptance_has_its_bias(bias: str, share: float) -> None:
     logits, q = np.zeros((2, 2), np.float32), Distributions(np.array([[0, 1]]), np.array([[1.0, 0.0]], np.float32))
     steps = [
         losslessness.ACCEPT[bias](
@@ -496,9 +496,9 @@ def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
 
     uniform = np.random.default_rng(0).random((60, 3))
     assert losslessness.summary(rows(uniform))["overall"] > 0.05
-    one = uniform.copy()
-    one[7, 1] = 1e-6
-    assert losslessness.summary(rows(one))["overall"] < losslessness.LEVEL
+    first = uniform.copy()
+    first[7, 1] = 1e-6
+    assert losslessness.summary(rows(first))["overall"] < losslessness.LEVEL
     assert losslessness.summary(rows(uniform**2))["overall"] < losslessness.LEVEL
 
 
@@ -506,18 +506,18 @@ def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_pa
     engine: Callable[[str], Engine], bundle: Callable[[str], Path]
 ) -> None:
     name, prompts = "qwen3-lookup-batch", [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40], [5, 6, 5, 6], [70, 71]]
-    one, cells = engine(name), exactness.cells(bundle(name), "fp32")
-    plain = exactness._plain(one, prompts, 12)
+    loaded, cells = engine(name), exactness.cells(bundle(name), "fp32")
+    plain = exactness._plain(loaded, prompts, 12)
     assert {(cell.method, cell.load) for cell in cells} == {
         ("plain", "batch"),
         *((method, load) for method in ("draft_model", "ngram", "suffix", "hypothesis") for load in ("alone", "batch")),
     }
     for cell in cells:
-        row = exactness.run(one, cell, prompts, plain)
+        row = exactness.run(loaded, cell, prompts, plain)
         assert (row.equal, row.texts, row.first) == (5, 5, None), row
         assert (row.drafted > 0) == (cell.method != "plain")
     (tokens, gaps), *others = plain
     wrong = [((*tokens[:7], tokens[7] + 1, *tokens[8:]), gaps), *others]
-    row = exactness.run(one, cells[0], prompts, wrong)
+    row = exactness.run(loaded, cells[0], prompts, wrong)
     assert row.equal == 4
     assert row.first == {"prompt": 0, "after": 7, "plain": tokens[7] + 1, "said": tokens[7], "gap": gaps[7]}

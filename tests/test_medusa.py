@@ -41,12 +41,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def random_heads(layers: int, *, tied: bool, seed: int = 0) -> MedusaHeads:
-    made = MedusaHeads(HEADS, layers, H, V, tied=tied)
+    medusa = MedusaHeads(HEADS, layers, H, V, tied=tied)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in medusa.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return made
+    return medusa
 
 
 def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_is_written_is_read(tmp_path: Path, layers: int, tied: bool) -> None:
+def test_written_files_are_read_back(tmp_path: Path, layers: int, tied: bool) -> None:
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
     save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, choices=tree, dtype=torch.float32)
@@ -70,8 +70,10 @@ def test_what_is_written_is_read(tmp_path: Path, layers: int, tied: bool) -> Non
     assert outline.tree == TokenTree.from_choices(tree)
     assert outline.accuracy == ACCURACY
     expected = logits(heads, lm_head)
-    own, theirs = (load_medusa(folder, hidden=H, vocab=V) for folder in (tmp_path, tmp_path / "fasterdecoding"))
-    torch.testing.assert_close(logits(own, lm_head), expected)
+    expected_own, theirs = (
+        load_medusa(folder, hidden=H, vocab=V) for folder in (tmp_path, tmp_path / "fasterdecoding")
+    )
+    torch.testing.assert_close(logits(expected_own, lm_head), expected)
     assert not theirs.tied
     torch.testing.assert_close(logits(theirs, lm_head), expected, atol=1e-4, rtol=1e-4)
 
@@ -218,7 +220,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("heads", ["heads", "tied"])
-def test_the_graph_proposes_what_the_heads_do(
+def test_graphs_propose_the_heads_candidates(
     tmp_path: Path, checkpoints: dict[str, str], heads: str, precision: Any
 ) -> None:
     out = tmp_path / "bundle"
@@ -249,7 +251,9 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
             )
         )
         model = onnx.load(out / "target" / "step.onnx", load_external_data=False)
-        integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
+        integers = [
+            initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
+        ]
         # Each head's block and projection, and the copy of the model's own head; never the model.
         assert len(integers) == (0 if precision == "fp32" else 1 + HEADS + 1)
         medusa = read_manifest(out).method("medusa")
@@ -290,7 +294,7 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
         ({"trees": ("nowhere.json",)}, "nowhere.json: no such file, and no preset"),
     ],
 )
-def test_what_heads_cannot_do_is_refused(
+def test_invalid_head_options_are_refused(
     tmp_path: Path, checkpoints: dict[str, str], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(BuildError, match=reason):
@@ -372,14 +376,14 @@ def test_wide_trees_reach_the_end_of_the_context(both: Path) -> None:
         for length in (1, 2, 100, 159):
             prompt = [3 + i % 200 for i in range(length)]
             wanted = engine.generate(prompt, GREEDY.replace(max_tokens=400), PLAIN)
-            found = engine.generate(
+            completion = engine.generate(
                 prompt, GREEDY.replace(max_tokens=400), {"method": "medusa", "num_speculative_tokens": 63}
             )
-            assert found.token_ids == wanted.token_ids
-            assert len(prompt) + len(found.token_ids) == 160
+            assert completion.token_ids == wanted.token_ids
+            assert len(prompt) + len(completion.token_ids) == 160
 
 
-def test_the_bundles_thresholds_are_what_a_request_gets(both: Path) -> None:
+def test_requests_default_to_the_bundles_thresholds(both: Path) -> None:
     """At zero, everything that is possible at all is accepted."""
     with Engine.load(both) as engine:
         typical = SamplingParams(temperature=1.0, acceptance="typical", max_tokens=40, seed=3, ignore_eos=True)
@@ -414,11 +418,11 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
     assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
     assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
     run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos"]
-    found = []
+    actual = []
     for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
         assert main([*run, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert found[0] == found[1] == found[2]
+        actual.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert actual[0] == actual[1] == actual[2]
     for wrong, reason in (
         (
             ["run", str(out), "--prompt", "x", "--method", "draft_model"],

@@ -48,8 +48,8 @@ def test_joined_products_give_the_same_outputs() -> None:
     model = _model()
     assert merge_linear(model) == 2
     assert [node.op_type for node in model.graph].count("MatMul") == 3
-    for found, wanted in zip(_run(model, x), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for outputs, wanted in zip(_run(model, x), expected, strict=True):
+        np.testing.assert_allclose(outputs, wanted, atol=1e-6)
 
 
 def test_a_weight_that_two_products_read_is_left_alone() -> None:

@@ -92,7 +92,7 @@ def _step_graph(loaded: Checkpoint, *, branches: bool) -> ir.Model:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_graph_computes_what_transformers_does(family: Family, form: str) -> None:
+def test_step_graph_equals_transformers(family: Family, form: str) -> None:
     parity.same_as_eager(family.checkpoint, "portable")
     worst = differences(family, family.folder / form, (2 * WINDOW + 5, WINDOW + 3), 8, 40)
     assert max(worst.values()) < TOLERANCE, worst
@@ -159,13 +159,13 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
         weights.externalize(model, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
     branches = [graph for graph in model.graph.subgraphs() if graph.name == "chosen"]
-    read = sum(value.const_value.nbytes for one in branches for value in one.initializers.values()) * USED / 16
+    read = sum(value.const_value.nbytes for branch in branches for value in branch.initializers.values()) * USED / 16
     for value in model.graph.initializers.values():
         held, readers = value.const_value, {(node.op_type, index) for node, index in value.uses()}
         assert held is not None
-        found = USED if "experts" in str(value.name) else 1
+        actual = USED if "experts" in str(value.name) else 1
         gathered = readers == {("Gather", 0)} and len(held.shape) > 1
-        read += held.nbytes * (found / held.shape.numpy()[0] if gathered else 1)
+        read += held.nbytes * (actual / held.shape.numpy()[0] if gathered else 1)
     table = loaded.model.get_input_embeddings().weight.numel()
     assert 1 <= read / ((outlined(loaded.model, loaded.model.config).active - table) * size) < 1.5
 

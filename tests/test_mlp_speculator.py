@@ -63,13 +63,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def speculators(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Callable[[bool, bool], Path]:
     """Random ones, tied or not, with their input scaled or not."""
-    root, made = tmp_path_factory.mktemp("speculators"), {}
+    root, result = tmp_path_factory.mktemp("speculators"), {}
 
     def get(tied: bool, scaled: bool) -> Path:
-        if (tied, scaled) not in made:
+        if (tied, scaled) not in result:
             folder = root / f"{tied}-{scaled}"
-            made[tied, scaled] = make_speculator(folder, target, STAGES, inner=INNER, tied=tied, scale_input=scaled)
-        return made[tied, scaled]
+            result[tied, scaled] = make_speculator(folder, target, STAGES, inner=INNER, tied=tied, scale_input=scaled)
+        return result[tied, scaled]
 
     return get
 
@@ -86,12 +86,12 @@ def said_along(folder: Path, hidden: torch.Tensor, tokens: list[int]) -> torch.T
     if config["scale_input"]:
         state = state / torch.sqrt((state**2).mean() + 1e-6) / math.sqrt(2)
     for stage, token in enumerate(tokens):
-        own, moved = (0, min(stage, 1)) if config["tie_weights"] else (stage, stage)
+        expected_own, moved = (0, min(stage, 1)) if config["tie_weights"] else (stage, stage)
         state = F.linear(state, weights[f"proj.{moved}.weight"]) * mix
-        state = state + weights[f"emb.{own}.weight"][token] * math.sqrt((1 - mix**2) * config["inner_dim"] / 2)
+        state = state + weights[f"emb.{expected_own}.weight"][token] * math.sqrt((1 - mix**2) * config["inner_dim"] / 2)
         state = state / torch.sqrt((state**2).mean() + 1e-6)
-        state = F.gelu(state * weights[f"ln.{own}.weight"] + weights[f"ln.{own}.bias"])
-    return F.linear(state, weights[f"head.{own}.weight"])
+        state = F.gelu(state * weights[f"ln.{expected_own}.weight"] + weights[f"ln.{expected_own}.bias"])
+    return F.linear(state, weights[f"head.{expected_own}.weight"])
 
 
 class OneGraph:
@@ -108,8 +108,8 @@ class OneGraph:
         return ((STAGES, 1), (STAGES, TREE.level_width))
 
     def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
-        self._given, made = self._make(ShapePoint(len(slots), tokens, 0, rows, drafts))
-        self._names = list(made)
+        self._given, result = self._make(ShapePoint(len(slots), tokens, 0, rows, drafts))
+        self._names = list(result)
         return self._given
 
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
@@ -138,10 +138,10 @@ def test_the_graph_fills_a_tree_as_the_formulas_say(
     assert proposer.propose(views) == {}
     for view in views:
         proposer.observe(view.slot, {tensors.HIDDEN: np.stack([states[1 - view.slot], states[view.slot]])}, 1)
-    made = proposer.propose(views)
+    proposals = proposer.propose(views)
     noise = np.random.default_rng(3).random((TREE.depth, TREE.level_width), np.float32)
     for view in views:
-        proposal = made[view.slot]
+        proposal = proposals[view.slot]
         paths: dict[int, list[int]] = {0: [view.tokens[-1]]}
         for depth, level in enumerate(view.tree.levels):
             for at, node in enumerate(level):
@@ -178,7 +178,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_what_tied_stages_share_may_be_stored_once_or_for_each(
+def test_tied_tensors_may_be_stored_once_or_per_stage(
     tmp_path: Path, speculators: Callable[[bool, bool], Path]
 ) -> None:
     folder = speculators(True, False)
@@ -197,7 +197,7 @@ def test_what_tied_stages_share_may_be_stored_once_or_for_each(
     for number in (0, 1):
         save_file(dict(halves[number::2]), tmp_path / f"model-{number}.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    first, second = (load_speculator(read_speculator(str(one))).state_dict() for one in (folder, tmp_path))
+    first, second = (load_speculator(read_speculator(str(item))).state_dict() for item in (folder, tmp_path))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["emb.2.weight"], once["speculator.emb.0.weight"])
@@ -285,11 +285,11 @@ def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool]
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    made = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32"))
-    return [sorted(tree.choices) for tree in made.token_trees()]
+    result = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32"))
+    return [sorted(tree.choices) for tree in result.token_trees()]
 
 
-def test_trees_are_as_wide_as_the_checkpoint_says(tmp_path: Path, speculators: Callable[[bool, bool], Path]) -> None:
+def test_trees_have_the_checkpoints_widths(tmp_path: Path, speculators: Callable[[bool, bool], Path]) -> None:
     folder = tmp_path / "speculator"
     folder.mkdir()
     save_file(stored(speculators(False, False)), folder / "model.safetensors")
@@ -351,7 +351,7 @@ def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
     source = master.with_name("propose.fp16.onnx")
     write_source(master, source, "fp16", job.drafts, job.fixed, compiled=True)
     graph = onnx.load(source, load_external_data=False).graph
-    kinds = {one.name: one.data_type for one in graph.initializer}
+    kinds = {initializer.name: initializer.data_type for initializer in graph.initializer}
     tables = [kinds[node.input[0]] for node in graph.node if node.op_type == "Gather" and node.input[0] in kinds]
     assert onnx.TensorProto.FLOAT16 in tables and onnx.TensorProto.INT8 not in tables
     library, engine = load_library("tensorrt-rtx"), folder / "engine"
@@ -360,7 +360,7 @@ def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
     assert report.size == engine.stat().st_size > 1000
 
 
-def test_a_bundle_says_what_its_checkpoint_does(
+def test_bundle_text_equals_the_checkpoints(
     quantized: Path, tmp_path: Path, speculators: Callable[[bool, bool], Path]
 ) -> None:
     folder, out = speculators(True, True), quantized
@@ -373,10 +373,12 @@ def test_a_bundle_says_what_its_checkpoint_does(
     (method,) = manifest.methods
     assert isinstance(method, MlpSpeculator)
     size = (out / "speculator" / "weights.bin").stat().st_size
-    assert size == method.memory({entry.path: entry.size for entry in manifest.files}, 128)
+    assert size == method.memory({file.path: file.size for file in manifest.files}, 128)
     assert size < (2 * VOCAB + H + INNER) * INNER * 1.25 + 4096 * 16
     model = onnx.load(out / "speculator" / "propose.onnx", load_external_data=False)
-    integers = [one for one in model.graph.initializer if one.data_type == onnx.TensorProto.INT8]
+    integers = [
+        initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
+    ]
     assert len(integers) == 3 * STAGES
     other = copytree(folder, tmp_path / "other")
     save_file({name: -tensor for name, tensor in stored(folder).items()}, other / "model.safetensors")
@@ -400,9 +402,9 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         assert done.token_ids == plain.token_ids
         assert done.stats.drafted == 12 * done.stats.steps_with_draft
         # What its proposals cost is measured from any state, which is forgotten then.
-        with recorded(engine, "mlp_speculator") as made:
+        with recorded(engine, "mlp_speculator") as result:
             (costs,) = engine.calibrate(seconds=0.1).methods
-        assert {len(proposal.tree) for _, proposal in made} == {cost.tokens for cost in costs.propose}
+        assert {len(proposal.tree) for _, proposal in result} == {cost.tokens for cost in costs.propose}
         view = SlotView(0, [5, 9], GREEDY, np.random.default_rng(0), wide)
         assert engine.loaded_methods["mlp_speculator"].proposer.propose([view]) == {}
     assert verify(out, prompts=("the words",), max_tokens=4).passed

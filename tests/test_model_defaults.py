@@ -26,9 +26,9 @@ RULES = {"no_repeat_ngram_size": 3}
 
 @pytest.fixture(scope="module")
 def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("defaults") / "bundle")
-    rewritten(made, lambda document: document["generation"].update(DEFAULTS, rules=RULES))
-    return made
+    result = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("defaults") / "bundle")
+    rewritten(result, lambda document: document["generation"].update(DEFAULTS, rules=RULES))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +53,17 @@ def says(tiny: Served) -> Callable[..., str]:
 def test_requests_take_the_models_values_unless_they_have_their_own(
     client: openai.OpenAI, says: Callable[..., str]
 ) -> None:
-    def said(**given: Any) -> str:
-        return client.completions.create(model=NAME, prompt=PROMPT, **given).choices[0].text
+    def said(**arguments: Any) -> str:
+        return client.completions.create(model=NAME, prompt=PROMPT, **arguments).choices[0].text
 
-    own = said(extra_body={"repetition_penalty": 1.0}, max_tokens=30)
+    expected_own = said(extra_body={"repetition_penalty": 1.0}, max_tokens=30)
     assert said() == says(repetition_penalty=1.3, max_tokens=9, min_tokens=3)
     assert said(max_tokens=30) == says(repetition_penalty=1.3, max_tokens=30, min_tokens=3)
-    assert own == says(max_tokens=30, min_tokens=3)
-    assert own != said(max_tokens=30)
-    stop = own[6:9]
+    assert expected_own == says(max_tokens=30, min_tokens=3)
+    assert expected_own != said(max_tokens=30)
+    stop = expected_own[6:9]
     stopped = said(extra_body={"repetition_penalty": 1.0, "min_tokens": 0}, max_tokens=30, stop=stop)
-    assert stopped == own[: own.index(stop)]
+    assert stopped == expected_own[: expected_own.index(stop)]
     # The model's least length does not make a shorter request an error.
     assert said(max_tokens=1) == says(repetition_penalty=1.3, max_tokens=1)
 
@@ -73,8 +73,8 @@ def test_lengths_over_http(tiny: Served, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create
     assert chat(model=NAME, messages=CHAT, extra_body=ignore).usage.completion_tokens == 9  # type: ignore[union-attr]
     for name in ("max_tokens", "max_completion_tokens"):
-        made = chat(model=NAME, messages=CHAT, extra_body=ignore, **{name: 12})
-        assert made.usage.completion_tokens == 12
+        response = chat(model=NAME, messages=CHAT, extra_body=ignore, **{name: 12})
+        assert response.usage.completion_tokens == 12
     body = {"prompt": PROMPT, "max_tokens": None, "ignore_eos": True, "add_special_tokens": False}
     whole = httpx.post(f"{tiny.url}/v1/completions", json=body, timeout=120).json()["usage"]
     assert whole["total_tokens"] == tiny.service.engine.frontend.max_model_len
@@ -87,14 +87,14 @@ def test_the_command_line_and_llm_take_the_models_values(
 ) -> None:
     model = ["run", str(folder), "--prompt", PROMPT, "--no-calibrate", "--json"]
     assert main(model) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["text"] == says(repetition_penalty=1.3, max_tokens=9, min_tokens=3)
-    assert said["params"]["rules"]["no_repeat_ngram_size"] == 3
+    output = json.loads(capsys.readouterr().out)
+    assert output["text"] == says(repetition_penalty=1.3, max_tokens=9, min_tokens=3)
+    assert output["params"]["rules"]["no_repeat_ngram_size"] == 3
     assert main([*model, "-n", "1"]) == 0
     assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 1
     with LLM(bundle=folder, threads=1, calibrate=False) as llm:
         assert llm.get_default_sampling_params().repetition_penalty == 1.3
-        assert llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].text == said["text"]
+        assert llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].text == output["text"]
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "repetition_penalty 1.3" in shown and "no_repeat_ngram_size 3" in shown
@@ -107,20 +107,20 @@ def test_the_command_line_and_llm_take_the_models_values(
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_special_token_stops_over_http(client: openai.OpenAI, stream: bool, skip: bool) -> None:
     more = {"skip_special_tokens": skip, "repetition_penalty": 1.0, "min_tokens": 0}
-    asked: Any = {"model": NAME, "max_tokens": 8, "temperature": 0.0, "stream": stream, "extra_body": more}
+    arguments: Any = {"model": NAME, "max_tokens": 8, "temperature": 0.0, "stream": stream, "extra_body": more}
     for stop, bias in ((PAD_TEXT, PAD), ("</s>", 1)):
-        given = asked | {"stop": [stop], "logit_bias": {str(bias): 100}}
-        made = client.completions.create(prompt=PROMPT, **given)
-        choices = [one for part in (made if stream else [made]) for one in part.choices]
-        assert ("".join(one.text for one in choices), choices[-1].finish_reason) == ("", "stop")
+        fields = arguments | {"stop": [stop], "logit_bias": {str(bias): 100}}
+        response = client.completions.create(prompt=PROMPT, **fields)
+        choices = [choice for part in (response if stream else [response]) for choice in part.choices]
+        assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == ("", "stop")
         if not stream:
-            assert made.usage.completion_tokens == 1
-        said = client.chat.completions.create(messages=CHAT, **given)
+            assert response.usage.completion_tokens == 1
+        output = client.chat.completions.create(messages=CHAT, **fields)
         if stream:
-            pieces = [one for part in said for one in part.choices]
-            text, reason = "".join(one.delta.content or "" for one in pieces), pieces[-1].finish_reason
+            pieces = [choice for part in output for choice in part.choices]
+            text, reason = "".join(choice.delta.content or "" for choice in pieces), pieces[-1].finish_reason
         else:
-            text, reason = said.choices[0].message.content or "", said.choices[0].finish_reason
+            text, reason = output.choices[0].message.content or "", output.choices[0].finish_reason
         assert (text, reason) == ("", "stop")
 
 
@@ -132,8 +132,8 @@ def test_a_special_token_stops_a_run(
     rewritten(folder, lambda document: document["generation"].update(rules=biased))
     for stop in (PAD_TEXT, "x"):
         assert main(["run", str(folder), "-p", PROMPT, "-n", "8", "--no-calibrate", "--json", "--stop", stop]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert (said["text"], said["token_ids"]) == ("", [PAD] * (1 if stop == PAD_TEXT else 8))
+        output = json.loads(capsys.readouterr().out)
+        assert (output["text"], output["token_ids"]) == ("", [PAD] * (1 if stop == PAD_TEXT else 8))
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -141,11 +141,11 @@ def test_a_special_token_stops_a_run(
 
 def test_offsets_over_http(client: openai.OpenAI) -> None:
     prompt = "one 🙂 two"
-    made = client.completions.create(
+    response = client.completions.create(
         model=NAME, prompt=prompt, max_tokens=24, temperature=1.0, seed=1, logprobs=1, echo=True
     ).choices[0]
-    assert made.text.startswith(prompt)
-    assert made.logprobs is not None
-    pairs = list(zip(made.logprobs.tokens or [], made.logprobs.text_offset or [], strict=True))
-    assert all(made.text[at:].startswith(token) for token, at in pairs if not token.startswith("</s>"))
+    assert response.text.startswith(prompt)
+    assert response.logprobs is not None
+    pairs = list(zip(response.logprobs.tokens or [], response.logprobs.text_offset or [], strict=True))
+    assert all(response.text[at:].startswith(token) for token, at in pairs if not token.startswith("</s>"))
     assert len([token for token, _ in pairs if "🙂" in token]) == 1

@@ -69,7 +69,7 @@ NORMS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("published")
 
     def checkpoint(family: str) -> Path:
@@ -87,12 +87,12 @@ class Layer:
     def __init__(self, folder: Path, family: str, work: Path) -> None:
         self.stored = load_file(folder / "model.safetensors")
         longer = copytree(folder, work / "longer")
-        whole = {name.replace(FIRST[family], "model.layers.1."): one for name, one in self.stored.items()}
+        whole = {name.replace(FIRST[family], "model.layers.1."): item for name, item in self.stored.items()}
         save_file(whole, longer / "model.safetensors", metadata={"format": "pt"})
         path = longer / "config.json"
-        said = json.loads(path.read_text())
-        kinds = {name: value * 2 for name, value in said.items() if name.endswith("layer_types") and value}
-        path.write_text(json.dumps(said | {"num_hidden_layers": 2} | kinds))
+        document = json.loads(path.read_text())
+        kinds = {name: value * 2 for name, value in document.items() if name.endswith("layer_types") and value}
+        path.write_text(json.dumps(document | {"num_hidden_layers": 2} | kinds))
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             longer, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         ).eval()
@@ -125,11 +125,11 @@ class Layer:
     ("family", "lowering"),
     [("deepseek_v3", "native"), ("glm4_moe", "native"), ("glm4_moe", "portable"), ("qwen3_next", "native")],
 )
-def test_the_graph_drafts_what_the_formulas_say(
-    tmp_path: Path, made: Callable[[str], Path], family: str, lowering: Any
+def test_drafts_equal_the_formulas(
+    tmp_path: Path, checkpoint_of: Callable[[str], Path], family: str, lowering: Any
 ) -> None:
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
-    folder = made(family)
+    folder = checkpoint_of(family)
     outline = read_mtp(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(outline.path, LAYERS, 512)
@@ -141,7 +141,7 @@ def test_the_graph_drafts_what_the_formulas_say(
     session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = MTP(trees=(), states=(1,), hidden=H, draft_hidden=H, rows=1, candidates=64, dynamic_tree=False)
     make = buffers(method.signatures["mtp"])
-    names = [one.name for one in session.get_outputs()]
+    names = [tensor.name for tensor in session.get_outputs()]
     (row,) = cache
     caches = {
         "past_key.0": np.zeros((2, row.heads, 32, row.key_size), np.float32),
@@ -152,19 +152,19 @@ def test_the_graph_drafts_what_the_formulas_say(
     texts = draw.integers(0, VOCAB, (2, 13))
 
     def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int]) -> dict[str, Any]:
-        given, _ = make(ShapePoint(2, width, 32, 0, K))
+        inputs, _ = make(ShapePoint(2, width, 32, 0, K))
         for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-            given[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
-            given[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
-            given[tensors.PAST_LENGTH][slot], given[tensors.LAST_ROW][slot] = past, count - 1
-        given[tensors.UNIFORM][1], given[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
-        made = dict(zip(names, session.run(names, given | caches), strict=True))
+            inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
+            inputs[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
+            inputs[tensors.PAST_LENGTH][slot], inputs[tensors.LAST_ROW][slot] = past, count - 1
+        inputs[tensors.UNIFORM][1], inputs[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
+        checkpoint_of = dict(zip(names, session.run(names, inputs | caches), strict=True))
         for kind in ("key", "value"):
-            rows = made[f"present_{kind}.0"] if lowering == "native" else made[f"new_{kind}.0"]
+            rows = checkpoint_of[f"present_{kind}.0"] if lowering == "native" else checkpoint_of[f"new_{kind}.0"]
             for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
                 new = rows[slot, :, past:] if lowering == "native" else rows[slot]
                 caches[f"past_{kind}.0"][slot, :, past : past + count] = new[:, :count]
-        return made
+        return checkpoint_of
 
     run(6, 1, (0, 0), (5, 2))
     drafted = run(4, 4, (5, 2), (3, 1))
@@ -213,9 +213,9 @@ B = "model.layers.1."
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, made: Callable[[str], Path], family: str, change: dict[str, Any], reason: str
+    tmp_path: Path, checkpoint_of: Callable[[str], Path], family: str, change: dict[str, Any], reason: str
 ) -> None:
-    source = changed(copytree(made(family), tmp_path / "changed"), change)
+    source = changed(copytree(checkpoint_of(family), tmp_path / "changed"), change)
     with pytest.raises(BuildError, match=reason) as caught:
         outline = read_mtp(source)
         outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
@@ -223,19 +223,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert source in str(caught.value)
 
 
-def test_it_is_suggested_for_targets_that_have_one(made: Callable[[str], Path], capsys: Any) -> None:
-    target = made("glm4_moe")
+def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Callable[[str], Path], capsys: Any) -> None:
+    target = checkpoint_of("glm4_moe")
     assert main(["suggest", "--target", str(target)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"specexport build --target {target} --mtp -o bundle/" in shown
     assert "in its own checkpoint" in shown
 
 
-def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, made: Callable[[str], Path]) -> None:
+def test_targets_without_a_layer_or_with_several_are_refused(
+    tmp_path: Path, checkpoint_of: Callable[[str], Path]
+) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama")
     with pytest.raises(BuildError, match=r"no MTP layer: no tensor begins with 'mtp.' or 'model.layers.2.'"):
         build(BuildOptions(str(plain), tmp_path / "never", methods=ways(mtp=True)))
-    several = changed(copytree(made("glm4_moe"), tmp_path / "several"), num_nextn_predict_layers=3)
+    several = changed(copytree(checkpoint_of("glm4_moe"), tmp_path / "several"), num_nextn_predict_layers=3)
     with pytest.raises(BuildError, match="num_nextn_predict_layers is 3; expected 1"):
         read_mtp(several)
 
@@ -246,9 +248,11 @@ def test_the_names_of_vllm(name: str) -> None:
     assert method == MTPOptions(num_speculative_tokens=2)
 
 
-def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path: Path, made: Callable[[str], Path]) -> None:
+def test_a_layer_without_tables_of_its_own_takes_the_target_s(
+    tmp_path: Path, checkpoint_of: Callable[[str], Path]
+) -> None:
     left_out = {f"{B}embed_tokens.weight": None, f"{B}shared_head.head.weight": None}
-    outline = read_mtp(changed(copytree(made("deepseek_v3"), tmp_path / "bare"), left_out))
+    outline = read_mtp(changed(copytree(checkpoint_of("deepseek_v3"), tmp_path / "bare"), left_out))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     theirs, draft = load_file(outline.path / "model.safetensors"), outline.load(outline.path, LAYERS, 512)
     assert torch.equal(draft.embed_tokens.weight, theirs["model.embed_tokens.weight"])
@@ -265,8 +269,8 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], P
         for length in (1, 2, 3, 7, 30):
             prompt = draw.integers(3, 12, length).tolist()
             plain = engine.generate(prompt, params, PLAIN).token_ids
-            for how in ("mtp", Speculative(method="mtp", num_speculative_tokens=3), "ngram", "mtp"):
-                done = engine.generate(prompt, params, how)
+            for speculation in ("mtp", Speculative(method="mtp", num_speculative_tokens=3), "ngram", "mtp"):
+                done = engine.generate(prompt, params, speculation)
                 assert done.token_ids == plain
                 reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
     assert reached >= 2
@@ -281,9 +285,9 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> No
         engine.generate([*text, 4], params, PLAIN)
         after_plain = engine.generate([*text, 5], params, "mtp")
         again = engine.generate([*text, 5], params, "mtp")
-    assert [one.stats.cached_tokens for one in (after_plain, again)] == [0, 29]
-    for one in (after_plain, again):
-        assert (one.token_ids, one.stats.accepted) == (alone.token_ids, alone.stats.accepted)
+    assert [item.stats.cached_tokens for item in (after_plain, again)] == [0, 29]
+    for item in (after_plain, again):
+        assert (item.token_ids, item.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
 def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
@@ -293,17 +297,17 @@ def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
     with Engine.load(bundle("dice-mtp-batch"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
         hows = ["mtp", PLAIN, "mtp", "mtp", "ngram", "mtp"]
-        streams = [engine.stream(text, params, how) for text, how in zip(texts, hows, strict=True)]
+        streams = [engine.stream(text, params, speculation) for text, speculation in zip(texts, hows, strict=True)]
         together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
     assert together == alone
 
 
 def test_build_inspect_and_verify(
-    tmp_path: Path, made: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, checkpoint_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In int8, from the command line; another layer is found out."""
-    out, target = tmp_path / "bundle", made("qwen3_next")
+    out, target = tmp_path / "bundle", checkpoint_of("qwen3_next")
     words = [
         "build",
         "--target",
@@ -325,7 +329,7 @@ def test_build_inspect_and_verify(
     assert "mtp, states after 1 of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in one.sentence for one in report.checks)
+    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
     with LLM(model=str(out)) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
     other = changed(copytree(target, tmp_path / "other"), {"mtp.fc.weight": torch.randn(H, 2 * H)})

@@ -85,18 +85,18 @@ def make(folder: Path, family: str, **more: Any) -> Any:
 
 
 def greedy(model: Any, count: int, **prompt: torch.Tensor) -> list[int]:
-    given = next(value for name, value in prompt.items() if name in ("input_ids", "inputs_embeds"))
+    inputs = next(value for name, value in prompt.items() if name in ("input_ids", "inputs_embeds"))
     with torch.no_grad():
-        made = model.generate(
+        completion = model.generate(
             **prompt,
-            attention_mask=torch.ones(given.shape[:2], dtype=torch.int64),
+            attention_mask=torch.ones(inputs.shape[:2], dtype=torch.int64),
             generation_config=GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=PAD),
         )
-    return [int(token) for token in made[0, -count:]]
+    return [int(token) for token in completion[0, -count:]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_language_model_says_what_the_whole_model_says(family: str, tmp_path: Path) -> None:
+def test_the_language_model_equals_the_whole_model(family: str, tmp_path: Path) -> None:
     whole = make(tmp_path / "model", family)
     build(BuildOptions(str(tmp_path / "model"), tmp_path / "bundle", max_seq_len=64))
     prompt = [3, 77, 150, 31, 200, 12]
@@ -108,7 +108,7 @@ def test_the_language_model_says_what_the_whole_model_says(family: str, tmp_path
         text = whole.get_decoder() if hasattr(whole, "get_decoder") else whole.language_model
         head = whole.lm_head.weight
         tied = head.data_ptr() == text.get_input_embeddings().weight.data_ptr()
-        counted = sum(one.numel() for one in text.parameters()) + (0 if tied else head.numel())
+        counted = sum(parameter.numel() for parameter in text.parameters()) + (0 if tied else head.numel())
         assert engine.manifest.target.parameters == counted, "no pictures' weights"
 
 
@@ -122,10 +122,10 @@ def test_pictures_come_as_embeddings(tmp_path: Path) -> None:
     with torch.no_grad():
         seen = whole.get_image_features(pixel_values=picture).pooler_output[0]
     with Engine.load(tmp_path / "bundle", threads=1) as engine:
-        given = EmbedsPrompt([prompt[:2], np.asarray(seen), prompt[6:]])
+        inputs = EmbedsPrompt([prompt[:2], np.asarray(seen), prompt[6:]])
         for way in (PLAIN, {"method": "ngram"}):
             params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-            assert list(engine.generate(given, params, way).token_ids) == expected
+            assert list(engine.generate(inputs, params, way).token_ids) == expected
 
 
 def test_a_language_model_that_transformers_cannot_run_alone_is_refused_by_name(tmp_path: Path) -> None:

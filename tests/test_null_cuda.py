@@ -46,7 +46,7 @@ def cuda(null: tuple[NullRuntime, Path]) -> Cuda:
 
 
 @pytest.fixture
-def said(null: tuple[NullRuntime, Path]) -> Callable[[], log.Report]:
+def read_report(null: tuple[NullRuntime, Path]) -> Callable[[], log.Report]:
     """Gives what the log says of the test so far."""
     runtime, written = null
     runtime.mark("load")
@@ -60,9 +60,9 @@ def said(null: tuple[NullRuntime, Path]) -> Callable[[], log.Report]:
 
 @pytest.fixture
 def stream(cuda: Cuda) -> Iterator[CudaStream]:
-    made = CudaStream(cuda)
-    yield made
-    made.close()
+    cuda_stream = CudaStream(cuda)
+    yield cuda_stream
+    cuda_stream.close()
 
 
 class Memory:
@@ -146,18 +146,20 @@ def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory
         ("cuda.begin_capture(stream.handle)", "is being captured already"),
     ],
 )
-def test_a_capture_refuses(call: str, why: str, cuda: Cuda, stream: CudaStream, said: Callable[[], log.Report]) -> None:
+def test_a_capture_refuses(
+    call: str, why: str, cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]
+) -> None:
     """With the runtime's own status, and the capture is lost."""
     other, taken, here = CudaStream(cuda), cuda.allocate(4), ctypes.create_string_buffer(4)
     known = {"ctypes": ctypes, "cuda": cuda, "stream": stream, "other": other, "taken": taken, "here": here}
     known["event"] = cuda.call("cudaEventCreateWithFlags", 0)
     with pytest.raises(BackendError, match=r"cudaErrorStreamCapture|cudaErrorIllegalState"):
         stream.capture(lambda: eval(call, known))
-    assert said().illegal[0].illegal == why
+    assert read_report().illegal[0].illegal == why
     stream.capture(lambda: cuda.fill(taken, 0, 4, stream.handle)).close()  # usable as before
 
 
-def test_what_was_refused_breaks_the_capture_even_if_nobody_looks(cuda: Cuda, stream: CudaStream) -> None:
+def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None:
     def careless() -> None:
         with contextlib.suppress(BackendError):
             cuda.allocate(4)
@@ -166,7 +168,7 @@ def test_what_was_refused_breaks_the_capture_even_if_nobody_looks(cuda: Cuda, st
         stream.capture(careless)
 
 
-def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, said: Callable[[], log.Report]) -> None:
+def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]) -> None:
     def meanwhile() -> None:
         other = CudaStream(cuda)
         cuda.free(cuda.allocate(4))
@@ -178,16 +180,19 @@ def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, said: Ca
         with pytest.raises(BackendError, match="cudaErrorStreamCaptureWrongThread"):
             pool.submit(cuda.end_capture, stream.handle).result()
         cuda.abandon_capture(stream.handle)
-    assert [call.illegal for call in said().illegal] == ["another thread began its capture", "its capture is broken"]
+    assert [call.illegal for call in read_report().illegal] == [
+        "another thread began its capture",
+        "its capture is broken",
+    ]
 
 
 def test_work_that_goes_past_the_capture_is_named(
-    cuda: Cuda, memory: Memory, stream: CudaStream, said: Callable[[], log.Report]
+    cuda: Cuda, memory: Memory, stream: CudaStream, read_report: Callable[[], log.Report]
 ) -> None:
     """CUDA allows it, and the graph lacks it."""
     other = CudaStream(cuda)
     stream.capture(lambda: cuda.fill(memory.device, 1, 4, other.handle)).close()
-    assert {call.illegal for call in said().illegal} == {"goes past the capture of this thread"}
+    assert {call.illegal for call in read_report().illegal} == {"goes past the capture of this thread"}
 
 
 def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
@@ -213,14 +218,14 @@ def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memo
         stream.capture(lambda: cuda.call("cudaStreamWaitEvent", stream.handle, outside, 0))
 
 
-def test_what_lies_outside_of_memory_is_named(
-    cuda: Cuda, memory: Memory, stream: CudaStream, said: Callable[[], log.Report]
+def test_out_of_bounds_accesses_are_named(
+    cuda: Cuda, memory: Memory, stream: CudaStream, read_report: Callable[[], log.Report]
 ) -> None:
     cuda.copy(memory.device, memory.given, 5, stream.handle)
     stream.synchronize()
     cuda.copy_rows(memory.device, 1, memory.device, 1, 1, 4, stream.handle)
     stream.synchronize()
-    assert [call.illegal for call in said().illegal] == [
+    assert [call.illegal for call in read_report().illegal] == [
         "reaches behind an allocation",
         "copies between rows that overlap",
     ]
@@ -236,19 +241,19 @@ def test_memory_ends(cuda: Cuda) -> None:
     assert cuda.memory()[0] == free
 
 
-def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, said: Callable[[], log.Report], null: Any) -> None:
+def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callable[[], log.Report], null: Any) -> None:
     """What the log is read for, on calls whose number is known."""
     runtime, stream = null[0], CudaStream(cuda)
-    there = cuda.allocate(64)
+    buffer = cuda.allocate(64)
 
     def run(file: str, count: int) -> None:
         runtime.mark(f"run {file} digest")
         for _ in range(count):
-            cuda.fill(there, 0, 64, stream.handle)
+            cuda.fill(buffer, 0, 64, stream.handle)
         runtime.mark("ran")
 
     def step() -> None:
-        cuda.copy(there, there + 32, 32, stream.handle)
+        cuda.copy(buffer, buffer + 32, 32, stream.handle)
         run("draft/propose.onnx", 3)
         run("target/step.slots.onnx", 2)
         run("program/accept.m1.onnx", 4)
@@ -265,7 +270,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, said: Callable[[], l
     cuda.free(cuda.allocate(4))
     run("program/accept.m1.onnx", 1)
     runtime.mark("stepped")
-    report = said()
+    report = read_report()
     once = {"draft": 3, "target": 2, "accept": 4, "commit": 1, "copies": 1}
     first, second = report.steps
     assert (first.way, first.graphs, dict(first.launches), first.waits, first.memory) == ("some way", 1, once, [], [])
@@ -309,7 +314,7 @@ def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed
     assert not_fused(graph) == missed
 
 
-def test_what_is_over_budget_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeded_budgets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_gpu_dry_run, "BUDGET", tmp_path / "budget.json")
     within = {"medusa greedy": [3, 90, 50, 10, 5, 1, 0]}
     (problem,) = test_gpu_dry_run.over_budget("some x1", within)

@@ -25,18 +25,18 @@ def with_start(tokenizer: Tokenizer) -> Tokenizer:
 def lowercase() -> Tokenizer:
     """One that changes texts: they cannot be told from its tokens, and it has no decoder."""
     vocab = {letter: at for at, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
-    made = Tokenizer(models.WordLevel(vocab, unk_token="?"))
-    made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    return with_start(made)
+    built = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    built.normalizer = normalizers.Lowercase()
+    built.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    built.decoder = decoders.Fuse()
+    return with_start(built)
 
 
 def trimming() -> Tokenizer:
     """GPT-2's and Qwen's: the encoding's offsets leave spaces out."""
-    made = byte_level()
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
-    return made
+    built = byte_level()
+    built.post_processor = processors.ByteLevel(trim_offsets=True)
+    return built
 
 
 TOKENIZERS = {
@@ -67,27 +67,27 @@ def test_a_text_begins_with_each_token_where_that_begins(
     tokens = tokenizer.encode(prompt).ids
     text = prompt + spoken(tokenizer, output, skip)
     placed = PlacedTokens(tokenizer, skip)
-    found = [*placed.prompt(prompt, tokens), *placed.add(output)]
-    assert len(found) == len(tokens) + len(output)
-    for token, (piece, at) in zip([*tokens, *output], found, strict=True):
+    actual = [*placed.prompt(prompt, tokens), *placed.add(output)]
+    assert len(actual) == len(tokens) + len(output)
+    for token, (piece, at) in zip([*tokens, *output], actual, strict=True):
         hidden = piece in (START, END) and (skip or token == tokens[0])
         assert hidden or text[at:].startswith(piece)
-    assert [at for _, at in found] == sorted(at for _, at in found)
+    assert [at for _, at in actual] == sorted(at for _, at in actual)
 
 
 @every_tokenizer
 def test_a_prompts_tokens_make_up_the_prompt(tokenizer: Tokenizer) -> None:
     for prompt in ("one 🙂 two", "Hello  WORLD", " hello", "é", ""):
-        found = PlacedTokens(tokenizer, True).prompt(prompt, tokenizer.encode(prompt).ids)
-        assert "".join(piece for piece, _ in found if piece != START) == prompt
+        actual = PlacedTokens(tokenizer, True).prompt(prompt, tokenizer.encode(prompt).ids)
+        assert "".join(piece for piece, _ in actual if piece != START) == prompt
 
 
 def test_a_character_of_several_tokens_has_one_place() -> None:
     tokenizer = TOKENIZERS["byte_fallback, start"]
-    found = PlacedTokens(tokenizer, True).prompt("h🙂 he", tokenizer.encode("h🙂 he").ids)
+    actual = PlacedTokens(tokenizer, True).prompt("h🙂 he", tokenizer.encode("h🙂 he").ids)
     # The tokenizer puts a space before the text, which is not in it.
     character = [("", 1), ("", 1), ("", 1), ("🙂", 1)]
-    assert found == [(START, 0), ("", 0), ("h", 0), *character, (" ", 2), ("he", 3)]
+    assert actual == [(START, 0), ("", 0), ("h", 0), *character, (" ", 2), ("he", 3)]
 
 
 def test_a_special_token_in_the_text_has_its_place() -> None:

@@ -72,14 +72,14 @@ def load(
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_says_what_the_cpu_says(
+def test_texts_equal_the_cpus(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        assert there.backend.execution == "graph per step", there.backend.fallback
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+        assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
         with gpu.cuda.sealed():
-            says_what_it_says(there, cpu, WAYS[name], "graph per step")
+            says_what_it_says(on_gpu, cpu, WAYS[name], "graph per step")
 
 
 @pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])
@@ -90,66 +90,68 @@ def test_eagle3_drafts_in_the_step(
 
     A request's first step has its draft begin behind the prompt, which is a run of its own, like the prompt's chunk.
     """
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
                 for tokens in (8, 3):
-                    how = {"method": "eagle3", "num_speculative_tokens": tokens}
+                    speculation = {"method": "eagle3", "num_speculative_tokens": tokens}
                     before = gpu.cuda.launches
-                    said = there.generate(prompt, params, how)
-                    assert gpu.cuda.launches - before <= launches * said.stats.steps + 2
-                    same(said, cpu.generate(prompt, params, how))
+                    texts = on_gpu.generate(prompt, params, speculation)
+                    assert gpu.cuda.launches - before <= launches * texts.stats.steps + 2
+                    same(texts, cpu.generate(prompt, params, speculation))
 
 
 def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
     name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
-    with load(name, max_batch_size=4) as there:
-        streams = [there.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
+    with load(name, max_batch_size=4) as on_gpu:
+        streams = [on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
         for stream in streams:
             stream.start()
-        said = [completed(stream) for stream in streams]
-    assert [one.token_ids for one in said] == [engine(name).generate(one, GREEDY, PLAIN).token_ids for one in prompts]
-    assert sum(one.stats.accepted for one in said) > 0
+        texts = [completed(stream) for stream in streams]
+    assert [loaded.token_ids for loaded in texts] == [
+        engine(name).generate(loaded, GREEDY, PLAIN).token_ids for loaded in prompts
+    ]
+    assert sum(loaded.stats.accepted for loaded in texts) > 0
 
 
 @pytest.mark.parametrize("name", ["dice-dflash", "dice-dflash-portable"])
 def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]) -> None:
     """The host hands the target's states over, and writes what a block says into trees of both sizes."""
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
-                for how in ("dflash", Speculative(method="dflash", num_speculative_tokens=5)):
-                    same(there.generate(prompt, params, how), cpu.generate(prompt, params, how))
+                for speculation in ("dflash", Speculative(method="dflash", num_speculative_tokens=5)):
+                    same(on_gpu.generate(prompt, params, speculation), cpu.generate(prompt, params, speculation))
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "gpt2-tree", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
 ) -> None:
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for method in (None, PLAIN):
                 prompt = list(range(3, 90))
-                same(there.generate(prompt, params, method), cpu.generate(prompt, params, method))
+                same(on_gpu.generate(prompt, params, method), cpu.generate(prompt, params, method))
 
 
 def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str], Engine]) -> None:
     """They go to the device like every other input, at every shape; tokens that come after them are read again."""
     rows = np.random.default_rng(0).standard_normal((70, 64))
-    with load("granite-embeds") as there:
+    with load("granite-embeds") as on_gpu:
         for prompt in (EmbedsPrompt(rows[:1]), EmbedsPrompt([[5, 6], rows, [7]]), [5, 6, 7]):
-            same(there.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
+            same(on_gpu.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
 
 
 @pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch"])
-def test_several_requests_at_once_say_what_each_says_alone(
+def test_concurrent_requests_equal_single_ones(
     name: str, load: Callable[..., Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
     """Joining and leaving, prompts that begin alike, more requests than slots; plain ones among them."""
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
-    with load(name, max_batch_size=4) as there:
-        require_same_as_alone(there, alone, prompts, gpu.cuda)
+    with load(name, max_batch_size=4) as on_gpu:
+        require_same_as_alone(on_gpu, alone, prompts, gpu.cuda)
 
 
 @pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
@@ -157,22 +159,22 @@ def test_the_device_decides_for_several_at_once(
     name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
 ) -> None:
     with (
-        load(name, max_batch_size=4) as there,
+        load(name, max_batch_size=4) as on_gpu,
         Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu,
     ):
-        said = []
-        for one in (there, cpu):
+        texts = []
+        for item in (on_gpu, cpu):
             streams = [
-                one.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
+                item.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
                 for at, params in enumerate((GREEDY, SAMPLED) * 3)
                 for speculation in (True, False)
             ]
             for stream in streams:
                 stream.start()
-            said.append([completed(stream) for stream in streams])
-        for ours, theirs in zip(*said, strict=True):
+            texts.append([completed(stream) for stream in streams])
+        for ours, theirs in zip(*texts, strict=True):
             same(ours, theirs)
-        assert {ours.stats.accept for ours in said[0]} == {0.0}
+        assert {ours.stats.accept for ours in texts[0]} == {0.0}
 
 
 # --- how it runs ------------------------------------------------------------------------------------------------------
@@ -182,25 +184,25 @@ def test_the_device_decides_for_several_at_once(
 def test_any_thread_may_ask(captures: bool, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
     gpu.cuda.refuse_capture = not captures
-    with load("dice-near") as there:
-        found: list[Completion] = []
+    with load("dice-near") as on_gpu:
+        actual: list[Completion] = []
         for _ in range(2):
-            thread = threading.Thread(target=lambda: found.append(there.generate([7, 9, 11], SAMPLED)))
+            thread = threading.Thread(target=lambda: actual.append(on_gpu.generate([7, 9, 11], SAMPLED)))
             thread.start()
             thread.join()
-        same(found[0], there.generate([7, 9, 11], SAMPLED))
-        same(*found)
-        assert found[0].stats.execution == ("graph per step" if captures else "plain")
+        same(actual[0], on_gpu.generate([7, 9, 11], SAMPLED))
+        same(*actual)
+        assert actual[0].stats.execution == ("graph per step" if captures else "plain")
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-mixed", "dice-medusa"])
 def test_a_step_is_one_launch_and_one_wait(name: str, load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
-    with load(name) as there:
-        there.generate([5, 6, 7, 8], GREEDY)
+    with load(name) as on_gpu:
+        on_gpu.generate([5, 6, 7, 8], GREEDY)
         gpu.cuda.calls.clear()
         gpu.runs = 0
         with gpu.cuda.sealed():
-            done = there.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
+            done = on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
         assert gpu.cuda.calls == ["cudaGraphLaunch", "cudaStreamSynchronize"] * done.stats.steps
         assert gpu.runs == 0
 
@@ -216,14 +218,14 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
         copied.append(source)
         copy(self, to, source, nbytes, stream)
 
-    with load("dice-mixed") as there:
-        there.generate([5, 6, 7, 8], GREEDY)
-        target: Any = there.backend.graphs[0]  # type: ignore[attr-defined]
+    with load("dice-mixed") as on_gpu:
+        on_gpu.generate([5, 6, 7, 8], GREEDY)
+        target: Any = on_gpu.backend.graphs[0]  # type: ignore[attr-defined]
         logits = {width.outputs.device[tensors.LOGITS].address for width in target._widths.values()}
         monkeypatch.setattr(api.Cuda, "copy", noted)
-        there.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
+        on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
         assert copied and not logits & set(copied)
-        there.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))
+        on_gpu.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))
         assert logits & set(copied)
 
 
@@ -237,22 +239,22 @@ def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
     load: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
     with load("llama-near"):
-        assert {given["use_tf32"] for given in gpu.providers} == {"0"}
-        assert {int(given["user_compute_stream"]) for given in gpu.providers} == set(gpu.cuda._streams)
-        limits = [int(given["gpu_mem_limit"]) for given in gpu.providers]
+        assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
+        assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)
+        limits = [int(fields["gpu_mem_limit"]) for fields in gpu.providers]
         assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
 
 
 def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
-    with load("llama-near-batch") as there:
-        assert there.slots == 1
+    with load("llama-near-batch") as on_gpu:
+        assert on_gpu.slots == 1
 
 
 def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
-    with load("dice-near") as there:
-        there.generate([5, 6, 7, 8], GREEDY)
-        watch = LaunchTimer(on_device(there))
-        done = there.generate([5, 6, 7, 8], GREEDY)
+    with load("dice-near") as on_gpu:
+        on_gpu.generate([5, 6, 7, 8], GREEDY)
+        watch = LaunchTimer(on_device(on_gpu))
+        done = on_gpu.generate([5, 6, 7, 8], GREEDY)
         gaps = watch.gaps()
     assert (len(gaps.after_wait), gaps.queued) == (done.stats.steps - 1, [])
 
@@ -264,12 +266,12 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
     load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
     gpu.on_cpu = ("ArgMax",)
-    with load("dice-near") as there:
-        ours = there.generate([7, 9, 11], SAMPLED)
+    with load("dice-near") as on_gpu:
+        ours = on_gpu.generate([7, 9, 11], SAMPLED)
         assert ours.stats.execution == "graph per engine"
-        said = describe(ours.stats, there.backend.fallback)
-        assert "device      graph per engine (the host decides what is accepted: " in said
-        assert re.search(r"accept\.\w+\.onnx: onnxruntime would run \d nodes on the CPU \(\d ArgMax\)", said)
+        text = describe(ours.stats, on_gpu.backend.fallback)
+        assert "device      graph per engine (the host decides what is accepted: " in text
+        assert re.search(r"accept\.\w+\.onnx: onnxruntime would run \d nodes on the CPU \(\d ArgMax\)", text)
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
@@ -277,10 +279,10 @@ def test_without_capture_it_runs_plainly_and_says_so(
     load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
     gpu.cuda.refuse_capture = True
-    with load("dice-near") as there:
-        ours = there.generate([7, 9, 11], SAMPLED)
-        assert ours.stats.execution == there.backend.execution == "plain"
-        assert "cudaStreamEndCapture failed" in there.backend.fallback
+    with load("dice-near") as on_gpu:
+        ours = on_gpu.generate([7, 9, 11], SAMPLED)
+        assert ours.stats.execution == on_gpu.backend.execution == "plain"
+        assert "cudaStreamEndCapture failed" in on_gpu.backend.fallback
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
@@ -291,8 +293,8 @@ def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu
 
 
 def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    with load("dice-near") as there:
-        backend: Any = there.backend
+    with load("dice-near") as on_gpu:
+        backend: Any = on_gpu.backend
         synchronize = backend.stream.synchronize
 
         def spoilt() -> None:
@@ -302,7 +304,7 @@ def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], mon
 
         with monkeypatch.context() as patch, pytest.raises(BackendError, match=r"accepted -1 of \d draft tokens"):
             patch.setattr(backend.stream, "synchronize", spoilt)
-            there.generate([5, 6, 7, 8], GREEDY)
+            on_gpu.generate([5, 6, 7, 8], GREEDY)
 
 
 def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
@@ -311,8 +313,8 @@ def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], P
 
 
 def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
-    with load("dice-mixed", backend="onnxruntime", threads=1) as there:
-        same(there.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
+    with load("dice-mixed", backend="onnxruntime", threads=1) as on_gpu:
+        same(on_gpu.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
 def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
@@ -357,7 +359,7 @@ def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDA == ort.PROVIDER
 
 
-def test_a_machine_without_a_gpu_is_told_so(bundle: Callable[[str], Path]) -> None:
+def test_machines_without_a_gpu_get_an_error(bundle: Callable[[str], Path]) -> None:
     from cuda.bindings import runtime
 
     status, count = runtime.cudaGetDeviceCount()
@@ -392,9 +394,9 @@ def test_building_for_it(
     (engine,) = manifest.target.engines
     assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target/step.cuda.fp32.onnx", "fp32")
     assert check_graphs(Bundle.open(folder), lambda *_: None) == 2  # the master, and what is opened in its place
-    with Engine.load(folder) as there, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
-        assert there.backend.device.startswith("onnxruntime-cuda")
-        same(there.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
+    with Engine.load(folder) as on_gpu, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
+        assert on_gpu.backend.device.startswith("onnxruntime-cuda")
+        same(on_gpu.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
     assert main(["compile", str(folder), "--backend", "onnxruntime-cuda", "--compute", "fp16"]) == 0
     (engine,) = read_manifest(folder).target.engines
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")

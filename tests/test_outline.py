@@ -42,8 +42,10 @@ def made_by_transformers(document: dict[str, Any]) -> ModelOutline:
 def sums(model: ModelOutline) -> dict[str, Any]:
     """All but how products are joined in one matrix: what is stored and read does not depend on it."""
     known = dataclasses.asdict(model) | {"parameters": None, "total": model.total, "active": model.active}
-    rows = sum(one.shape[0] for one in model.parameters if len(one.shape) == 2)
-    used = Counter(one for one in model.parameters if one.table or one.head or one.share is not None)
+    rows = sum(parameter.shape[0] for parameter in model.parameters if len(parameter.shape) == 2)
+    used = Counter(
+        parameter for parameter in model.parameters if parameter.table or parameter.head or parameter.share is not None
+    )
     return known | {"rows": rows, "used": used, "layer_types": None}
 
 
@@ -65,16 +67,16 @@ def test_families_are_those_of_transformers(family: str) -> None:
         {"vocab_size": "many"},
     ],
 )
-def test_what_a_configuration_leaves_open_is_asked_of_transformers(
+def test_incomplete_configurations_use_transformers(
     tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Path] = []
-    monkeypatch.setattr(configurations, "meta_model", lambda folder: asked.append(folder) or torch.nn.Linear(1, 1))
+    request: list[Path] = []
+    monkeypatch.setattr(configurations, "meta_model", lambda folder: request.append(folder) or torch.nn.Linear(1, 1))
     monkeypatch.setattr(configurations, "outlined", lambda *_: "transformers'")
     document = {"model_type": "qwen3_moe", **GROUPED, **MIXED, "vocab_size": 320, **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
     monkeypatch.setattr(torch.nn.Linear, "config", None, raising=False)
-    assert outline(tmp_path) == "transformers'" and asked == [tmp_path]
+    assert outline(tmp_path) == "transformers'" and request == [tmp_path]
 
 
 def test_of_a_model_that_reads_more_than_text_the_language_model_counts(tmp_path: Path) -> None:

@@ -136,13 +136,13 @@ def unused_port() -> int:
 
 
 @pytest.mark.slow
-def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
+def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     tracked = set(git("ls-files", cwd=source).split("\n"))
     links = [name for name in tracked if (source / name).is_symlink()]
     for link in links:
-        beside = Path(link).name
-        tracked |= {f"specexport/{name}" for name in tracked if name.startswith(f"{beside}/")}
+        neighbour = Path(link).name
+        tracked |= {f"specexport/{name}" for name in tracked if name.startswith(f"{neighbour}/")}
     inside = {name for name in tracked if name.startswith("specexport/")} - set(links)
     kernels = {name for name in inside if name.startswith("specexport/kernels/")}
     code = {name for name in inside - kernels if name.endswith(".py")}
@@ -158,7 +158,7 @@ def test_what_is_inside(source: Path, built: tuple[Path, Path]) -> None:
         )
     with tarfile.open(sdist) as archive:
         held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
-        files = {one.name.removeprefix(f"{NAME}/") for one in archive if one.isfile()}
+        files = {item.name.removeprefix(f"{NAME}/") for item in archive if item.isfile()}
     extra = {"PKG-INFO", "setup.cfg", "specexport/commit.txt"}
     assert {name for name in files if not name.startswith("specexport.egg-info/")} <= tracked | extra
     kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed"}
@@ -184,8 +184,8 @@ def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(
 ) -> None:
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert built[1].name == f"{NAME}-py3-none-{platform if COMPILER else 'any'}.whl"
-    said = run(installed / "python", "-c", KERNELS, cwd=tmp_path)
-    assert said.startswith("specexport's for " if COMPILER else "onnxruntime's alone: specexport's are not compiled")
+    output = run(installed / "python", "-c", KERNELS, cwd=tmp_path)
+    assert output.startswith("specexport's for " if COMPILER else "onnxruntime's alone: specexport's are not compiled")
     plain = build(source, tmp_path / "without", CXX="no-such-compiler")[1]
     assert plain.name == f"{NAME}-py3-none-any.whl"
     with zipfile.ZipFile(built[1]) as ours, zipfile.ZipFile(plain) as other:
@@ -202,10 +202,10 @@ def test_it_runs_where_there_is_no_repository(
     head = git("rev-parse", "--short=12", "HEAD", cwd=source)
     assert run(installed / "specexport", "--version", cwd=tmp_path) == f"specexport {__version__} ({head})\n"
     words = ("run", folder, "--prompt", "one two three", "-n", "8", "--temperature", "0", "--threads", "1")
-    said = run(installed / "specexport", *words, cwd=tmp_path)
-    assert said == run(sys.executable, "-m", "specexport", *words, cwd=tmp_path)
-    assert said.strip()
-    assert run(installed / "python", "-c", LEAN, *words, cwd=tmp_path) == said
+    output = run(installed / "specexport", *words, cwd=tmp_path)
+    assert output == run(sys.executable, "-m", "specexport", *words, cwd=tmp_path)
+    assert output.strip()
+    assert run(installed / "python", "-c", LEAN, *words, cwd=tmp_path) == output
     assert "llama" in run(installed / "python", "-c", LEAN, "inspect", folder, cwd=tmp_path)
     assert int(run(installed / "python", "-c", IMPORTS, cwd=tmp_path)) > 100
     page = "from specexport.server import page; print(page.__file__)"
@@ -214,18 +214,18 @@ def test_it_runs_where_there_is_no_repository(
 
 
 @pytest.mark.slow
-def test_what_the_container_file_says_serves(
+def test_the_container_files_command_serves(
     installed: Path, bundle: Callable[[str], Path], tmp_path: Path, unused_port: int
 ) -> None:
     """No container is built here: these are the words that it runs, with other folders and another port."""
     shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     places = {"python": str(installed / "python"), "specexport": str(installed / "specexport"), "/bundle": "bundle"}
-    said = re.findall(
+    text = re.findall(
         r"^(?:HEALTHCHECK .*)?(CMD|ENTRYPOINT) (\[.*\])$", (ROOT / "Containerfile").read_text(), re.MULTILINE
     )
-    assert [name for name, _ in said] == ["CMD", "ENTRYPOINT", "CMD"]
+    assert [name for name, _ in text] == ["CMD", "ENTRYPOINT", "CMD"]
     healthy, entry, default = (
-        [places.get(word, word).replace("8000", str(unused_port)) for word in json.loads(words)] for _, words in said
+        [places.get(word, word).replace("8000", str(unused_port)) for word in json.loads(words)] for _, words in text
     )
 
     def health() -> int:
@@ -246,14 +246,14 @@ def test_what_the_container_file_says_serves(
 
 
 def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = commit()
+    actual = commit()
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"specexport {__version__}" + (f" ({found})\n" if found else "\n")
+    assert capsys.readouterr().out == f"specexport {__version__}" + (f" ({actual})\n" if actual else "\n")
     if (ROOT / ".git").exists():
-        assert found is not None
-        assert git("rev-parse", "HEAD", cwd=ROOT).startswith(found.removesuffix("-dirty"))
+        assert actual is not None
+        assert git("rev-parse", "HEAD", cwd=ROOT).startswith(actual.removesuffix("-dirty"))
     monkeypatch.setenv("PATH", "")  # without git
     assert commit() is None
 

@@ -34,8 +34,8 @@ def tiny(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as made:
-        yield made
+    with browser(tmp_path_factory.mktemp("profile")) as window:
+        yield window
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_chunk_says_where_its_tokens_come_from(bundle: Callable[[str], Path], 
     params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True, seed=5)
     with Engine.load(bundle(name), threads=1) as engine, engine.stream([5, 6, 7, 5, 6, 7, 5, 6], params) as stream:
         chunks: list[Chunk] = []
-        told = 0
+        details = 0
         for chunk in stream:
             chunks.append(chunk)
             assert "".join(chunk.pieces) == chunk.text
@@ -79,24 +79,24 @@ def test_a_chunk_says_where_its_tokens_come_from(bundle: Callable[[str], Path], 
             assert [step.tree.parents[node] for node in step.path] == [0, *step.path][: len(step.path)]
             whole = [nodes[node] for node in step.path]
             assert list(chunk.token_ids[: len(whole)]) == whole[: len(chunk.token_ids)]
-            told += len(step.path)
+            details += len(step.path)
         assert any(chunk.verified for chunk in chunks)
-        assert told == stream.stats.accepted > 0
+        assert details == stream.stats.accepted > 0
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> None:
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    arguments: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    events = streamed(tiny, path, asked | GREEDY | STEPS)
+    events = streamed(tiny, path, arguments | GREEDY | STEPS)
     choices = [choice for event in events for choice in event["choices"]]
     steps = [choice["step"] for choice in choices]
     assert all(len(step["tokens"]) >= 1 for step in steps)
     ended = [step["seconds"] for step in steps]
     assert 0 < ended[0] < ended[-1] and ended == sorted(ended)
     for choice in choices:
-        said = choice["delta"].get("content", "") if chat else choice["text"]
-        assert "".join(text for text, _ in choice["step"]["tokens"]) == said
+        output = choice["delta"].get("content", "") if chat else choice["text"]
+        assert "".join(text for text, _ in choice["step"]["tokens"]) == output
     for step in steps:
         tree = TokenTree(tuple(step["parents"]))
         assert len(step["drafted"]) == len(tree) - 1
@@ -110,9 +110,9 @@ def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> N
 
 
 def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
-    asked = {"prompt": PROMPT, "speculative": {"num_speculative_tokens": 0}}
+    arguments = {"prompt": PROMPT, "speculative": {"num_speculative_tokens": 0}}
     choices = [
-        choice for event in streamed(tiny, "/v1/completions", asked | GREEDY | STEPS) for choice in event["choices"]
+        choice for event in streamed(tiny, "/v1/completions", arguments | GREEDY | STEPS) for choice in event["choices"]
     ]
     assert len(choices) == 64
     for choice in choices:
@@ -122,17 +122,17 @@ def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
         assert choice["step"] == {"tokens": [token], "parents": [-1], "drafted": [], "path": []}
 
 
-def test_the_steps_of_a_call_are_told_too(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_steps_of_tool_calls_are_reported(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     """A call's deltas wait until they are clear; the steps do not."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
+    arguments = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
     with served(with_chat_template(bundle("llama-near"), tmp_path / "bundle", HERMES)) as running:
-        events = streamed(running, "/v1/chat/completions", asked | STEPS | {"max_tokens": 40, "temperature": 0})
+        events = streamed(running, "/v1/chat/completions", arguments | STEPS | {"max_tokens": 40, "temperature": 0})
     steps = [choice["step"] for event in events for choice in event["choices"]]
     assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
 
 
-def test_steps_are_told_only_where_they_can_be(tiny: Served) -> None:
+def test_steps_are_reported_only_if_possible(tiny: Served) -> None:
     for path, body, why in (
         ("/v1/completions", {"prompt": "a"}, "include_steps: given without stream"),
         ("/v1/responses", {"input": "a", "stream": True}, "not supported"),
@@ -186,7 +186,7 @@ def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Cal
 
 
 @needs_browser
-def test_the_page_shows_who_proposed_what(tiny: Served, page: Browser) -> None:
+def test_the_page_shows_each_tokens_method(tiny: Served, page: Browser) -> None:
     page.run("find('max-tokens').value = 64; find('beside').click()")
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
@@ -226,16 +226,16 @@ def test_the_page_shows_who_proposed_what(tiny: Served, page: Browser) -> None:
 def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser) -> None:
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
-    asked = {"prompt": PROMPT, "max_tokens": 128, "temperature": 0} | STEPS
-    steps = [choice["step"] for event in streamed(tiny, "/v1/completions", asked) for choice in event["choices"]]
+    arguments = {"prompt": PROMPT, "max_tokens": 128, "temperature": 0} | STEPS
+    steps = [choice["step"] for event in streamed(tiny, "/v1/completions", arguments) for choice in event["choices"]]
     at = next(at for at, step in enumerate(steps) if len(step["path"]) > 1)
 
     def shows(number: int) -> None:
         step = steps[number]
         assert f"step {number + 1}: " in page.run("find('caption').textContent")
         nodes, kept = page.run("['', '.kept'].map((mark) => document.querySelectorAll(`#tree g${mark}`).length)")
-        own = len(step["tokens"]) > len(step["path"])
-        assert (nodes, kept) == (len(step["parents"]) + own, 1 + len(step["path"]) + own)
+        expected_own = len(step["tokens"]) > len(step["path"])
+        assert (nodes, kept) == (len(step["parents"]) + expected_own, 1 + len(step["path"]) + expected_own)
 
     page.hover(f".step:nth-child({at + 1}) > span")
     page.until(f"find('caption').textContent.includes('step {at + 1}:')")
@@ -260,8 +260,8 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser
         page.press(key, 0)
         visited.append(page.run("trees.node"))
         assert page.run("document.querySelectorAll('#tree g.current').length") == 1
-    own = len(step["parents"])
-    assert visited[:6] == [first, step["path"][1], first, 0, own, 0]
+    reference = len(step["parents"])
+    assert visited[:6] == [first, step["path"][1], first, 0, reference, 0]
     assert visited[6] == first and step["parents"][visited[7]] in (0, *step["parents"])
     page.press("Home", 0)
     page.press("ArrowRight", 0)
@@ -325,8 +325,8 @@ def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Callable[[str], 
         window.until("!find('key-form').hidden")
         assert window.run("find('key-note').textContent") == "The server asks for an API key."
         assert window.run("find('error').hidden && document.activeElement.id === 'key'")
-        for given, hidden in (("wrong", False), ("secret", True)):
-            window.run(f"find('key-note').textContent = ''; find('key').value = '{given}'")
+        for inputs, hidden in (("wrong", False), ("secret", True)):
+            window.run(f"find('key-note').textContent = ''; find('key').value = '{inputs}'")
             window.run("find('key-form').querySelector('button').click()")
             window.until("find('key-note').textContent || find('model').textContent !== '…'")
             assert window.run("find('key-form').hidden") is hidden
@@ -374,16 +374,16 @@ def test_panes_are_aligned_on_a_phone_and_on_a_desk(page: Browser) -> None:
 @needs_browser
 def test_a_conversation(tiny: Served, talk: Browser) -> None:
     talk.run("find('system').value = 'Be brief.'")
-    said: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
     for question in (PROMPT, "four"):
-        said.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": question})
         talk.run("find('prompt').focus()")
         talk.call("Input.insertText", text=question)
         talk.press("Enter", ENTER, "\r")
         done(talk)
-        said.append({"role": "assistant", "content": answer(tiny, said)})
+        messages.append({"role": "assistant", "content": answer(tiny, messages)})
     shown = "turns.flatMap((turn) => [turn.question, turn.answer])"
-    assert talk.run(shown) == [message["content"] for message in said[1:]]
+    assert talk.run(shown) == [message["content"] for message in messages[1:]]
     assert talk.run("find('prompt').value") == ""
     assert talk.run("[...document.querySelectorAll('.said')].map((one) => one.textContent)") == [PROMPT, "four"]
     # What streams is Markdown; the switch shows tokens and trees instead.
@@ -391,19 +391,19 @@ def test_a_conversation(tiny: Served, talk: Browser) -> None:
     assert talk.run(displayed) == ["block", "none"]
     talk.run("find('tokens').click()")
     assert talk.run(displayed) == ["none", "block"]
-    assert talk.run("document.querySelector('.output').textContent") == said[2]["content"]
+    assert talk.run("document.querySelector('.output').textContent") == messages[2]["content"]
     # Copy, edit, try again, and plain decoding beside it.
     talk.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
     talk.run("document.querySelector('section .copy').click()")
     talk.until("window.copied !== undefined")
-    assert talk.run("window.copied") == said[2]["content"]
+    assert talk.run("window.copied") == messages[2]["content"]
     talk.run("document.querySelector('.edit').click()")
     assert talk.run("[find('prompt').value, turns.length]") == [PROMPT, 2]
     talk.press("Escape", ESCAPE)
     assert talk.run("[find('prompt').value, turns.length, find('asking').textContent]") == ["", 2, "Message"]
     talk.run("document.querySelector('.edit').click(); find('prompt').value = 'five'; find('run').click()")
     done(talk)
-    edited = [said[0], {"role": "user", "content": "five"}]
+    edited = [messages[0], {"role": "user", "content": "five"}]
     assert talk.run(shown) == ["five", answer(tiny, edited)]
     talk.run("find('beside').click(); document.querySelector('.retry').click()")
     done(talk)
@@ -423,13 +423,13 @@ def test_settings_reach_the_server(tiny: Served, talk: Browser) -> None:
     run(talk, PROMPT)
     done(talk)
     sampled = {"temperature": 0.9, "top_p": 0.8, "seed": 7, "speculative": {"num_speculative_tokens": 0}}
-    said = [{"role": "user", "content": PROMPT}]
-    assert talk.run("turns[0].answer") == answer(tiny, said, **sampled)
-    assert talk.run("turns[0].answer") != answer(tiny, said, **sampled | {"seed": 8})
+    messages = [{"role": "user", "content": PROMPT}]
+    assert talk.run("turns[0].answer") == answer(tiny, messages, **sampled)
+    assert talk.run("turns[0].answer") != answer(tiny, messages, **sampled | {"seed": 8})
 
 
 @needs_browser
-def test_every_method_is_offered_with_what_it_brought(tiny: Served, talk: Browser) -> None:
+def test_every_method_is_compared(tiny: Served, talk: Browser) -> None:
     card = httpx.get(f"{tiny.url}/v1/models").json()["data"][0]
     assert (card["chat"], card["predictions"]) == (True, True)
     offered = ["", "plain", *(method["name"] for method in card["methods"]), "expected"]
@@ -469,7 +469,7 @@ def test_a_stopped_answer_is_kept_and_a_refused_question_given_back(tiny: Served
 
 
 @needs_browser
-def test_a_conversation_that_outgrows_the_context_goes_on(talk: Browser) -> None:
+def test_long_conversations_drop_old_turns(talk: Browser) -> None:
     for number in range(8):
         run(talk, f"{number} " + "word " * 30)
         done(talk)
@@ -506,8 +506,8 @@ MARKDOWN = {
 @needs_browser
 def test_markdown_is_read_and_nothing_in_it_runs(talk: Browser) -> None:
     def read(text: str) -> str:
-        made = f"const box = document.createElement('div'); box.append(markdown({json.dumps(text)}))"
-        html: str = talk.run(f"(() => {{ {made}; return box.innerHTML }})()")
+        result = f"const box = document.createElement('div'); box.append(markdown({json.dumps(text)}))"
+        html: str = talk.run(f"(() => {{ {result}; return box.innerHTML }})()")
         return html
 
     assert {text: read(text) for text in MARKDOWN} == MARKDOWN
@@ -522,11 +522,11 @@ def done(page: Browser) -> None:
     page.until("!aborter && find('status').textContent !== 'Running.'")
 
 
-def answer(server: Served, messages: list[dict[str, str]], **own: Any) -> str:
+def answer(server: Served, messages: list[dict[str, str]], **local: Any) -> str:
     """What the API answers, of at most 24 tokens."""
-    body = {"messages": messages, "max_tokens": 24, "temperature": 0} | own
-    said = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
-    content: str = said["choices"][0]["message"]["content"]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0} | local
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    content: str = text["choices"][0]["message"]["content"]
     return content
 
 
@@ -544,7 +544,7 @@ def streamed(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(line) for line in lines]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, other: str) -> float:
     """WCAG 2's contrast of two colours such as ``rgb(1, 2, 3)``."""
 
     def luminance(colour: str) -> float:
@@ -552,5 +552,5 @@ def contrast(one: str, other: str) -> float:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    low, high = sorted(map(luminance, (one, other)))
+    low, high = sorted(map(luminance, (first, other)))
     return (high + 0.05) / (low + 0.05)

@@ -33,7 +33,7 @@ def test_a_turn_takes_all_engines_a_way_and_begins_with_another_each_time() -> N
     assert [engine for engine, way in schedule(ways, 1) if way == PLAIN] == ["b", "c", "a"]
 
 
-def test_what_follows_the_second_delivery_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_speed_starts_after_the_second_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 8.0])
     monkeypatch.setattr(job.time, "perf_counter", lambda: next(clock))
     deliveries = Deliveries()

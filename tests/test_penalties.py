@@ -29,15 +29,15 @@ ALL: dict[str, Any] = {
 
 def expected(logits: np.ndarray, output: list[int]) -> np.ndarray:
     """What the definition says, token by token."""
-    made = logits.astype(np.float64)
-    for token in range(len(made)):
-        made[token] += ALL["logit_bias"].get(token, 0.0)
+    result = logits.astype(np.float64)
+    for token in range(len(result)):
+        result[token] += ALL["logit_bias"].get(token, 0.0)
         if token in PROMPT or token in output:
-            made[token] *= 1 / 1.3 if made[token] > 0 else 1.3
-        made[token] -= 0.7 * output.count(token) - 0.4 * (token in output)
+            result[token] *= 1 / 1.3 if result[token] > 0 else 1.3
+        result[token] -= 0.7 * output.count(token) - 0.4 * (token in output)
     if len(output) < 4:
-        made[1] = -np.inf
-    return made
+        result[1] = -np.inf
+    return result
 
 
 def test_every_node_counts_its_own_path() -> None:
@@ -47,11 +47,11 @@ def test_every_node_counts_its_own_path() -> None:
     for _ in range(4):
         logits = random.normal(size=(len(BRANCHES), 300)).astype(np.float32)
         before, draft = logits.copy(), random.choice([17, 40, 41, 42], len(BRANCHES) - 1)
-        made = penalties.applied(logits, BRANCHES, draft)
+        result = penalties.applied(logits, BRANCHES, draft)
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
-            assert made[node] == pytest.approx(expected(logits[node], [*text, *path]), abs=1e-5)
+            assert result[node] == pytest.approx(expected(logits[node], [*text, *path]), abs=1e-5)
         text += [40, int(draft[0])]
         penalties.advance(text[-2:])
 
@@ -72,7 +72,7 @@ def test_speculation_samples_the_same_penalized_distribution(engine: Engines) ->
     bias = dict.fromkeys((40, 41, 42), 12.0)
     counts, accepted = [], 0
     for speculation in (True, False):
-        found: Counter[tuple[int, ...]] = Counter()
+        histogram: Counter[tuple[int, ...]] = Counter()
         for seed in range(500):
             params = SamplingParams(
                 max_tokens=4,
@@ -83,15 +83,15 @@ def test_speculation_samples_the_same_penalized_distribution(engine: Engines) ->
                 presence_penalty=0.5,
                 repetition_penalty=1.1,
             )
-            made = near.generate(PROMPT, params, None if speculation else PLAIN)
-            accepted += made.stats.accepted
-            found[made.token_ids] += 1
-        counts.append(found)
+            completion = near.generate(PROMPT, params, None if speculation else PLAIN)
+            accepted += completion.stats.accepted
+            histogram[completion.token_ids] += 1
+        counts.append(histogram)
     common = [text for text in counts[0] | counts[1] if counts[0][text] + counts[1][text] >= 10]
     assert len(common) > 5
     assert accepted > 0
-    rest = [sum(found.values()) - sum(found[text] for text in common) for found in counts]
-    table = [[*(found[text] for text in common), other + 1] for found, other in zip(counts, rest, strict=True)]
+    rest = [sum(histogram.values()) - sum(histogram[text] for text in common) for histogram in counts]
+    table = [[*(histogram[text] for text in common), other + 1] for histogram, other in zip(counts, rest, strict=True)]
     assert chi2_contingency(table).pvalue > 1e-4
 
 
@@ -100,14 +100,14 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
     second = plain.token_ids[1]
     for least in (0, 6):
         params = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(second,), min_tokens=least)
-        made = engine("llama-near").generate(PROMPT, params)
-        assert (made.token_ids.index(second) if second in made.token_ids else 30) >= least
-        assert len(made.token_ids) > least
+        completion = engine("llama-near").generate(PROMPT, params)
+        assert (completion.token_ids.index(second) if second in completion.token_ids else 30) >= least
+        assert len(completion.token_ids) > least
     stop = plain.text[2:4]
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=stop, min_tokens=10)
-    made = engine("llama-near").generate(PROMPT, params)
-    assert made.text.startswith(plain.text[:6])
-    assert len(made.token_ids) > 10
+    completion = engine("llama-near").generate(PROMPT, params)
+    assert completion.text.startswith(plain.text[:6])
+    assert len(completion.token_ids) > 10
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
         {"grammar": "start: /a/", "json_schema": "{}"},
     ],
 )
-def test_what_is_out_of_range_is_named(wrong: dict[str, Any]) -> None:
+def test_values_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)
     assert caught.value.param in wrong

@@ -48,11 +48,11 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_is_counted(tied: Path, untied: Path) -> None:
     vocab, hidden, heads, layers = 320, 64, 2, 2
     for folder, size in ((tied, 24), (untied, 16)):
-        (found,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
-        assert found.weights == 2 * found.parameters
-        assert found.read == found.weights - (0 if folder == tied else 2 * vocab * hidden)
-        assert found.cache_row == layers * heads * 2 * size * 2
-        assert found.cache == found.cache_row * cache_buckets(CONTEXT, PREFILL_CHUNK)[-1]
+        (estimate,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+        assert estimate.weights == 2 * estimate.parameters
+        assert estimate.read == estimate.weights - (0 if folder == tied else 2 * vocab * hidden)
+        assert estimate.cache_row == layers * heads * 2 * size * 2
+        assert estimate.cache == estimate.cache_row * cache_buckets(CONTEXT, PREFILL_CHUNK)[-1]
     (whole,) = plan(str(untied), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
     (quarter,) = plan(str(untied), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5).models
     table, norms = 2 * vocab * hidden, 2 * hidden * (2 * layers + 1)
@@ -78,44 +78,44 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
         ]
         for precision in ("fp16", "int8")
     )
-    (engine,), (session,) = (found.models for found in half)
+    (engine,), (session,) = (actual.models for actual in half)
     assert session.weights == engine.weights + 2 * vocab * hidden
     assert (session.read, session.scratch) == (engine.read, engine.scratch + deciding)
-    (engine,), (session,) = (found.models for found in eighth)
+    (engine,), (session,) = (actual.models for actual in eighth)
     assert session.weights == session.read + vocab * hidden * (1 + 2 / 32)
     assert session.scratch == engine.scratch + deciding + 2 * 2 * widest * hidden
 
 
 def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
-    found = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
-    target, draft = found.models
+    estimate = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+    target, draft = estimate.models
     steps = [
         (model.read + model.cache_row * CONTEXT / 2) / (EFFICIENCY * DEVICE.bandwidth) for model in (target, draft)
     ]
-    assert len(found.speeds) == 9
-    assert found.speeds[0] == pytest.approx(1 / steps[0])
-    assert found.speeds[2] == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
+    assert len(estimate.speeds) == 9
+    assert estimate.speeds[0] == pytest.approx(1 / steps[0])
+    assert estimate.speeds[2] == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
     never = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
     assert never.best_k == 0
 
 
-def test_drafts_of_the_target_take_what_their_checkpoints_say(tmp_path: Path, tied: Path) -> None:
+def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> None:
     """EAGLE-3 and MTP a pass a token, DFlash one for all of them."""
     experts = make_mtp(tmp_path / "experts", "glm4_moe", **MIXTURES["glm4_moe"])
     eagle3, dflash = make_eagle3(tmp_path / "eagle3", tied, states=(0, 1)), make_dflash(tmp_path / "dflash", tied)
     drafts = {"eagle3": (tied, eagle3), "dflash": (tied, dflash), "mtp": (experts, None)}
     for name, (target, folder) in drafts.items():
         method = read_method({"method": name} | ({"model": str(folder)} if folder else {}))
-        found = plan(str(target), method, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
-        draft = found.models[1]
+        estimate = plan(str(target), method, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+        draft = estimate.models[1]
         if folder is not None:  # an embedding and a head of its own are stored in any case
-            stored = {key: one for key, one in load_file(folder / "model.safetensors").items() if "2" not in key}
+            stored = {key: item for key, item in load_file(folder / "model.safetensors").items() if "2" not in key}
             shared = [key for key in ("embed_tokens.weight", "lm_head.weight") if key not in stored]
-            whole = sum(one.numel() for one in stored.values()) + len(shared) * 320 * 64
+            whole = sum(item.numel() for item in stored.values()) + len(shared) * 320 * 64
             assert draft.parameters == whole
         passes = 1 if name == "dflash" else 3
-        read = found.models[0].step(4, CONTEXT / 2) + passes * draft.step(1, CONTEXT / 2)
-        assert found.speeds[3] == pytest.approx(1.875 * EFFICIENCY * DEVICE.bandwidth / read)
+        read = estimate.models[0].step(4, CONTEXT / 2) + passes * draft.step(1, CONTEXT / 2)
+        assert estimate.speeds[3] == pytest.approx(1.875 * EFFICIENCY * DEVICE.bandwidth / read)
         assert draft.cache_row > 0 and draft.active <= draft.parameters
     assert draft.active < draft.parameters  # of its experts a token uses some
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=96)
@@ -143,25 +143,25 @@ def test_drafts_of_the_target_take_what_their_checkpoints_say(tmp_path: Path, ti
 def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -> None:
     config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=16, **{**GROUPED, **config})
-    found = plan(str(folder), drafted(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
-    mixture, draft = found.models
+    estimate = plan(str(folder), drafted(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
+    mixture, draft = estimate.models
     experts = 2 * 8 * 3 * 64 * 32
     assert mixture.active == mixture.parameters - experts * 6 // 8
     assert mixture.step(1, 0) == mixture.read == mixture.read_most - 2 * experts * 6 // 8
     assert mixture.step(3, 0) == mixture.read + 2 * 2 * experts * 2 // 8
     assert mixture.step(4, 0) == mixture.step(9, 0) == mixture.read_most
     seconds = (mixture.step(2, CONTEXT / 2) + draft.step(1, CONTEXT / 2)) / (EFFICIENCY * DEVICE.bandwidth)
-    assert found.speeds[1] == pytest.approx(1.5 / seconds)
+    assert estimate.speeds[1] == pytest.approx(1.5 / seconds)
 
 
 def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tmp_path: Path) -> None:
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     folder = make_checkpoint(tmp_path, "minicpm3", **{**GROUPED, "num_key_value_heads": 4}, **latent)
-    (found,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
-    assert found.cache_row == 2 * 4 * (24 + 16) * 2
+    (estimate,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+    assert estimate.cache_row == 2 * 4 * (24 + 16) * 2
 
 
-def test_what_does_not_fit_says_so(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = DeviceLimits(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
     assert not plan(str(tied), None, small, precision="fp16", context=CONTEXT, acceptance=0.5).fits
     line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
@@ -191,7 +191,7 @@ def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, obje
         plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)  # type: ignore[arg-type]
 
 
-def test_what_is_no_configuration_is_named(tmp_path: Path) -> None:
+def test_invalid_configurations_are_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"empty: no such folder"):
         plan(str(tmp_path / "empty"), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5)
 
@@ -199,7 +199,7 @@ def test_what_is_no_configuration_is_named(tmp_path: Path) -> None:
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_is_planned_for_as_it_is_stored_without_torch(bundle: Callable[[str], Path]) -> None:
+def test_plan_of_a_bundle_needs_no_torch(bundle: Callable[[str], Path]) -> None:
     folder = bundle("llama-near")
     program = (
         "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
@@ -208,17 +208,17 @@ def test_a_bundle_is_planned_for_as_it_is_stored_without_torch(bundle: Callable[
     words = ["plan", "--target", str(folder), "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    target, draft = found["models"]
+    document = json.loads(done.stdout)
+    target, draft = document["models"]
     assert target["weights"] == (folder / "target" / "weights.bin").stat().st_size
     assert draft["weights"] == (folder / "draft" / "weights.bin").stat().st_size
     manifest = read_manifest(folder)
     assert target["parameters"] == manifest.target.parameters
     assert target["cache"] >= target["cache_row"] * manifest.max_seq_len
-    assert len(found["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
+    assert len(document["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
 
 
-def test_what_a_bundle_says_itself_is_refused(
+def test_options_fixed_by_a_bundle_are_refused(
     bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
@@ -227,9 +227,9 @@ def test_what_a_bundle_says_itself_is_refused(
         assert f"{more[0]} was given with a bundle, which sets it itself" in capsys.readouterr().err
 
 
-def test_a_bundles_plan_says_what_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    said = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's own graph"}
-    for name, line in said.items():
+def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's own graph"}
+    for name, line in text.items():
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
         shown = capsys.readouterr().out
         assert line in shown and "fp32" in shown and "as built" in shown

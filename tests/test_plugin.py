@@ -63,13 +63,13 @@ def save(path: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any], **
 
 
 def options(count: int, **settings: str) -> Any:
-    made = ort.SessionOptions()
-    made.intra_op_num_threads = count
-    made.log_severity_level = 4
-    assert kernels.add_kernels(made, count)
+    result = ort.SessionOptions()
+    result.intra_op_num_threads = count
+    result.log_severity_level = 4
+    assert kernels.add_kernels(result, count)
     for name, value in settings.items():
-        made.add_session_config_entry(f"ep.specexport.{name}", value)
-    return made
+        result.add_session_config_entry(f"ep.specexport.{name}", value)
+    return result
 
 
 def both(path: Path, threads: int = 2, **inputs: npt.NDArray[Any]) -> None:
@@ -77,8 +77,8 @@ def both(path: Path, threads: int = 2, **inputs: npt.NDArray[Any]) -> None:
     ours, plain = ort.InferenceSession(str(path), options(threads)), ort.SessionOptions()
     plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     theirs = ort.InferenceSession(str(path), plain, providers=["CPUExecutionProvider"])
-    for one, other in zip(ours.run(None, inputs), theirs.run(None, inputs), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+    for item, other in zip(ours.run(None, inputs), theirs.run(None, inputs), strict=True):
+        np.testing.assert_allclose(item, other, rtol=1e-4, atol=1e-3)
 
 
 def normal(*dims: int) -> npt.NDArray[np.float32]:
@@ -135,7 +135,7 @@ def test_an_output_that_is_bound_to_an_input_is_written_in_place(tmp_path: Path)
     assert cache.numpy().tolist() == [2, 3, 4, 5]
 
 
-def test_what_fails_is_said_in_one_line(tmp_path: Path) -> None:
+def test_failures_are_reported_in_one_line(tmp_path: Path) -> None:
     def model(kind: str) -> str:
         nodes = [helper.make_node(kind, ["x", "w"], ["y"], "ours")]
         return str(save(tmp_path / "model.onnx", nodes, values("x", 300), values("y", 300), w=normal(300)))

@@ -42,32 +42,32 @@ def _target(folder: Path) -> Graph:
 def _step(graph: Graph, past: int, tokens: np.ndarray, tree: TokenTree, rows: int, keep: list[int]) -> dict[str, Any]:
     """A step over a padded chunk or a tree; what it makes at the last ``rows`` rows."""
     graph.reserve(past + len(tree))
-    given = graph.inputs(len(tree), rows)
-    given[tensors.INPUT_IDS][0] = np.pad(tokens, (0, len(tree) - len(tokens)))
-    given[tensors.POSITION_IDS][0] = past + tree.depths
-    given[tensors.TREE_MASK][0] = tree.mask
-    given[tensors.PAST_LENGTH][0] = past
-    given[tensors.LOGITS_ROWS][0] = len(tokens) - rows + np.arange(rows)
-    made = {name: array.copy() for name, array in graph.run(len(tree), rows).items()}
+    inputs = graph.inputs(len(tree), rows)
+    inputs[tensors.INPUT_IDS][0] = np.pad(tokens, (0, len(tree) - len(tokens)))
+    inputs[tensors.POSITION_IDS][0] = past + tree.depths
+    inputs[tensors.TREE_MASK][0] = tree.mask
+    inputs[tensors.PAST_LENGTH][0] = past
+    inputs[tensors.LOGITS_ROWS][0] = len(tokens) - rows + np.arange(rows)
+    outputs = {name: array.copy() for name, array in graph.run(len(tree), rows).items()}
     graph.commit(0, past, keep)
-    return made
+    return outputs
 
 
 def _everything(graph: Graph, tree: TokenTree) -> list[dict[str, Any]]:
     """A prefill in chunks, two plain steps, the tree, and two plain steps behind its deepest path."""
     random = np.random.default_rng(6)
     text = random.integers(3, VOCAB, PROMPT)
-    made, past = [], 0
+    results, past = [], 0
     for done in range(0, PROMPT, CHUNK):
         part = text[done : done + CHUNK]
-        made.append(_step(graph, done, part, TokenTree.chain(CHUNK), 1, list(range(len(part)))))
+        results.append(_step(graph, done, part, TokenTree.chain(CHUNK), 1, list(range(len(part)))))
         past += len(part)
     deepest = int(tree.depths.argmax())
     path = np.flatnonzero(tree.mask[deepest]).tolist()
     for shape, keep in ((TokenTree.chain(1), [0]),) * 2 + ((tree, path),) + ((TokenTree.chain(1), [0]),) * 2:
-        made.append(_step(graph, past, random.integers(3, VOCAB, len(shape)), shape, len(shape), keep))
+        results.append(_step(graph, past, random.integers(3, VOCAB, len(shape)), shape, len(shape), keep))
         past += len(keep)
-    return made
+    return results
 
 
 # Of a vocabulary for a text as long as a chunk, and one way to propose; the other one runs in test_step_program.
@@ -75,7 +75,7 @@ TWINS = tuple(name for name in PORTABLE if not name.startswith("dice-"))
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_steps_make_what_native_ones_do(name: str, bundle: Bundles) -> None:
+def test_portable_steps_equal_native_ones(name: str, bundle: Bundles) -> None:
     folders = bundle(name), bundle(f"{name}-portable")
     method = read_manifest(folders[0]).methods[0]
     for tree in method.token_trees():
@@ -119,7 +119,7 @@ def test_every_operator_is_known_to_opset_20(name: str, bundle: Bundles) -> None
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
-    return [*graph.node, *(node for one in inner for node in _nodes(one))]
+    return [*graph.node, *(node for item in inner for node in _nodes(item))]
 
 
 @pytest.mark.parametrize("name", ["llama-near-portable", "qwen3-medusa-draft-portable"])
@@ -152,7 +152,7 @@ def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
     undone = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(undone) == 9  # query-key-value, output, gate-up and down of two layers, and the head
     for node in undone:
-        assert [(one.name, one.i) for one in node.attribute] == [("axis", 1)]
+        assert [(attribute.name, attribute.i) for attribute in node.attribute] == [("axis", 1)]
         assert shapes[node.input[1]] == shapes[node.input[0]][1:]
     report = verify(folder, prompts=("people went back home and thought",), max_tokens=16)
     assert report.verdict != "failed", report

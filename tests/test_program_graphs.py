@@ -41,13 +41,13 @@ def fill() -> Any:
     ],
     ids=["chain", "star", "spine"],
 )
-def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[int]]) -> None:
+def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> None:
     tree, random = TokenTree.from_choices(choices), np.random.default_rng(0)
     for _ in range(40):
         ids = np.stack([random.permutation(50)[:CANDIDATES] for _ in range(tree.depth)])
         probs = np.sort(random.dirichlet(np.ones(CANDIDATES), tree.depth).astype(np.float32))[:, ::-1].copy()
         drafted = np.array([random.choice(row) for row in ids])
-        found = fill.run(
+        outputs = fill.run(
             None,
             {
                 tensors.DRAFT_TOKENS: drafted[:, None],
@@ -57,16 +57,16 @@ def test_filling_a_tree_is_what_the_proposer_does(fill: Any, choices: list[list[
                 tensors.TREE_RANKS: np.array([tree.ranks[1:]]),
             },
         )
-        tokens, node_ids, q = (array[0] for array in found)
+        tokens, node_ids, q = (array[0] for array in outputs)
         taken, expected, _ = drawn(tree, tree.depths[1:] - 1, drafted, ids, probs)
         np.testing.assert_array_equal(tokens, taken)
         for node in range(len(tree) - 1):
             # A distribution is the same in any order; a chain's has one row a depth, as a tree's has one a node.
-            there = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
-            assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == there
+            existing = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
+            assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == existing
 
 
-def test_filling_a_tree_from_stages_is_what_the_proposer_does() -> None:
+def test_fill_graph_of_stages_equals_the_proposer() -> None:
     choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
     fill, width = _session(trace_fill(CANDIDATES, stages)), tree.level_width + 1
@@ -76,11 +76,11 @@ def test_filling_a_tree_from_stages_is_what_the_proposer_does() -> None:
         ids = np.stack([random.permutation(50)[:CANDIDATES] for _ in range(count)])
         probs = random.dirichlet(np.ones(CANDIDATES), count).astype(np.float32)
         drafted = np.array([random.choice(row) for row in ids])
-        given = {tensors.TREE_ROWS: rows[None], tensors.TREE_RANKS: np.array([tree.ranks[1:]])}
-        for kind, made in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
-            parts = np.split(made, [1 + stage * width for stage in range(stages - 1)])
-            given |= {kind.of_stage(stage): part[None] for stage, part in enumerate(parts)}
-        tokens, node_ids, q = (array[0] for array in fill.run(None, given))
+        inputs = {tensors.TREE_ROWS: rows[None], tensors.TREE_RANKS: np.array([tree.ranks[1:]])}
+        for kind, item in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
+            parts = np.split(item, [1 + stage * width for stage in range(stages - 1)])
+            inputs |= {kind.of_stage(stage): part[None] for stage, part in enumerate(parts)}
+        tokens, node_ids, q = (array[0] for array in fill.run(None, inputs))
         for node, (row, rank) in enumerate(zip(rows, tree.ranks[1:], strict=True)):
             others = [token for token in ids[row] if token != drafted[row]]
             assert tokens[node] == (others[rank - 1] if rank else drafted[row])
@@ -100,9 +100,9 @@ def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> No
         name: random.standard_normal(name.shape({"B": 2, "S": rows})).astype(np.float32)
         for name in signature.caches(shapes)
     }
-    found = session.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
+    outputs = session.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
     names = [value.name for value in session.get_outputs()]
-    for name, moved in zip(names, found, strict=True):
+    for name, moved in zip(names, outputs, strict=True):
         before = caches[name.replace("present", "past")]
         for slot in range(2):
             length, nodes = past[slot], path[slot, : kept[slot]]

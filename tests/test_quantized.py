@@ -52,26 +52,28 @@ def _built(
 def _matrices(bundle: Path, model: Model) -> dict[str, np.ndarray]:
     """What each product's stored numbers stand for, ``[K,N]`` by name, worked out as the ONNX standard says."""
     graph = onnx.load(bundle / model.graph.master).graph
-    held = {one.name: one for one in graph.initializer}
+    held = {initializer.name: initializer for initializer in graph.initializer}
     folder = str((bundle / model.graph.master).parent)
     held |= {
         node.output[0]: held[node.input[0]] for node in graph.node if node.op_type == "Cast" and node.input[0] in held
     }
-    found = {}
+    actual = {}
     for node in graph.node:
         if node.op_type == "DequantizeLinear":
             numbers, scale, *zero = (
                 onnx.numpy_helper.to_array(held[name], folder).astype(np.float32) for name in node.input
             )
-            given = {one.name: one.i for one in node.attribute}
-            if "block_size" in given:
-                scale, *zero = (np.repeat(one, given["block_size"], axis=given["axis"]) for one in (scale, *zero))
-            found[node.input[0]] = (numbers - zero[0] if zero else numbers) * scale
-    return found
+            fields = {initializer.name: initializer.i for initializer in node.attribute}
+            if "block_size" in fields:
+                scale, *zero = (
+                    np.repeat(initializer, fields["block_size"], axis=fields["axis"]) for initializer in (scale, *zero)
+                )
+            actual[node.input[0]] = (numbers - zero[0] if zero else numbers) * scale
+    return actual
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_a_checkpoint_is_built_as_it_is_and_verified(tmp_path: Path, layout: str) -> None:
+def test_quantized_checkpoints_are_built_unchanged(tmp_path: Path, layout: str) -> None:
     quantized, plain = make_quantized(tmp_path, layout)
     loaded, expected = load_checkpoint(str(quantized)).model.state_dict(), load_file(plain / "model.safetensors")
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
@@ -214,7 +216,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("int8", _set(f"{Q}.weight_scale", lambda t: t * torch.nan), r"weight_scale' holds numbers that are not fin"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, layout: str, change: Change, message: str) -> None:
+def test_faults_are_named(tmp_path: Path, layout: str, change: Change, message: str) -> None:
     quantized, _ = make_quantized(tmp_path, layout, num_hidden_layers=1)
     tensors, config = load_file(quantized / "model.safetensors"), json.loads((quantized / "config.json").read_text())
     change(tensors, config["quantization_config"])

@@ -47,7 +47,7 @@ def test_wrong_flags_are_named(
 
 
 @pytest.mark.parametrize(
-    ("backend", "given", "gpus"),
+    ("backend", "arguments", "gpus"),
     [
         ("onnxruntime", {}, 0),
         ("tensorrt", {}, 1),
@@ -56,13 +56,13 @@ def test_wrong_flags_are_named(
         ("tensorrt", {"gpus": 0.5}, 0.5),
     ],
 )
-def test_a_replica_gets_a_gpu_where_one_runs_the_bundle(backend: str, given: dict[str, Any], gpus: float) -> None:
+def test_a_replica_gets_a_gpu_where_one_runs_the_bundle(backend: str, arguments: dict[str, Any], gpus: float) -> None:
     from specexport.server.ray import Settings
 
-    assert Settings(bundle="a", threads=3, **given).actor(backend) == {"num_cpus": 3, "num_gpus": gpus}
+    assert Settings(bundle="a", threads=3, **arguments).actor(backend) == {"num_cpus": 3, "num_gpus": gpus}
 
 
-def test_a_key_is_what_a_prompt_begins_with() -> None:
+def test_routing_keys_are_prompt_prefixes() -> None:
     from specexport.server.ray import prompt_key
 
     def key(**body: Any) -> str | None:
@@ -76,9 +76,7 @@ def test_a_key_is_what_a_prompt_begins_with() -> None:
     assert (key(prompt=7), key(), prompt_key(b"[]"), prompt_key(b"\xff")) == (None, None, None, None)
 
 
-def test_a_replica_whose_engine_does_not_get_on_is_not_healthy(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_replicas_are_unhealthy(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from specexport.server.ray import EngineReplica, Settings
 
     async def live() -> None:
@@ -110,7 +108,7 @@ async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
     return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 
 
-def test_prompts_that_begin_alike_go_to_one_replica() -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica() -> None:
     names = [f"replica{number}" for number in range(8)]
     first = {key: asyncio.run(_chosen(names, key))[0][0] for key in map(str, range(400))}
     counts = [list(first.values()).count(name) for name in names]
@@ -120,7 +118,7 @@ def test_prompts_that_begin_alike_go_to_one_replica() -> None:
         assert ranks[0] == [name]
         assert sorted(ranks[0] + ranks[1]) == names
         if name != "replica3":  # which goes, and moves no prompt but its own
-            assert asyncio.run(_chosen([one for one in names if one != "replica3"], key))[0] == [name]
+            assert asyncio.run(_chosen([name_ for name_ in names if name_ != "replica3"], key))[0] == [name]
     assert asyncio.run(_chosen(names, None)) == [names]
 
 
@@ -133,23 +131,23 @@ class Cluster:
     def __init__(self, url: str, address: str) -> None:
         self.url, self.address = url, address
 
-    def deploy(self, bundle: Path, name: str, replicas: int = 2, **given: Any) -> None:
+    def deploy(self, bundle: Path, name: str, replicas: int = 2, **arguments: Any) -> None:
         from ray import serve
 
         from specexport.server.ray import Settings, app
 
-        given |= {"bundle": str(bundle), "replicas": replicas, "served_model_name": (name,), "calibrate": False}
-        settings = Settings.model_validate(given)
+        arguments |= {"bundle": str(bundle), "replicas": replicas, "served_model_name": (name,), "calibrate": False}
+        settings = Settings.model_validate(arguments)
         serve.run(app(settings), name="specexport")
 
     def metric(self, name: str) -> dict[str, float]:
         """A metric of each replica, summed over its other labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
-        found: dict[str, float] = {}
+        actual: dict[str, float] = {}
         for labels, value in re.findall(rf"^(?:specexport:)?{name}\{{(.*)\}} (.*)$", text, re.MULTILINE):
             replica = dict(re.findall(r'(\w+)="([^"]*)"', labels))["replica"]
-            found[replica] = found.get(replica, 0.0) + float(value)
-        return found
+            actual[replica] = actual.get(replica, 0.0) + float(value)
+        return actual
 
     def pid(self, replica: str) -> int:
         """The process of a replica."""
@@ -180,10 +178,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def wait(done: Callable[[], bool], what: str) -> None:
+def wait(done: Callable[[], bool], kind: str) -> None:
     until = time.monotonic() + DEADLINE
     while not done():
-        assert time.monotonic() < until, what
+        assert time.monotonic() < until, kind
         time.sleep(0.2)
 
 
@@ -243,7 +241,7 @@ class Load:
 
     @property
     def failures(self) -> list[str]:
-        return [told for _, model, told in self.results if model == "error"]
+        return [details for _, model, details in self.results if model == "error"]
 
     def more(self, count: int) -> None:
         least = len(self.results) + count
@@ -265,9 +263,7 @@ def right(load: Load, texts: dict[str, dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_crowd_is_told_when_to_come_back_and_who_leaves_frees_a_slot(
-    cluster: Cluster, bundle: Callable[[str], Path]
-) -> None:
+def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, bundle: Callable[[str], Path]) -> None:
     cluster.deploy(bundle(MODELS["first"]), "first", replicas=1, max_queue=2)
     body = {"prompt": PROMPTS[0], "max_tokens": 480, "temperature": 0, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE) as answer:
@@ -320,9 +316,9 @@ def test_a_replica_that_dies_takes_its_own_requests_with_it(
     right(load, texts)
     print(f"killed: {len(load.results)} requests, {len(load.failures)} failed: {load.failures}")
     assert len(load.failures) <= 6, "no more than clients"
-    for told in load.failures:
-        assert "replica_died" in told
-        assert "the replica that had this request died; send the request again" in told
+    for details in load.failures:
+        assert "replica_died" in details
+        assert "the replica that had this request died; send the request again" in details
 
 
 @pytest.mark.slow
@@ -389,7 +385,7 @@ def _replicas(cluster: Cluster) -> int:
 
 
 @pytest.mark.slow
-def test_the_command_finishes_its_streams_when_it_is_told_to_stop(
+def test_sigterm_to_the_command_finishes_streams(
     bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
 ) -> None:
     port = free_port()

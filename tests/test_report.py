@@ -84,22 +84,26 @@ def test_bench(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[s
     data = tmp_path / "data.jsonl"
     words = "one two three one two three one two"
     data.write_text(json.dumps({"workload": HOSTILE, "text": words, "hypothesis": " three one two"}))
-    asked = ["bench", str(folder), "--methods", "draft_model,ngram,hypothesis", "--data", str(data), "-n", "12"]
-    assert main([*asked, "--json", "--plot", str(page)]) == 0
+    request = ["bench", str(folder), "--methods", "draft_model,ngram,hypothesis", "--data", str(data), "-n", "12"]
+    assert main([*request, "--json", "--plot", str(page)]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    found = Page(page)
-    found.asks_for_nothing()
-    table, *_ = found.tables
+    page_parts = Page(page)
+    page_parts.asks_for_nothing()
+    table, *_ = page_parts.tables
     assert table[0][3] == HOSTILE
     results = [row["workloads"][HOSTILE] for row in rows]
-    assert [row[3] for row in table[1:]] == [f"{one['tokens_per_step']:.2f}, {one['speed_up']:.2f}x" for one in results]
-    for texts, name in zip(found.pictures, ("speed_up", "tokens_per_step"), strict=False):
+    assert [row[3] for row in table[1:]] == [
+        f"{result_['tokens_per_step']:.2f}, {result_['speed_up']:.2f}x" for result_ in results
+    ]
+    for texts, name in zip(page_parts.pictures, ("speed_up", "tokens_per_step"), strict=False):
         assert HOSTILE in texts
         for row, result in zip(rows, results, strict=True):
             assert texts[texts.index(row["method"]) + 1] == f"{result[name]:.4g}"
     trees = [method.token_trees()[0] for method in read_manifest(folder).methods]
-    assert [sum(text.startswith("node ") for text in texts) for texts in found.pictures[2:]] == list(map(len, trees))
-    assert main([*asked, "--plot", str(page)]) == 0  # the table on the terminal bears such names too
+    assert [sum(text.startswith("node ") for text in texts) for texts in page_parts.pictures[2:]] == list(
+        map(len, trees)
+    )
+    assert main([*request, "--plot", str(page)]) == 0  # the table on the terminal bears such names too
     assert "onerror" in capsys.readouterr().out
 
 
@@ -109,19 +113,19 @@ def test_tune_tree(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixtu
     data.write_text("".join(json.dumps({"text": f"the {word} of all words and more"}) + "\n" for word in "abcdef"))
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "6", "-n", "24"]
     assert main([*words, "--threads", "1", "--dry-run", "--json", "--plot", str(page)]) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = Page(page)
-    found.asks_for_nothing()
-    by_size = sorted(said["trees"], key=lambda one: len(one["choices"]))
-    assert [row[0] for row in found.tables[0][1:]] == [str(1 + len(one["choices"])) for one in by_size]
-    assert [row[5] for row in found.tables[0][1:]] == [f"{one['tokens_per_second']:.1f}" for one in by_size]
-    speed, tokens, cost, tree, *_ = found.pictures
-    for one in by_size:
-        nodes = 1 + len(one["choices"])
-        assert f"medusa: {one['tokens_per_second']:.4g} at {nodes}" in speed
-        assert f"medusa: {one['tokens_per_step']:.4g} at {nodes}" in tokens
-        assert f"whole step: {one['step_ms']:.4g} at {nodes}" in cost
-    best = said["trees"][0]
+    output = json.loads(capsys.readouterr().out)
+    page_parts = Page(page)
+    page_parts.asks_for_nothing()
+    by_size = sorted(output["trees"], key=lambda first: len(first["choices"]))
+    assert [row[0] for row in page_parts.tables[0][1:]] == [str(1 + len(first["choices"])) for first in by_size]
+    assert [row[5] for row in page_parts.tables[0][1:]] == [f"{first['tokens_per_second']:.1f}" for first in by_size]
+    speed, tokens, cost, tree, *_ = page_parts.pictures
+    for first in by_size:
+        nodes = 1 + len(first["choices"])
+        assert f"medusa: {first['tokens_per_second']:.4g} at {nodes}" in speed
+        assert f"medusa: {first['tokens_per_step']:.4g} at {nodes}" in tokens
+        assert f"whole step: {first['step_ms']:.4g} at {nodes}" in cost
+    best = output["trees"][0]
     assert f"plain: {best['tokens_per_second'] / best['speed_up']:.4g}" in speed
     assert sum(text.startswith("node ") for text in tree) == 1 + len(best["choices"])
 
@@ -131,15 +135,15 @@ def test_tune_batch(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ["tune", "batch", str(bundle("qwen3-lookup")), "--threads", "1", "--seconds", "0.2"]
     assert main([*words, "--json", "--plot", str(page)]) == 0
     curve = json.loads(capsys.readouterr().out)
-    found = Page(page)
-    found.asks_for_nothing()
-    charts = [curve["steps"], *(one["propose"] for one in curve["methods"])]
+    page_parts = Page(page)
+    page_parts.asks_for_nothing()
+    charts = [curve["steps"], *(cost["propose"] for cost in curve["methods"])]
     assert len(charts) > 1
-    for costs, table, picture in zip(charts, found.tables, found.pictures, strict=False):
-        assert table[1][1:] == [f"{one['seconds'] * 1e3:.2f}" for one in costs if one["batch"] == 1]
-        for one in costs:
-            slots = f"{one['batch']} slot{'s' if one['batch'] > 1 else ''}"
-            assert f"{slots}: {one['seconds'] * 1e3:.4g} at {one['tokens']}" in picture
+    for costs, table, picture in zip(charts, page_parts.tables, page_parts.pictures, strict=False):
+        assert table[1][1:] == [f"{cost['seconds'] * 1e3:.2f}" for cost in costs if cost["batch"] == 1]
+        for cost in costs:
+            slots = f"{cost['batch']} slot{'s' if cost['batch'] > 1 else ''}"
+            assert f"{slots}: {cost['seconds'] * 1e3:.4g} at {cost['tokens']}" in picture
 
 
 @pytest.mark.exporter
@@ -147,23 +151,25 @@ def test_verify(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[
     folder, page = hostile("qwen3-medusa"), tmp_path / "verify.html"
     words = ["verify", str(folder), "-n", "8", "--json", "--report", str(page)]
     assert main(words) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = Page(page)
-    found.asks_for_nothing()
-    assert found.tables[0][1:] == [[one["name"], one["result"], one["sentence"]] for one in said["checks"]]
-    numbers = {(row[0], row[1].replace(" ", "_")): float(row[2]) for row in found.tables[1][1:]}
-    measured = {(one["name"], name): value for one in said["checks"] for name, value in one["numbers"].items()}
+    output = json.loads(capsys.readouterr().out)
+    page_parts = Page(page)
+    page_parts.asks_for_nothing()
+    assert page_parts.tables[0][1:] == [
+        [check["name"], check["result"], check["sentence"]] for check in output["checks"]
+    ]
+    numbers = {(row[0], row[1].replace(" ", "_")): float(row[2]) for row in page_parts.tables[1][1:]}
+    measured = {(check["name"], name): value for check in output["checks"] for name, value in check["numbers"].items()}
     assert numbers == pytest.approx(measured, rel=1e-5)
-    assert "verdict: passed" in found.source
-    assert len(found.pictures) == 2
+    assert "verdict: passed" in page_parts.source
+    assert len(page_parts.pictures) == 2
     # A bundle with nothing to read has a report too, which says so.
     (folder / "specexport.json").write_text(f'{{"{HOSTILE[:12]}": 1}}')
     assert main(words) == 1
-    said = json.loads(capsys.readouterr().out)
-    found = Page(page)
-    found.asks_for_nothing()
-    assert found.tables[0][1] == ["files", "failed", said["checks"][0]["sentence"]]
-    assert found.pictures == []
+    output = json.loads(capsys.readouterr().out)
+    page_parts = Page(page)
+    page_parts.asks_for_nothing()
+    assert page_parts.tables[0][1] == ["files", "failed", output["checks"][0]["sentence"]]
+    assert page_parts.pictures == []
 
 
 def test_a_report_that_cannot_be_written_costs_no_time(
@@ -171,20 +177,20 @@ def test_a_report_that_cannot_be_written_costs_no_time(
 ) -> None:
     for path in (tmp_path, tmp_path / "none" / "report.html"):
         assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 1
-        said = capsys.readouterr()
-        assert f"--plot is {path}; expected a file to write" in said.err
-        assert said.out == ""
+        output = capsys.readouterr()
+        assert f"--plot is {path}; expected a file to write" in output.err
+        assert output.out == ""
 
 
-def test_what_a_terminal_shows_is_shown(tmp_path: Path) -> None:
+def test_terminal_output_is_shown(tmp_path: Path) -> None:
     table = Table("a < b", ("name", "value"), "lr")
     table.add_row(Styled("x", "bold red"), "1\n2")
     report.write(tmp_path / "page.html", HOSTILE, [table, "", Styled("done", "green")])
     page = Page(tmp_path / "page.html")
     page.asks_for_nothing()
     assert page.tables == [[["name", "value"], ["x", "1\n2"]]]
-    for one in (("td", "left bold red"), ("td", "right "), ("p", "green")):
-        assert (one[0], {"class": one[1]}) in page.elements
+    for item in (("td", "left bold red"), ("td", "right "), ("p", "green")):
+        assert (item[0], {"class": item[1]}) in page.elements
     assert "<caption>a &lt; b</caption>" in page.source
 
 
@@ -196,13 +202,15 @@ def test_charts_hold_their_points(largest: float) -> None:
     )
     _, _, width, height = map(float, drawn.attrib["viewBox"].split())
     svg = "{http://www.w3.org/2000/svg}"
-    dots = [(float(one.get("cx")), float(one.get("cy"))) for one in drawn.iter(f"{svg}circle")]
+    dots = [(float(element.get("cx")), float(element.get("cy"))) for element in drawn.iter(f"{svg}circle")]
     assert len(dots) == 21
     assert all(0 < x < width and 0 < y < height for x, y in dots)
     assert dots[0][0] < dots[1][0] < dots[2][0]
     assert dots[2][1] <= dots[1][1] <= dots[0][1]
     ticks = [
-        float(one.text) for one in drawn.iter(f"{svg}text") if one.get("class") == "tick end" and ":" not in one.text
+        float(element.text)
+        for element in drawn.iter(f"{svg}text")
+        if element.get("class") == "tick end" and ":" not in element.text
     ]
     assert ticks[0] == 0
     assert ticks[-1] >= largest

@@ -189,8 +189,8 @@ def test_top_p_of_large_vocabularies(spread: float, top_p: float, size: int, tie
     """Few tokens or nearly all of them are kept, depending on how the logits are spread."""
     logits = np.random.default_rng(5).normal(0, spread, size).astype(np.float32)
     logits = logits.round(2) if ties else logits
-    given = SamplingParams(top_p=top_p)
-    for params in (given, given.replace(top_k=700), given.replace(top_k=50, min_p=0.02, temperature=0.7)):
+    inputs = SamplingParams(top_p=top_p)
+    for params in (inputs, inputs.replace(top_k=700), inputs.replace(top_k=50, min_p=0.02, temperature=0.7)):
         np.testing.assert_allclose(p_of(logits, params), warped(logits, params), rtol=1e-9, atol=1e-15)
 
 
@@ -206,7 +206,7 @@ def test_top_p_of_large_vocabularies(spread: float, top_p: float, size: int, tie
     ],
     ids=str,
 )
-def test_filters_mean_what_they_mean_in_transformers(params: SamplingParams) -> None:
+def test_filters_equal_transformers(params: SamplingParams) -> None:
     import torch
     from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper
     from transformers import TopKLogitsWarper as TopK
@@ -255,7 +255,7 @@ def test_draw_does_not_need_a_sum_of_one(p: np.ndarray, scale: float, uniform: f
 
 
 @given(distributions)
-def test_draw_does_not_run_past_the_last_token_there_is(p: np.ndarray) -> None:
+def test_draws_stay_in_range(p: np.ndarray) -> None:
     assert [form.draw(1.0) for form in forms(p)] == [np.flatnonzero(p)[-1]] * 2
 
 
@@ -271,7 +271,7 @@ def test_draw_gives_every_token_its_share_of_the_noise(p: np.ndarray) -> None:
 
 
 @given(p_and_q())
-def test_residual_is_what_p_has_and_q_has_not(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_residual_is_the_positive_part_of_p_minus_q(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     p, ids, q = case
     whole = np.zeros(len(p))
     whole[ids] = q
@@ -419,9 +419,7 @@ def test_greedy_acceptance_is_comparing_token_by_token(logits: np.ndarray, data:
 
 
 @given(some_logits, sampling(), uniforms)
-def test_greedy_parameters_sample_what_greedy_acceptance_takes(
-    row: np.ndarray, params: SamplingParams, uniform: float
-) -> None:
+def test_greedy_sampling_equals_greedy_acceptance(row: np.ndarray, params: SamplingParams, uniform: float) -> None:
     for greedy in (params.replace(temperature=0.0), params.replace(top_k=1)):
         noise = np.array([uniform])
         _, token = accept_sampled(row[None], TokenTree.chain(1), np.empty(0, np.int64), None, greedy, noise)
@@ -455,7 +453,7 @@ def test_the_draft_draws_a_candidate_it_gave_probability_to(
     ],
     ids=str,
 )
-def test_the_numpy_draft_draws_what_the_graph_draws(
+def test_numpy_drafts_equal_the_graphs(
     params: SamplingParams, candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch

@@ -107,23 +107,23 @@ def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pyt
     shared = scheduler(Slow())
     reader, errors = in_background(lambda: completed(stream(shared, room=1)))
     assert stepping.wait(10)
-    asked = stream(shared)
+    request = stream(shared)
     with monkeypatch.context() as patch:
         patch.setattr("specexport.runtime.scheduler.time.perf_counter", now)
-        asked.start()
+        request.start()
     reader.join(10)
     assert errors == []
-    assert len(completed(asked).token_ids) == 3
+    assert len(completed(request).token_ids) == 3
 
 
 def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = scheduler(Counting())
-    asked = stream(shared)
+    request = stream(shared)
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "_clock", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            next(asked)
-    reader, errors = in_background(lambda: completed(asked))
+            next(request)
+    reader, errors = in_background(lambda: completed(request))
     reader.join(10)
     assert not reader.is_alive()
     assert errors == []
@@ -165,8 +165,8 @@ def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch
 
     shared = scheduler(Counting(lambda slot: left.set()))
     streams = [stream(shared, room=10**6) for _ in range(3)]
-    for one in streams:
-        next(one)
+    for stream_ in streams:
+        next(stream_)
     streams[0]._request.owner = Owner()
     streams[0].cancel()
     reader, turn = stream(shared), shared._turn
@@ -182,7 +182,7 @@ def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch
     shared.close()
     driver.join(10)
     assert not driver.is_alive()
-    assert [one._request.abandoned for one in streams] == [True] * 3
+    assert [stream_._request.abandoned for stream_ in streams] == [True] * 3
 
 
 def test_an_engine_that_does_not_get_on_says_so() -> None:

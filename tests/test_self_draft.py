@@ -52,11 +52,11 @@ def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
     # Small constants of the second graph apart, such as masks; a matrix alone is several pages.
     assert sizes[0] <= sizes[1] < sizes[0] + 4 * 4096
     assert not (both / "draft").exists()
-    with Engine.load(plain, threads=1) as one, Engine.load(both, threads=1) as other:
+    with Engine.load(plain, threads=1) as loaded, Engine.load(both, threads=1) as other:
         prompt = [int(token) for token in np.random.default_rng(2).integers(3, 300, 20)]
-        said = other.generate(prompt, GREEDY)
-        assert said.token_ids == one.generate(prompt, GREEDY).token_ids
-        assert said.stats.drafted > 0
+        tokens = other.generate(prompt, GREEDY)
+        assert tokens.token_ids == loaded.generate(prompt, GREEDY).token_ids
+        assert tokens.stats.drafted > 0
 
 
 def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def test_without_ray_its_extra_is_named(
     assert "pip install 'specexport[ray]'" in capsys.readouterr().err
 
 
-def test_a_process_serves_and_finishes_its_streams_when_it_is_told_to_stop(bundle: Callable[[str], Path]) -> None:
+def test_sigterm_finishes_streams(bundle: Callable[[str], Path]) -> None:
     flags = ("-tp", "1", "--seed", "42", "--max_model_len", "256", "--gpu_memory_utilization", "0.8", "--api_key", "k")
     config = '{"num_speculative_tokens": 2, "method": "draft_model"}'
     with server(bundle("llama-near"), *flags, "--speculative_config", config, threads=1) as running:

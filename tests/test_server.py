@@ -44,7 +44,7 @@ def http(tiny: Served) -> Iterator[httpx.Client]:
         yield plain
 
 
-def said(tiny: Served, prompt: Any, **params: Any) -> Any:
+def answer_text(tiny: Served, prompt: Any, **params: Any) -> Any:
     """What the engine says by itself."""
     return tiny.service.engine.frontend.engine.generate(prompt, SamplingParams(**params))
 
@@ -67,19 +67,19 @@ def test_the_example_of_vllms_documentation_runs_as_it_is(tiny: Served) -> None:
     assert {choice.index for part in streamed for choice in part.choices} == {0, 1}
 
 
-def test_a_completion_is_what_the_engine_says(tiny: Served, client: openai.OpenAI) -> None:
-    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True)
-    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **GREEDY)
-    assert made.choices[0].text == expected.text
-    assert made.choices[0].finish_reason == "length"
-    assert made.object == "text_completion"
-    assert made.usage is not None
-    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (expected.stats.prompt_tokens, 16)
-    assert made.usage.total_tokens == made.usage.prompt_tokens + 16
+def test_completions_equal_the_engines(tiny: Served, client: openai.OpenAI) -> None:
+    expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True)
+    response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **GREEDY)
+    assert response.choices[0].text == expected.text
+    assert response.choices[0].finish_reason == "length"
+    assert response.object == "text_completion"
+    assert response.usage is not None
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (expected.stats.prompt_tokens, 16)
+    assert response.usage.total_tokens == response.usage.prompt_tokens + 16
 
 
 def test_a_streamed_completion_says_the_same_in_pieces(tiny: Served, client: openai.OpenAI) -> None:
-    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=40, ignore_eos=True)
     stream = client.completions.create(
         model=NAME, prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
@@ -97,24 +97,24 @@ def test_prompts_come_as_texts_and_tokens(tiny: Served, client: openai.OpenAI) -
     ids = tiny.service.engine.frontend.engine.encode(PROMPT)
     alone = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, **GREEDY).choices[0].text
     for prompt, count in (([PROMPT, "what"], 2), (ids, 1), ([ids, [5, 6]], 2)):
-        made = client.completions.create(model=NAME, prompt=prompt, max_tokens=6, **GREEDY)  # type: ignore[arg-type]
-        assert [choice.index for choice in made.choices] == list(range(count))
-        assert made.choices[0].text == alone
+        response = client.completions.create(model=NAME, prompt=prompt, max_tokens=6, **GREEDY)  # type: ignore[arg-type]
+        assert [choice.index for choice in response.choices] == list(range(count))
+        assert response.choices[0].text == alone
 
 
 def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
     for stream in (False, True):
-        made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=0, echo=True, stream=stream)
-        parts = list(made) if stream else [made]
+        response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=0, echo=True, stream=stream)
+        parts = list(response) if stream else [response]
         assert "".join(choice.text for part in parts for choice in part.choices) == PROMPT
 
 
 def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
-    whole = said(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True).text
+    whole = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True).text
     stop = whole[4:6]
-    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, stop=[stop], **GREEDY)
-    assert made.choices[0].text == whole[: whole.index(stop)]
-    assert made.choices[0].finish_reason == "stop"
+    response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, stop=[stop], **GREEDY)
+    assert response.choices[0].text == whole[: whole.index(stop)]
+    assert response.choices[0].finish_reason == "stop"
     texts = [
         [
             choice.text
@@ -138,52 +138,61 @@ def test_an_event_is_one_line_to_every_client(tiny: Served) -> None:
 
 @pytest.mark.parametrize("room", [0, 5])
 def test_echoed_logprobs_are_the_prompts_and_the_outputs(tiny: Served, client: openai.OpenAI, room: int) -> None:
-    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=room, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    expected = answer_text(
+        tiny, PROMPT, temperature=0.0, max_tokens=room, ignore_eos=True, logprobs=2, prompt_logprobs=2
+    )
     entries = [*expected.prompt_logprobs, *expected.logprobs]
-    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": room, "logprobs": 2, "echo": True, **GREEDY}
-    made = client.completions.create(**asked).choices[0]
-    assert made.text == PROMPT + expected.text
-    assert made.logprobs is not None
-    assert made.logprobs.token_logprobs == [None, *(pytest.approx(entry.logprob, abs=1e-3) for entry in entries)]
-    assert made.logprobs.top_logprobs is not None
-    assert made.logprobs.top_logprobs[0] is None
-    assert made.logprobs.text_offset is not None
-    assert made.logprobs.text_offset[:2] == [0, len((made.logprobs.tokens or [""])[0])]
-    parts = [choice for part in client.completions.create(**asked, stream=True) for choice in part.choices]
-    assert "".join(part.text for part in parts) == made.text
+    arguments: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": room,
+        "logprobs": 2,
+        "echo": True,
+        **GREEDY,
+    }
+    response = client.completions.create(**arguments).choices[0]
+    assert response.text == PROMPT + expected.text
+    assert response.logprobs is not None
+    assert response.logprobs.token_logprobs == [None, *(pytest.approx(entry.logprob, abs=1e-3) for entry in entries)]
+    assert response.logprobs.top_logprobs is not None
+    assert response.logprobs.top_logprobs[0] is None
+    assert response.logprobs.text_offset is not None
+    assert response.logprobs.text_offset[:2] == [0, len((response.logprobs.tokens or [""])[0])]
+    parts = [choice for part in client.completions.create(**arguments, stream=True) for choice in part.choices]
+    assert "".join(part.text for part in parts) == response.text
     streamed = [part.logprobs for part in parts if part.logprobs is not None]
-    assert [value for entry in streamed for value in entry.token_logprobs or []] == made.logprobs.token_logprobs
-    assert [value for entry in streamed for value in entry.text_offset or []] == made.logprobs.text_offset
+    assert [value for entry in streamed for value in entry.token_logprobs or []] == response.logprobs.token_logprobs
+    assert [value for entry in streamed for value in entry.text_offset or []] == response.logprobs.text_offset
 
 
 def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
-    expected = said(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
-    own = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
-    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **GREEDY).choices[0]
-    assert made.logprobs is not None
-    assert made.logprobs.token_logprobs == own
-    assert made.logprobs.text_offset is not None
-    assert made.logprobs.text_offset[0] == 0
+    expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    expected_own = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
+    response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **GREEDY).choices[0]
+    assert response.logprobs is not None
+    assert response.logprobs.token_logprobs == expected_own
+    assert response.logprobs.text_offset is not None
+    assert response.logprobs.text_offset[0] == 0
     parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, stream=True, **GREEDY)
     streamed = [choice.logprobs for part in parts for choice in part.choices if choice.logprobs is not None]
-    assert [value for entry in streamed for value in entry.token_logprobs or []] == own
-    assert [value for entry in streamed for value in entry.text_offset or []] == made.logprobs.text_offset
+    assert [value for entry in streamed for value in entry.token_logprobs or []] == expected_own
+    assert [value for entry in streamed for value in entry.text_offset or []] == response.logprobs.text_offset
 
 
 def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
-    found = []
+    actual = []
     for count in (0, 2, 7):
         speculative = (
             {"method": "draft_model", "num_speculative_tokens": count} if count else {"num_speculative_tokens": 0}
         )
         body = {"ignore_eos": True, "speculative": speculative, "include_speculation": True}
-        made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body=body)
-        assert made.usage is not None
-        told = made.usage.model_dump()["speculation"]
-        assert told["num_draft_tokens"] == count * told["num_drafts"]
-        assert told["num_accepted_tokens"] == sum(told["num_accepted_tokens_per_pos"])
-        found.append(made.choices[0].text)
-    assert found[0] == found[1] == found[2]
+        response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body=body)
+        assert response.usage is not None
+        details = response.usage.model_dump()["speculation"]
+        assert details["num_draft_tokens"] == count * details["num_drafts"]
+        assert details["num_accepted_tokens"] == sum(details["num_accepted_tokens_per_pos"])
+        actual.append(response.choices[0].text)
+    assert actual[0] == actual[1] == actual[2]
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
@@ -193,12 +202,12 @@ def test_a_chat_is_put_into_the_models_words(tiny: Served, client: openai.OpenAI
     prompt = tiny.service.engine.frontend.engine.tokenizer.encode(
         "<s>system: be brief\nuser: one two\nassistant:", add_special_tokens=False
     ).ids
-    expected = said(tiny, prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
-    made = client.chat.completions.create(model=NAME, messages=CHAT, max_completion_tokens=12, **GREEDY)
-    assert made.choices[0].message.content == expected.text
-    assert made.choices[0].message.role == "assistant"
-    assert made.usage is not None
-    assert made.usage.prompt_tokens == len(prompt)
+    expected = answer_text(tiny, prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+    response = client.chat.completions.create(model=NAME, messages=CHAT, max_completion_tokens=12, **GREEDY)
+    assert response.choices[0].message.content == expected.text
+    assert response.choices[0].message.role == "assistant"
+    assert response.usage is not None
+    assert response.usage.prompt_tokens == len(prompt)
     parts: Any = [{"type": "text", "text": "one two"}]
     again = client.chat.completions.create(
         model=NAME, messages=[CHAT[0], {"role": "user", "content": parts}], max_tokens=12, **GREEDY
@@ -221,10 +230,10 @@ def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs_name_tokens_and_bytes(client: openai.OpenAI) -> None:
-    made = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=NAME, messages=CHAT, max_tokens=6, logprobs=True, top_logprobs=3, **GREEDY
     )
-    content = made.choices[0].logprobs.content  # type: ignore[union-attr]
+    content = response.choices[0].logprobs.content  # type: ignore[union-attr]
     assert content is not None
     assert len(content) == 6
     for entry in content:
@@ -233,7 +242,7 @@ def test_chat_logprobs_name_tokens_and_bytes(client: openai.OpenAI) -> None:
         assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
 
 
-def test_what_a_template_refuses_is_an_error_of_the_request(client: openai.OpenAI) -> None:
+def test_template_errors_are_request_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no tools") as caught:
         client.chat.completions.create(model=NAME, messages=[{"role": "tool", "content": "x", "tool_call_id": "a"}])
     assert caught.value.param == "messages"
@@ -264,16 +273,16 @@ SCHEMA = {
 def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
     named: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
     for seed in (1, 2, 3):
-        made = client.chat.completions.create(
+        response = client.chat.completions.create(
             model=NAME, messages=CHAT, response_format=named, seed=seed, temperature=1.2, n=2
         )
-        for choice in made.choices:
+        for choice in response.choices:
             assert choice.finish_reason == "stop"
             assert set(json.loads(choice.message.content or "")) == {"kind", "old"}
-    made = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=NAME, messages=CHAT, response_format={"type": "json_object"}, temperature=0, max_tokens=12
     )
-    assert (made.choices[0].message.content or "").startswith("{")
+    assert (response.choices[0].message.content or "").startswith("{")
     client.chat.completions.create(model=NAME, messages=CHAT, response_format={"type": "text"}, max_tokens=1)
     named["json_schema"]["schema"] = {"type": "magic"}
     with pytest.raises(openai.BadRequestError, match="Invalid type: magic") as caught:
@@ -284,12 +293,12 @@ def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
 def test_a_prediction_is_verified(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=32, **GREEDY)
     text = plain.choices[0].message.content or ""
-    made = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=NAME, messages=CHAT, max_tokens=32, prediction={"type": "content", "content": text}, **GREEDY
     )
-    assert made.choices[0].message.content == text
-    assert made.usage is not None
-    details = made.usage.completion_tokens_details
+    assert response.choices[0].message.content == text
+    assert response.usage is not None
+    details = response.usage.completion_tokens_details
     assert details is not None
     assert details.accepted_prediction_tokens is not None
     assert details.rejected_prediction_tokens is not None
@@ -325,7 +334,7 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
 
     tiny.idle()
     before = read()
-    made = client.completions.create(
+    response = client.completions.create(
         model=NAME,
         prompt=PROMPT,
         max_tokens=20,
@@ -339,15 +348,15 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
     def grown(name: str, labels: str = label) -> float:
         return after[f"specexport:{name}{labels}"] - before.get(f"specexport:{name}{labels}", 0.0)
 
-    assert made.usage is not None
-    told = made.usage.model_dump()["speculation"]
+    assert response.usage is not None
+    details = response.usage.model_dump()["speculation"]
     assert grown("generation_tokens_total") == 20
-    assert grown("prompt_tokens_total") == made.usage.prompt_tokens
-    assert grown("spec_decode_num_drafts_total") == told["num_drafts"]
-    assert grown("spec_decode_num_draft_tokens_total") == told["num_draft_tokens"]
-    assert grown("spec_decode_num_accepted_tokens_total") == told["num_accepted_tokens"]
+    assert grown("prompt_tokens_total") == response.usage.prompt_tokens
+    assert grown("spec_decode_num_drafts_total") == details["num_drafts"]
+    assert grown("spec_decode_num_draft_tokens_total") == details["num_draft_tokens"]
+    assert grown("spec_decode_num_accepted_tokens_total") == details["num_accepted_tokens"]
     first = f'{{model_name="{NAME}",position="0"}}'
-    assert grown("spec_decode_num_accepted_tokens_per_pos_total", first) == told["num_accepted_tokens_per_pos"][0]
+    assert grown("spec_decode_num_accepted_tokens_per_pos_total", first) == details["num_accepted_tokens_per_pos"][0]
     assert grown("request_success_total", f'{{finished_reason="length",model_name="{NAME}"}}') == 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert grown(f"{name}_count") == 1
@@ -455,7 +464,7 @@ def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> No
         (b'{"prompt": "' + b"a" * 120_000 + b'"}', 413),
     ],
 )
-def test_what_is_no_request_is_said_to_be_none(http: httpx.Client, content: bytes, status: int) -> None:
+def test_invalid_requests_are_named(http: httpx.Client, content: bytes, status: int) -> None:
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -602,8 +611,8 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
     assert chats[0]["choices"] == chats[1]["choices"]
     assert len({chat["usage"]["prompt_tokens"] for chat in chats}) == 1
     answers = [
-        client.responses.create(model=NAME, input=given, max_output_tokens=8, temperature=0)
-        for given in (
+        client.responses.create(model=NAME, input=inputs, max_output_tokens=8, temperature=0)
+        for inputs in (
             "one two\nthree",
             [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}],
         )
@@ -612,7 +621,7 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
     assert answers[0].usage == answers[1].usage
 
 
-def test_of_several_templates_a_request_gets_its_own(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_requests_choose_among_templates(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     """Tools choose one, a name any; the form in which calls are written is the chosen one's."""
     only_parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }} {% endfor %}{% endfor %}{{ documents }}"
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle", tool_use=HERMES, rag=only_parts)
@@ -680,7 +689,7 @@ def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patien
         assert last["error"]["code"] == "shutting_down"
 
 
-def test_who_comes_while_requests_finish_is_told_so(folder: Path) -> None:
+def test_requests_during_shutdown_are_refused(folder: Path) -> None:
     """On new connections: a port that is closed would say nothing."""
     events: list[str] = []
     begun = threading.Event()
@@ -717,11 +726,11 @@ def test_an_engine_that_drains_is_not_ready(folder: Path) -> None:
 def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:
     engine: Engine = tiny.service.engine.frontend.engine
     body = {"prompt": [5] * 500, "max_tokens": None, "temperature": 0, "ignore_eos": True}
-    made = http.post("/v1/completions", json=body).json()
-    assert made["usage"]["completion_tokens"] == engine.manifest.max_seq_len - 500
+    result = http.post("/v1/completions", json=body).json()
+    assert result["usage"]["completion_tokens"] == engine.manifest.max_seq_len - 500
 
 
-def test_usage_says_what_was_in_the_prefix_cache(tiny: Served) -> None:
+def test_usage_counts_prefix_cache_hits(tiny: Served) -> None:
     prompt, other = [5 + at % 11 for at in range(60)], [6 + at % 13 for at in range(40)]
 
     def cached(path: str, **body: Any) -> int:

@@ -40,7 +40,7 @@ def test_every_answer_is_one_the_document_knows(document: Any, place: str, mode:
 
 
 @pytest.mark.parametrize("place", ["/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics"])
-def test_what_is_only_read_is_as_documented(document: Any, place: str) -> None:
+def test_read_only_objects_match_the_documentation(document: Any, place: str) -> None:
     check(document[place]["GET"], GenerationMode.POSITIVE, 5)
 
 

@@ -60,12 +60,12 @@ def watched(url: str) -> Iterator[list[float]]:
 
 def long_requests() -> Iterator[tuple[str, bytes, str]]:
     """Requests that took seconds to refuse: path, body, and what the refusal says."""
-    said = [{"role": "user", "content": TEXT}]
+    messages = [{"role": "user", "content": TEXT}]
     yield "/v1/completions", json.dumps({"prompt": TEXT}).encode(), "context_length_exceeded"
     yield "/v1/completions", json.dumps({"prompt": ["a", TEXT]}).encode(), "context_length_exceeded"
-    yield "/v1/chat/completions", json.dumps({"messages": said}).encode(), "context_length_exceeded"
+    yield "/v1/chat/completions", json.dumps({"messages": messages}).encode(), "context_length_exceeded"
     yield "/tokenize", json.dumps({"prompt": TEXT}).encode(), "context_length_exceeded"
-    yield "/tokenize", json.dumps({"messages": said}).encode(), "context_length_exceeded"
+    yield "/tokenize", json.dumps({"messages": messages}).encode(), "context_length_exceeded"
     expected = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": TEXT}}
     yield "/v1/chat/completions", json.dumps(expected).encode(), "context_length_exceeded"
     yield "/v1/completions", b'{"prompt": [' + b"1," * 3_900_000 + b"1]}", "body_too_complex"
@@ -109,12 +109,12 @@ def test_a_long_body_that_is_mostly_text_is_read(running: Served) -> None:
 def post_head(url: str, size: int) -> socket.socket:
     """Begins a request with a body of so many bytes."""
     host, _, port = url.removeprefix("http://").partition(":")
-    made = socket.create_connection((host, int(port)), timeout=60)
-    made.sendall(
+    result = socket.create_connection((host, int(port)), timeout=60)
+    result.sendall(
         f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
         "".encode()
     )
-    return made
+    return result
 
 
 def test_large_bodies_are_in_hand_up_to_a_bound(folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) ->
     assert answer.headers["Allow"] == "GET"
 
 
-def test_who_finds_no_place_is_refused_before_the_body_comes(folder: Path) -> None:
+def test_full_queues_refuse_before_reading_the_body(folder: Path) -> None:
     with served(folder, max_queue=0) as crowded, ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=crowded.url, timeout=60))
         for _ in range(crowded.service.engine.slots):

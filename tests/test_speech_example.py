@@ -57,9 +57,9 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
         prompt = EmbedsPrompt([speech.BEFORE, heard.embeds, speech.AFTER])
         plain = engine.generate(prompt, GREEDY, PLAIN).token_ids
         for params in (GREEDY, relaxed(1.0)):
-            made = run(params)
-            assert made.token_ids == plain
-            assert made.kept + made.decoded == len(plain)
+            completion = run(params)
+            assert completion.token_ids == plain
+            assert completion.kept + completion.decoded == len(plain)
 
         # The decoder in transformers, given the same embeddings, keeps as many of the draft's tokens.
         decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval()
@@ -73,18 +73,18 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
             text = torch.cat([before, start, after, layer(torch.tensor(draft))])
             rows = decoder(inputs_embeds=text[None]).logits[0, len(text) - len(draft) - 1 : -1].softmax(-1)
         likelihoods = rows[torch.arange(len(draft)), torch.tensor(draft)].tolist()
-        found = set()
+        actual = set()
         for at in (0, 2, 5):
             threshold = min(likelihoods[: at + 1]) * 0.999
             stays = next(index for index, value in enumerate(likelihoods) if value <= threshold)
-            made = run(relaxed(threshold))
+            completion = run(relaxed(threshold))
             # The token after those kept is the decoder's own, which may be the draft's too.
-            assert made.kept >= stays
-            assert list(made.token_ids[:stays]) == draft[:stays]
-            assert made.token_ids[stays] == int(rows[stays].argmax())
-            assert made.passes == 1
-            found.add(stays)
-        assert len(found) > 1
+            assert completion.kept >= stays
+            assert list(completion.token_ids[:stays]) == draft[:stays]
+            assert completion.token_ids[stays] == int(rows[stays].argmax())
+            assert completion.passes == 1
+            actual.add(stays)
+        assert len(actual) > 1
 
     file = tmp_path / "sound.wav"
     with wave.open(str(file), "wb") as out:

@@ -90,7 +90,7 @@ def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable
     assert (first.rank, second.rank) == (0, 1)
     assert (Path(first.file).parent.name, Path(second.file).parent.name) == ("rank-0", "rank-1")
     assert first.profiles == second.profiles
-    assert [(one.attentions, one.decomposed) for one in report.engines[:2]] == [(2, None)] * 2
+    assert [(engine_.attentions, engine_.decomposed) for engine_ in report.engines[:2]] == [(2, None)] * 2
     assert len(manifest.models["draft"].engines) == 1 and manifest.program == ()
     for engine in (first, second):
         kinds = [node.op_type for node in onnx.load(folder / engine.source, load_external_data=False).graph.node]
@@ -125,7 +125,7 @@ def test_the_network_has_a_collective_for_each_meeting(split: Callable[[str], Pa
         ("glm4_moe", 6, {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 16}),  # experts alike
     ],
 )
-def test_with_collectives_a_graph_computes_what_its_segments_do(
+def test_graphs_with_collectives_equal_their_segments(
     family: str, meetings: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks' graphs in one, in which a collective reads what both have; then the segments for ONNX Runtime."""
@@ -149,8 +149,8 @@ def test_with_collectives_a_graph_computes_what_its_segments_do(
             parts.append(onnx.load(source, load_external_data=False))
             assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
         (folder / "target/both.onnx").write_bytes(_together(parts).SerializeToString())
-        given, expected = _expected(folder, manifest, slots=1 if fixed else 2)
-        _compare(folder, given, expected)
+        inputs, expected = _expected(folder, manifest, slots=1 if fixed else 2)
+        _compare(folder, inputs, expected)
     ranks = []
     for files in manifest.target.ranks:
         source = (folder / files.master).with_name("apart.onnx")
@@ -158,9 +158,9 @@ def test_with_collectives_a_graph_computes_what_its_segments_do(
         ranks.append([onnxruntime.InferenceSession(str(path)) for path in write_segments(source, {})])
     monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
     monkeypatch.setattr(segments, "combine", _as_nccl)
-    found = segments.AllRanks(ranks).run(list(expected), given)
-    for one, wanted in zip(found, expected.values(), strict=True):
-        np.testing.assert_allclose(one, wanted, atol=1e-5)
+    outputs = segments.AllRanks(ranks).run(list(expected), inputs)
+    for item, wanted in zip(outputs, expected.values(), strict=True):
+        np.testing.assert_allclose(item, wanted, atol=1e-5)
 
 
 def _as_nccl(name: str, parts: Any, whole: Any) -> None:
@@ -170,28 +170,30 @@ def _as_nccl(name: str, parts: Any, whole: Any) -> None:
 def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs of a step, and what the CPU's segments make of them."""
     whole = open_whole(lambda name: folder / name, manifest.target, "native", 1)
-    given, generator = {}, np.random.default_rng(0)
+    fields, generator = {}, np.random.default_rng(0)
     tokens = {"B": slots, "T": 3, "R": 2, "S": 16}
-    for one in whole.get_inputs():
-        shape = [size if isinstance(size, int) else tokens[size] for size in one.shape]
-        given[one.name] = generator.standard_normal(shape, np.float32) if "float" in one.type else np.zeros(shape, int)
-    given |= {"input_ids": generator.integers(0, 90, (slots, 3)), "tree_mask": np.tile(np.tri(3) > 0, (slots, 1, 1))}
-    given |= {"position_ids": np.tile([5, 6, 7], (slots, 1)), "past_length": np.full(slots, 5)}
-    given["logits_rows"] = np.tile([0, 2], (slots, 1))
-    names = [one.name for one in whole.get_outputs()]
-    return given, dict(zip(names, whole.run(None, given), strict=True))
+    for tensor in whole.get_inputs():
+        shape = [size if isinstance(size, int) else tokens[size] for size in tensor.shape]
+        fields[tensor.name] = (
+            generator.standard_normal(shape, np.float32) if "float" in tensor.type else np.zeros(shape, int)
+        )
+    fields |= {"input_ids": generator.integers(0, 90, (slots, 3)), "tree_mask": np.tile(np.tri(3) > 0, (slots, 1, 1))}
+    fields |= {"position_ids": np.tile([5, 6, 7], (slots, 1)), "past_length": np.full(slots, 5)}
+    fields["logits_rows"] = np.tile([0, 2], (slots, 1))
+    names = [tensor.name for tensor in whole.get_outputs()]
+    return fields, dict(zip(names, whole.run(None, fields), strict=True))
 
 
-def _compare(folder: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
+def _compare(folder: Path, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
     session = onnxruntime.InferenceSession(str(folder / "target/both.onnx"))
     both = {}
     for rank in range(2):
-        for name, array in given.items():
-            own = np.split(array, 2, 1)[rank] if name.startswith(tensors.CACHES) else array
-            both[f"{rank}/{name}"] = own
-    found = dict(zip((one.name for one in session.get_outputs()), session.run(None, both), strict=True))
+        for name, array in arguments.items():
+            expected_own = np.split(array, 2, 1)[rank] if name.startswith(tensors.CACHES) else array
+            both[f"{rank}/{name}"] = expected_own
+    outputs = dict(zip((tensor.name for tensor in session.get_outputs()), session.run(None, both), strict=True))
     for name in expected:
-        parts = [found[f"{rank}/{name}"] for rank in range(2)]
+        parts = [outputs[f"{rank}/{name}"] for rank in range(2)]
         if name == "logits":
             np.testing.assert_allclose(parts[0], expected[name], atol=1e-5)
             np.testing.assert_array_equal(*parts)
@@ -212,9 +214,9 @@ def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
                     names[at] = name and f"{rank}/{name}"
             node.name = f"{rank}/{node.name}"
             if node.op_type == "DistCollective":
-                said = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
-                assert (said["nb_rank"], said["root"], said["group_size"]) == (len(parts), -1, 0)
-                kind = said["collective_operation"].decode(), said["reduce_op"].decode()
+                text = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+                assert (text["nb_rank"], text["root"], text["group_size"]) == (len(parts), -1, 0)
+                kind = text["collective_operation"].decode(), text["reduce_op"].decode()
                 met.append((*kind, *node.input, *node.output))
             nodes.append(node)
         meetings.append(met)
@@ -237,11 +239,13 @@ def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
         if not any(waiting):
             break
         every = [met[at] for met in meetings]
-        assert len({one[:2] for one in every}) == 1
-        made = {("all_reduce", "sum"): ("Sum", {}), ("all_gather", "none"): ("Concat", {"axis": 0})}[every[0][:2]]
+        assert len({attribute[:2] for attribute in every}) == 1
+        result = {("all_reduce", "sum"): ("Sum", {}), ("all_gather", "none"): ("Concat", {"axis": 0})}[every[0][:2]]
         for rank, nodes in enumerate(waiting):
             nodes.pop(0)
-            whole.node.append(onnx.helper.make_node(made[0], [one[2] for one in every], [every[rank][3]], **made[1]))
+            whole.node.append(
+                onnx.helper.make_node(result[0], [attribute[2] for attribute in every], [every[rank][3]], **result[1])
+            )
         at += 1
     return onnx.helper.make_model(whole, opset_imports=parts[0].opset_import, ir_version=parts[0].ir_version)
 
@@ -276,11 +280,11 @@ def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
     folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
     write_source(folder / "step.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
     graphs = [onnx.load(path, load_external_data=False).graph for path in write_segments(folder / "half.onnx", {})]
-    between = [one for graph in graphs for one in graph.output if one.name.startswith(("sum.", "join.", "carried."))]
-    met = [one for one in between if not one.name.startswith("carried.")]
-    assert [one.name for one in met] == [*(f"sum.{at}" for at in range(5)), "join.5"]
-    assert {one.type.tensor_type.elem_type for one in met} == {kind}
-    assert all(len(one.type.tensor_type.shape.dim) > 2 for one in between)
+    between = [item for graph in graphs for item in graph.output if item.name.startswith(("sum.", "join.", "carried."))]
+    met = [item for item in between if not item.name.startswith("carried.")]
+    assert [item.name for item in met] == [*(f"sum.{at}" for at in range(5)), "join.5"]
+    assert {item.type.tensor_type.elem_type for item in met} == {kind}
+    assert all(len(item.type.tensor_type.shape.dim) > 2 for item in between)
 
 
 def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path: Path) -> None:
@@ -299,14 +303,14 @@ def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path:
         read_manifest(folder)
 
 
-def test_what_goes_between_segments_has_room() -> None:
+def test_buffers_between_segments_are_large_enough() -> None:
     """A carried value keeps its place until it was read for the last time; a part is apart from what it becomes."""
 
-    def session(given: list[str], made: list[str], size: Any = "2*T") -> Any:
+    def session(arguments: list[str], checkpoint: list[str], size: Any = "2*T") -> Any:
         def values(names: list[str]) -> list[Any]:
-            return [SimpleNamespace(name=one, type="tensor(float16)", shape=["B", size, 32]) for one in names]
+            return [SimpleNamespace(name=name_, type="tensor(float16)", shape=["B", size, 32]) for name_ in names]
 
-        return SimpleNamespace(get_inputs=lambda: values(given), get_outputs=lambda: values(made))
+        return SimpleNamespace(get_inputs=lambda: values(arguments), get_outputs=lambda: values(checkpoint))
 
     point = ShapePoint(2, 4, 128, 4)
     sessions = [
@@ -325,7 +329,7 @@ def test_what_goes_between_segments_has_room() -> None:
         _Exchange.of([session([], ["sum.0"], "S + Z")], point, 2)
 
 
-def test_an_engine_is_of_a_rank_that_is_there(split: Callable[[str], Path], tmp_path: Path) -> None:
+def test_engines_of_unknown_ranks_are_refused(split: Callable[[str], Path], tmp_path: Path) -> None:
     folder = compiled(split("fp32"), tmp_path / "bundle")
     manifest = read_manifest(folder)
     assert [engine.rank for engine in manifest.target.engines] == [0, 1]
@@ -367,20 +371,20 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
         assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
 
 
-def test_gpus_say_what_the_cpu_says(shared: Path, split: Callable[[str], Path]) -> None:
+def test_split_targets_equal_the_cpu(shared: Path, split: Callable[[str], Path]) -> None:
     with (
         Engine.load(split("fp32"), threads=1, backend="onnxruntime") as cpu,
-        Engine.load(shared, max_batch_size=2) as there,
+        Engine.load(shared, max_batch_size=2) as on_gpu,
     ):
-        assert there.backend.device.endswith("2 ranks")
-        assert there.backend.fallback == "the host takes the steps, as GPUs share the target"
-        (process,) = [one for one in followers() if _environment(one).get("CUDA_VISIBLE_DEVICES") == "1"]
+        assert on_gpu.backend.device.endswith("2 ranks")
+        assert on_gpu.backend.fallback == "the host takes the steps, as GPUs share the target"
+        (process,) = [pid for pid in followers() if _environment(pid).get("CUDA_VISIBLE_DEVICES") == "1"]
         for prompt in PROMPTS:
             for speculative in (None, PLAIN):
-                ours, theirs = (one.generate(prompt, GREEDY, speculative) for one in (there, cpu))
+                ours, theirs = (pid.generate(prompt, GREEDY, speculative) for pid in (on_gpu, cpu))
                 assert ours.token_ids == theirs.token_ids
                 assert ours.stats.execution == "graph per engine"
-        streams = [there.stream(prompt, GREEDY) for prompt in PROMPTS]  # both at once
+        streams = [on_gpu.stream(prompt, GREEDY) for prompt in PROMPTS]  # both at once
         texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
         assert texts == [list(cpu.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
     assert not Path(f"/proc/{process}").exists()
@@ -397,7 +401,7 @@ def test_a_gpu_s_rank_that_ends_ends_the_others(shared: Path) -> None:
     with Engine.load(shared) as engine:
         stream = engine.stream(PROMPTS[1], GREEDY.replace(max_tokens=80))
         next(stream)
-        (process,) = [one for one in followers() if _environment(one).get("CUDA_VISIBLE_DEVICES") == "1"]
+        (process,) = [pid for pid in followers() if _environment(pid).get("CUDA_VISIBLE_DEVICES") == "1"]
         os.kill(process, signal.SIGKILL)
         with pytest.raises(BackendError, match=r"rank 1 ended by signal 9 of the 2 processes"):
             list(stream)
@@ -405,7 +409,7 @@ def test_a_gpu_s_rank_that_ends_ends_the_others(shared: Path) -> None:
             engine.generate(PROMPTS[0], GREEDY)
 
 
-def test_what_is_missing_on_gpus_is_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_missing_on_gpus_are_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.cuda.devices = 1
     with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
         Engine.load(gpus.folder)
@@ -473,17 +477,17 @@ def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.M
     count = ctypes.c_int.in_dll(real(str(built)), "aborted")
     assert pointer(communicator.capsule, b"ncclComm_t") == ctypes.addressof(count)
     part, whole = np.full(4, 3, np.uint16), np.zeros((2, 4), np.uint16)
-    given = Tensor(part.ctypes.data, part.dtype, part.shape)
-    communicator.gather(given, Tensor(whole.ctypes.data, whole.dtype, whole.shape), 5)
+    inputs = Tensor(part.ctypes.data, part.dtype, part.shape)
+    communicator.gather(inputs, Tensor(whole.ctypes.data, whole.dtype, whole.shape), 5)
     np.testing.assert_array_equal(whole, 3)
-    communicator.add_up(replace(given, dtype=np.dtype(np.float16)), 5)
+    communicator.add_up(replace(inputs, dtype=np.dtype(np.float16)), 5)
     with pytest.raises(BackendError, match="ncclAllReduce failed with status 4"):
-        communicator.add_up(given, 5)
+        communicator.add_up(inputs, 5)
     for _ in range(2):
         communicator.close()
     assert count.value == 1
     with pytest.raises(BackendError, match="ncclAllReduce: a rank ended, and with it the ranks' communicator"):
-        communicator.add_up(given, 5)
+        communicator.add_up(inputs, 5)
     with pytest.raises(BackendError, match="ncclCommInitRank failed with status 5: invalid usage; NCCL_DEBUG=INFO"):
         library.join(unique_id, 2, 2)
     with pytest.raises(BackendError, match="status 4: invalid argument"):

@@ -59,12 +59,12 @@ class Load(Protocol):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
-def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+def test_texts_equal_the_cpus(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        assert there.backend.execution == "graph per step", there.backend.fallback
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+        assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
         with gpu.cuda.sealed():
-            says_what_it_says(there, cpu, WAYS[name], "graph per step")
+            says_what_it_says(on_gpu, cpu, WAYS[name], "graph per step")
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_says_what_the_cpu_says(name: str, load: Load, bundle: Callable[[str], P
     ],
 )
 def test_a_step_is_one_launch_and_one_wait(name: str, read_again: int, load: Load, gpu: TensorRT) -> None:
-    with load(name) as there:
-        there.generate([5, 6, 7, 8], GREEDY)
+    with load(name) as on_gpu:
+        on_gpu.generate([5, 6, 7, 8], GREEDY)
         gpu.cuda.calls.clear()
         with gpu.cuda.sealed():
             # Of the prompt nothing is to be read again, but for the sake of the target's states at its end.
-            done = there.generate([5, 6, 7, 8], GREEDY)
+            done = on_gpu.generate([5, 6, 7, 8], GREEDY)
         assert done.stats.steps > 1
         assert gpu.cuda.calls.count("cudaGraphLaunch") == done.stats.steps + read_again
         assert gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps + read_again
@@ -97,7 +97,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
 ) -> None:
     """One after another in the same slot, each going on from what the last one's steps left in the caches."""
     cpu = engine("dice-mixed")
-    with load("dice-mixed") as there:
+    with load("dice-mixed") as on_gpu:
         texts: list[list[int]] = [[7, 9, 11], [7, 9, 11]]
         for params, execution in (
             (SAMPLED, "graph per step"),
@@ -111,21 +111,21 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
             (TYPICAL, "graph per step"),
         ):
             for method in ("draft_model", "ngram"):
-                found = [
-                    one.generate(text, params.replace(max_tokens=3), method)
-                    for one, text in zip((there, cpu), texts, strict=True)
+                actual = [
+                    item.generate(text, params.replace(max_tokens=3), method)
+                    for item, text in zip((on_gpu, cpu), texts, strict=True)
                 ]
-                assert found[0].token_ids == found[1].token_ids
-                assert found[0].stats.execution == execution
-                texts = [[*text, *done.token_ids] for text, done in zip(texts, found, strict=True)]
+                assert actual[0].token_ids == actual[1].token_ids
+                assert actual[0].stats.execution == execution
+                texts = [[*text, *done.token_ids] for text, done in zip(texts, actual, strict=True)]
 
 
 def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], Engine], gpu: TensorRT) -> None:
-    with load("dice-lookahead") as there:
-        ours = there.generate([7, 9, 11], GREEDY)
+    with load("dice-lookahead") as on_gpu:
+        ours = on_gpu.generate([7, 9, 11], GREEDY)
         assert ours.stats.execution == "graph per engine"
         same(ours, engine("dice-lookahead").generate([7, 9, 11], GREEDY))
-        assert there.generate([7, 9, 11], GREEDY, PLAIN).stats.execution == "graph per step"
+        assert on_gpu.generate([7, 9, 11], GREEDY, PLAIN).stats.execution == "graph per step"
 
 
 def test_trees_that_a_budget_hands_out_run_in_larger_steps(
@@ -138,9 +138,9 @@ def test_trees_that_a_budget_hands_out_run_in_larger_steps(
             request.view.tree = TokenTree.chain(3) if request.remaining > 1 and request.view.method else PLAIN_TREE
 
     monkeypatch.setattr(SpeculationPolicy, "assign", assign)
-    with load("dice-near-batch") as there, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:
+    with load("dice-near-batch") as on_gpu, Engine.load(bundle("dice-near-batch"), threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
-            ours = there.generate([7, 9, 11], params)
+            ours = on_gpu.generate([7, 9, 11], params)
             assert ours.stats.execution == "graph per step"
             same(ours, cpu.generate([7, 9, 11], params))
 
@@ -164,10 +164,10 @@ def test_nothing_is_left_over_from_the_step_before(
     name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
-    with load(name) as there, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        _poison(there)
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+        _poison(on_gpu)
         for params in (GREEDY, SAMPLED):
-            same(there.generate([7, 9, 11], params), cpu.generate([7, 9, 11], params))
+            same(on_gpu.generate([7, 9, 11], params), cpu.generate([7, 9, 11], params))
 
 
 @pytest.mark.parametrize(("most", "execution"), [(25, "graph per engine"), (0, "plain")])
@@ -175,11 +175,11 @@ def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
     most: int, execution: str, load: Load, engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     gpu.cuda.most_captured = most
-    with load("dice-mixed") as there:
-        ours = there.generate([7, 9, 11], SAMPLED)
-        assert ours.stats.execution == there.backend.execution == execution
-        assert f"device      {execution} (cudaStream" in describe(ours.stats, there.backend.fallback)
-        assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
+    with load("dice-mixed") as on_gpu:
+        ours = on_gpu.generate([7, 9, 11], SAMPLED)
+        assert ours.stats.execution == on_gpu.backend.execution == execution
+        assert f"device      {execution} (cudaStream" in describe(ours.stats, on_gpu.backend.fallback)
+        assert "cudaErrorStreamCaptureInvalidated" in on_gpu.backend.fallback
         same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
@@ -204,10 +204,10 @@ def _asks(methods: Sequence[str | None], *params: SamplingParams) -> list[Ask]:
 
     Prompts begin alike and none is the start of another: heads propose in a first step where they read the last token.
     """
-    ways = [(one, method) for method in methods for one in params]
+    ways = [(param, method) for method in methods for param in params]
     return [
-        ([*STARTS[at % len(STARTS)], at, 1], one.replace(max_tokens=6 + 3 * (at % 5), seed=at), method)
-        for at, (one, method) in enumerate(ways * (-(-2 * SLOTS // len(ways))))
+        ([*STARTS[at % len(STARTS)], at, 1], param.replace(max_tokens=6 + 3 * (at % 5), seed=at), method)
+        for at, (param, method) in enumerate(ways * (-(-2 * SLOTS // len(ways))))
     ]
 
 
@@ -232,22 +232,22 @@ def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", TOGETHER)
-def test_each_of_several_says_what_it_says_alone_on_the_cpu(
+def test_batches_equal_single_requests_on_the_cpu(
     name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
     """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
     asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
     with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
         expected = [completed(_start(alone, ask)) for ask in asks]
-    with load(name, SLOTS) as there:
-        assert there.slots == SLOTS
-        assert there.backend.execution == "graph per step", there.backend.fallback
+    with load(name, SLOTS) as on_gpu:
+        assert on_gpu.slots == SLOTS
+        assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
         with gpu.cuda.sealed():
-            found = _together(there, asks)
-        for ours, theirs in zip(found, expected, strict=True):
+            actual = _together(on_gpu, asks)
+        for ours, theirs in zip(actual, expected, strict=True):
             same(ours, theirs)
             assert ours.stats.execution == "graph per step"
-        assert sum(ours.stats.cached_tokens for ours in found) > 0
+        assert sum(ours.stats.cached_tokens for ours in actual) > 0
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -259,10 +259,10 @@ def test_batches_go_on_as_they_do_on_the_cpu(
     monkeypatch.setattr(OnnxRuntimeGraph, "any_width", False)
     asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
     with (
-        load(name, SLOTS) as there,
+        load(name, SLOTS) as on_gpu,
         Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu,
     ):
-        for ours, theirs in zip(_together(there, asks), _together(cpu, asks), strict=True):
+        for ours, theirs in zip(_together(on_gpu, asks), _together(cpu, asks), strict=True):
             same(ours, theirs)
 
 
@@ -273,12 +273,12 @@ def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
     """Two rules of acceptance, or logits that the host reads: until those who want it have left."""
     for others in (TYPICAL, GREEDY.replace(logprobs=1)):
         asks: list[Ask] = [([7, 9, 11], others.replace(max_tokens=6), "draft_model"), ([5] * 20, SAMPLED, "ngram")]
-        with load("dice-mixed-batch", SLOTS) as there:
-            first, second = (_start(there, ask) for ask in asks)
+        with load("dice-mixed-batch", SLOTS) as on_gpu:
+            first, second = (_start(on_gpu, ask) for ask in asks)
             ours = completed(first)
             assert first.stats.execution == second.stats.execution == "graph per engine"
-            for found, ask in ((ours, asks[0]), (completed(second), asks[1])):
-                assert found.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
+            for actual, ask in ((ours, asks[0]), (completed(second), asks[1])):
+                assert actual.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
             assert second.stats.execution == "graph per step"
         shutil.rmtree(gpu.folder)
 
@@ -287,15 +287,15 @@ def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
 @pytest.mark.parametrize("name", ["dice-near-batch", "dice-mixed-batch", "dice-medusa-batch"])
 def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
     asks = [([*STARTS[at], at], GREEDY.replace(max_tokens=12), TOGETHER[name][0]) for at in range(SLOTS)]
-    with load(name, SLOTS) as there:
-        _together(there, asks)
+    with load(name, SLOTS) as on_gpu:
+        _together(on_gpu, asks)
         gpu.cuda.calls.clear()
         with gpu.cuda.sealed():
-            done = _together(there, asks)  # nothing of the prompts is to be read again
+            done = _together(on_gpu, asks)  # nothing of the prompts is to be read again
         assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
         steps = gpu.cuda.calls.count("cudaGraphLaunch")
         assert steps == gpu.cuda.calls.count("cudaStreamSynchronize")
-        most = max(one.stats.steps for one in done)
+        most = max(completion.stats.steps for completion in done)
         assert most <= steps <= most + SLOTS  # they join one a turn
 
 
@@ -304,9 +304,9 @@ def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Callab
     """As with one slot, everything but the caches is poisoned before each step."""
     asks = _asks(("draft_model", None), SAMPLED, GREEDY)
     with (
-        load("dice-mixed-batch", SLOTS) as there,
+        load("dice-mixed-batch", SLOTS) as on_gpu,
         Engine.load(bundle("dice-mixed"), threads=1) as alone,
     ):
-        _poison(there)
-        for ask, ours in zip(asks, _together(there, asks), strict=True):
+        _poison(on_gpu)
+        for ask, ours in zip(asks, _together(on_gpu, asks), strict=True):
             same(ours, completed(_start(alone, ask)))

@@ -24,7 +24,7 @@ def halved(tmp_path: Path) -> Path:
     """A checkpoint in bf16 but for its norms, as some are."""
     folder = make_checkpoint(tmp_path / "target", "qwen3")
     state = load_file(folder / "model.safetensors")
-    state = {name: one if one.ndim == 1 else one.to(torch.bfloat16) for name, one in state.items()}
+    state = {name: item if item.ndim == 1 else item.to(torch.bfloat16) for name, item in state.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -38,7 +38,7 @@ def hashes(bundle: Path) -> dict[str, str]:
 def test_bundles_are_those_of_a_model_that_is_held(
     halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    made, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
+    results, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
     for large in (streamed.LARGE, 1):
         monkeypatch.setattr(streamed, "LARGE", large)
         methods = ({"method": "draft_model", "model": str(halved)}, {"method": "self_draft", "layers": 1})
@@ -46,8 +46,8 @@ def test_bundles_are_those_of_a_model_that_is_held(
         options = BuildOptions(
             target=str(halved), output=tmp_path / f"b{large}", methods=methods, precision=precision, max_seq_len=64
         )
-        made.append(hashes(build(options)))
-    assert made[0] == made[1] and len(made[0]) > 4
+        results.append(hashes(build(options)))
+    assert results[0] == results[1] and len(results[0]) > 4
 
 
 def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ MARKUP = "a [bold]b[/] {c} \\d %s <e>"
 
 
 def table() -> Table:
-    made = Table("title", ("name", "value", "what"), "lrl")
-    made.add_row(MARKUP, "1", "True")
-    made.add_row(Styled("x", "bold red"), "100", "one\ntwo")
-    return made
+    sheet = Table("title", ("name", "value", "what"), "lrl")
+    sheet.add_row(MARKUP, "1", "True")
+    sheet.add_row(Styled("x", "bold red"), "100", "one\ntwo")
+    return sheet
 
 
 def on_terminal(program: str, columns: int = 80, **environment: str) -> str:
@@ -31,10 +31,10 @@ def on_terminal(program: str, columns: int = 80, **environment: str) -> str:
     setting = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     setting |= {"COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment}
     subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=setting, check=True, timeout=60)
-    said = os.read(ours, 1 << 16).decode()
+    output = os.read(ours, 1 << 16).decode()
     os.close(theirs)
     os.close(ours)
-    return said.replace("\r\n", "\n")
+    return output.replace("\r\n", "\n")
 
 
 def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,10 +63,10 @@ def test_a_table_without_names_or_rows() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
-    made = Table("", ("name", "sentence", "n"), "llr")
+    sheet = Table("", ("name", "sentence", "n"), "llr")
     words = [f"word{n}" for n in range(40)]
-    made.add_row("a/path/" * 4, " ".join(words), "123")
-    lines = made.drawn(width, False).splitlines()
+    sheet.add_row("a/path/" * 4, " ".join(words), "123")
+    lines = sheet.drawn(width, False).splitlines()
     assert width - len("word10") < max(map(len, lines)) <= width
     assert re.findall(r"word\d+", " ".join(lines)) == words
     first = lines[1].index(" ")  # its rule
@@ -74,11 +74,11 @@ def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
 
 
 def test_words_are_broken_last_and_numbers_before_them() -> None:
-    made = Table("", ("method", "speed"), "lr")
-    made.add_row("draft_model and ngram", "1.42, 1.17x, 22")
-    assert made.drawn(28, False).splitlines()[2:] == ["draft_model  1.42, 1.17x, 22", "and ngram"]
-    assert made.drawn(27, False).splitlines()[2:] == ["draft_model  1.42, 1.17x,", "and ngram              22"]
-    assert made.drawn(10, False).splitlines()[2:] == ["draft_mode   1.42,", "l and       1.17x,", "ngram           22"]
+    sheet = Table("", ("method", "speed"), "lr")
+    sheet.add_row("draft_model and ngram", "1.42, 1.17x, 22")
+    assert sheet.drawn(28, False).splitlines()[2:] == ["draft_model  1.42, 1.17x, 22", "and ngram"]
+    assert sheet.drawn(27, False).splitlines()[2:] == ["draft_model  1.42, 1.17x,", "and ngram              22"]
+    assert sheet.drawn(10, False).splitlines()[2:] == ["draft_mode   1.42,", "l and       1.17x,", "ngram           22"]
 
 
 def test_a_terminal_shows_styles_and_its_width() -> None:
@@ -88,11 +88,11 @@ def test_a_terminal_shows_styles_and_its_width() -> None:
         "made.add_row(Styled('[b]x[/b]', 'bold red'), 'word ' * 20)\n"
         "show(made, Styled('fine', 'green'))\n"
     )
-    said = on_terminal(program, 40)
-    assert "\x1b[1;31m[b]x[/b]\x1b[0m  word" in said
-    assert said.endswith("\x1b[32mfine\x1b[0m\n")
+    output = on_terminal(program, 40)
+    assert "\x1b[1;31m[b]x[/b]\x1b[0m  word" in output
+    assert output.endswith("\x1b[32mfine\x1b[0m\n")
     plain = on_terminal(program, 40, NO_COLOR="1")
-    assert re.sub("\x1b\\[[0-9;]*m", "", said) == plain
+    assert re.sub("\x1b\\[[0-9;]*m", "", output) == plain
     assert max(map(len, plain.splitlines())) <= 40
 
 
@@ -110,19 +110,19 @@ def steps(pause: float = 0.0) -> None:
         progress("never done", 1, 2)
 
 
-def test_a_line_a_step_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_per_step_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     steps()
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
     assert [re.split("  +", line)[0] for line in lines] == ["[a] {step}", "writing", "at once"]
     assert all("100%" in line for line in lines)
     assert [line.endswith("3.00MB of 3.00MB") for line in lines] == [False, True, False]
 
 
 def test_a_terminal_shows_bars_as_they_grow() -> None:
-    said = on_terminal("from tests.test_tables import steps; steps(0.2)")
-    bars = re.split("[\r\n]+", said)
+    output = on_terminal("from tests.test_tables import steps; steps(0.2)")
+    bars = re.split("[\r\n]+", output)
     assert any(re.search(r"^writing +33% .* 1\.00MB of 3\.00MB, \S+ left", bar) for bar in bars)
     assert any(re.search(r"^never done +50%", bar) for bar in bars)
     assert [bar for bar in bars if "left" in bar and "100%" in bar] == []

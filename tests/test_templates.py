@@ -49,9 +49,9 @@ def written(folder: Path, files: dict[str, Any]) -> Path:
 
 
 def rendered(folder: Path, name: str | None, variables: dict[str, Any]) -> str:
-    found = load_tokenizer(folder)
-    made = ChatTemplate(found.chat_templates, found.special_tokens)
-    return made.render(CHAT, variables, add_generation_prompt=False, name=name)
+    loaded = load_tokenizer(folder)
+    chat_template = ChatTemplate(loaded.chat_templates, loaded.special_tokens)
+    return chat_template.render(CHAT, variables, add_generation_prompt=False, name=name)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def test_a_processors_template_is_named_where_it_differs(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({"chat_template.json": {"chat_template": 5}}, r"chat_template\.json: not a configuration of a processor"),
         ({"processor_config.json": "{"}, r"processor_config\.json: not a configuration of a processor"),
@@ -144,8 +144,8 @@ def test_a_processors_template_is_named_where_it_differs(
         ({"tokenizer_config.json": {"chat_template": 5}}, r"tokenizer_config\.json: chat_template 'default' is int"),
     ],
 )
-def test_what_is_no_template_is_named(tmp_path: Path, files: dict[str, Any], said: str) -> None:
-    with pytest.raises(BuildError, match=said):
+def test_invalid_templates_are_named(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
         load_tokenizer(written(tmp_path, files))
 
 
@@ -157,15 +157,15 @@ def test_a_bundle_holds_all_templates(tmp_path: Path) -> None:
     check_files(folder, manifest, hashes=True)
     assert [str(note).partition(":")[0] for note in manifest.notes] == ["processor_config.json"]
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {MANIFEST_NAME, *(entry.path for entry in manifest.files)}
+    assert files == {MANIFEST_NAME, *(file.path for file in manifest.files)}
     theirs = AutoTokenizer.from_pretrained(source)
     params = SamplingParams(temperature=0.0, max_tokens=2)
     with LLM(bundle=folder, threads=1, calibrate=False) as llm:
-        for how, variables in (
+        for options, variables in (
             ({}, {}),
             ({"tools": TOOLS}, {"tools": TOOLS}),
             ({"chat_template": "rag", "chat_template_kwargs": {"documents": [{"text": "a"}]}}, None),
         ):
-            (made,) = llm.chat(CHAT, params, use_tqdm=False, **how)
-            given = {"chat_template": "rag", "documents": [{"text": "a"}]} if variables is None else variables
-            assert list(made.prompt_token_ids) == theirs.apply_chat_template(CHAT, return_dict=False, **given)
+            (completion,) = llm.chat(CHAT, params, use_tqdm=False, **options)
+            fields = {"chat_template": "rag", "documents": [{"text": "a"}]} if variables is None else variables
+            assert list(completion.prompt_token_ids) == theirs.apply_chat_template(CHAT, return_dict=False, **fields)

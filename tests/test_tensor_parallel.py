@@ -85,8 +85,8 @@ def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, p
                 for stream, expected in zip(streams, plain, strict=True):
                     chunks = list(stream)
                     assert [token for chunk in chunks for token in chunk.token_ids] == list(expected.token_ids)
-            texts.append([one.token_ids for one in plain])
-            scores.append([one.logprob for text in plain for one in text.logprobs])
+            texts.append([entry.token_ids for entry in plain])
+            scores.append([entry.logprob for text in plain for entry in text.logprobs])
     assert len(texts[1][0]) == 40
     if precision == "fp32":  # elsewhere a share of a matrix may be rounded by other blocks
         assert texts[0] == texts[1]
@@ -169,7 +169,7 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         first.stdin.close()
         first.wait(20)
         end = time.monotonic() + 20
-        while any(Path(f"/proc/{one}").exists() for one in processes):
+        while any(Path(f"/proc/{process}").exists() for process in processes):
             assert time.monotonic() < end
             time.sleep(0.05)
         first.stdout.close()
@@ -182,21 +182,21 @@ def test_large_parts_meet_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> Non
     parts = np.random.default_rng(0).random((2, 3, 7), np.float32)
 
     def together(rank: int) -> list[np.ndarray[Any, Any]]:
-        made = []
+        results = []
         for name, columns in (("sum.0", 7), ("join.1", 14), ("sum.2", 7)):
-            made.append(np.empty((3, columns), np.float32))
-            meetings[rank](name, parts[rank], made[-1])
-        return made
+            results.append(np.empty((3, columns), np.float32))
+            meetings[rank](name, parts[rank], results[-1])
+        return results
 
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(together, range(2)):
-            for whole, expected in zip(found, (parts.sum(0), np.concatenate(parts, 1), parts.sum(0)), strict=True):
+        for actual in pool.map(together, range(2)):
+            for whole, expected in zip(actual, (parts.sum(0), np.concatenate(parts, 1), parts.sum(0)), strict=True):
                 np.testing.assert_array_equal(whole, expected)
     for end in ends:
         end.close()
 
 
-def test_what_cannot_be_split_is_refused(built: Built, tmp_path: Path) -> None:
+def test_unsplittable_models_are_refused(built: Built, tmp_path: Path) -> None:
     built("llama", 1, "fp32")
     target = str(built("llama", 1, "fp32").parent / "llama")
     phi3 = make_checkpoint(tmp_path / "phi3", "phi3", num_key_value_heads=4)

@@ -38,14 +38,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_says_what_the_cpu_says(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+def test_texts_equal_the_cpus(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     """Also where the cache grows while a text does: every size has graphs captured when the bundle was loaded."""
     fast = Engine.load(bundle(name), threads=1)
-    with fast as cpu, Engine.load(compiled(bundle(name), gpu.folder)) as there:
+    with fast as cpu, Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
         loaded = len(gpu.cuda.allocations)
         for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(3, 90))), (GREEDY, [5] * 245)):
             for speculation in (True, False):
-                ours = there.generate(prompt, params, None if speculation else PLAIN)
+                ours = on_gpu.generate(prompt, params, None if speculation else PLAIN)
                 theirs = cpu.generate(prompt, params, None if speculation else PLAIN)
                 assert ours.token_ids == theirs.token_ids
                 assert ours.stats.accepted == theirs.stats.accepted
@@ -53,15 +53,15 @@ def test_says_what_the_cpu_says(name: str, bundle: Callable[[str], Path], gpu: T
         assert len(gpu.cuda.allocations) == loaded
         assert gpu.cuda.launches > 0
         workspaces = {context.memory for context in gpu.contexts}
-        assert len(workspaces) == len(there.manifest.models)  # contexts of a model share theirs
+        assert len(workspaces) == len(on_gpu.manifest.models)  # contexts of a model share theirs
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable"])
 def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     """A draft is called for each of its four tokens; the host waits for all of them together, then for the target."""
-    with Engine.load(compiled(bundle(name), gpu.folder)) as there:
+    with Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
         gpu.cuda.calls.clear()
-        done = there.generate([5, 6, 7, 8], GREEDY)
+        done = on_gpu.generate([5, 6, 7, 8], GREEDY)
         assert done.stats.drafted >= 4
         prefills = 2  # the target's and the draft's
         assert (
@@ -71,12 +71,12 @@ def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[
 
 
 def test_plain_decoding_runs_without_a_profile_of_one_token(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
-    with Engine.load(compiled(bundle("llama-near"), gpu.folder, plain=True)) as there:
-        assert there.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8, 9)
-        alone = there.generate([5, 6, 7], GREEDY, PLAIN).token_ids
-    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
-        assert there.backend.graphs[0].widths(1) == (2, 3, 5, 8, 9)
-        assert there.generate([5, 6, 7], GREEDY, PLAIN).token_ids == alone
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder, plain=True)) as on_gpu:
+        assert on_gpu.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8, 9)
+        alone = on_gpu.generate([5, 6, 7], GREEDY, PLAIN).token_ids
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as on_gpu:
+        assert on_gpu.backend.graphs[0].widths(1) == (2, 3, 5, 8, 9)
+        assert on_gpu.generate([5, 6, 7], GREEDY, PLAIN).token_ids == alone
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable", "qwen3-medusa"])
@@ -84,11 +84,11 @@ def test_without_capture_it_runs_plainly_and_says_so(
     name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     gpu.cuda.refuse_capture = True
-    with Engine.load(compiled(bundle(name), gpu.folder)) as there:
-        done = there.generate([5, 6, 7], SAMPLED)
+    with Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
+        done = on_gpu.generate([5, 6, 7], SAMPLED)
         assert done.stats.execution == "plain"
         assert done.token_ids == engine(name).generate([5, 6, 7], SAMPLED).token_ids
-        assert "cudaErrorStreamCaptureInvalidated" in there.backend.fallback
+        assert "cudaErrorStreamCaptureInvalidated" in on_gpu.backend.fallback
         assert gpu.cuda.launches == 0
 
 
@@ -155,24 +155,24 @@ def test_engines_are_chosen_by_device() -> None:
 def test_contexts_share_kernels_that_are_compiled_before_anything_is_captured(
     bundle: Callable[[str], Path], gpu: TensorRT
 ) -> None:
-    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
-        assert there.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as on_gpu:
+        assert on_gpu.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
     settings = [context.config for context in gpu.contexts]
-    assert len({id(one.cache) for one in settings}) == 1 and settings[0].cache is not None
+    assert len({id(setting.cache) for setting in settings}) == 1 and settings[0].cache is not None
     eager = tensorrt_stand_in.DynamicShapesKernelSpecializationStrategy.EAGER
-    assert {one.dynamic_shapes_kernel_specialization_strategy for one in settings} == {eager}
-    assert {one.cuda_graph_strategy for one in settings} == {tensorrt_stand_in.CudaGraphStrategy.DISABLED}
+    assert {setting.dynamic_shapes_kernel_specialization_strategy for setting in settings} == {eager}
+    assert {setting.cuda_graph_strategy for setting in settings} == {tensorrt_stand_in.CudaGraphStrategy.DISABLED}
 
 
 def test_engines_that_cannot_be_captured_run_plainly(
     bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     gpu.capturable = False
-    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as there:
-        done = there.generate([5, 6, 7], GREEDY)
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as on_gpu:
+        done = on_gpu.generate([5, 6, 7], GREEDY)
         assert (done.stats.execution, gpu.cuda.launches) == ("plain", 0)
         assert done.token_ids == engine("llama-near").generate([5, 6, 7], GREEDY).token_ids
-        assert re.search(r"step\.engine: tensorrt-rtx says that .* cannot be captured", there.backend.fallback)
+        assert re.search(r"step\.engine: tensorrt-rtx says that .* cannot be captured", on_gpu.backend.fallback)
 
 
 @pytest.mark.parametrize("damage", [None, "cut", "other bytes", "not ours", "huge", "another version"])
@@ -216,8 +216,8 @@ def test_kernels_are_compiled_once(
 
 
 def test_engines_of_tensorrt_compile_nothing_on_the_device(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
-    with Engine.load(compiled(bundle("llama-near"), gpu.folder, runtime="tensorrt"), backend="tensorrt") as there:
-        assert there.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
+    with Engine.load(compiled(bundle("llama-near"), gpu.folder, runtime="tensorrt"), backend="tensorrt") as on_gpu:
+        assert on_gpu.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
     assert gpu.compiled == []
 
 
@@ -235,9 +235,9 @@ def test_stand_in_has_the_interface_of_the_real_package() -> None:
         for name, value in vars(getattr(tensorrt_stand_in, ours)).items():
             if name.startswith("_"):
                 continue
-            found = getattr(getattr(real, theirs), name)
+            actual = getattr(getattr(real, theirs), name)
             if inspect.isfunction(value):
-                signatures = re.findall(rf"{name}\((self: .*)\) ->", found.__doc__)
+                signatures = re.findall(rf"{name}\((self: .*)\) ->", actual.__doc__)
                 overloads = [re.findall(r"(?:^|, )(\w+): ", signature) for signature in signatures]
                 assert list(inspect.signature(value).parameters) in overloads, (theirs, name, overloads)
     for kind in (
@@ -256,20 +256,20 @@ def test_stand_in_has_the_interface_of_the_real_package() -> None:
 @pytest.mark.parametrize(
     "name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-draft-batch"]
 )
-def test_several_requests_at_once_say_what_each_says_alone(
+def test_concurrent_requests_equal_single_ones(
     name: str, bundle: Callable[[str], Path], engine: Callable[[str], Engine], gpu: TensorRT
 ) -> None:
     """Joining and leaving, prompts that begin alike, growing caches, more requests than slots; plain ones too."""
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [5] * 240, [7, 9, 11, 13, 15]]
-    with Engine.load(compiled(bundle(name), gpu.folder, batches=(1, 4)), max_batch_size=4) as there:
-        require_same_as_alone(there, alone, prompts, gpu.cuda)
+    with Engine.load(compiled(bundle(name), gpu.folder, batches=(1, 4)), max_batch_size=4) as on_gpu:
+        require_same_as_alone(on_gpu, alone, prompts, gpu.cuda)
 
 
 def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     folder = compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))
-    with Engine.load(folder) as there:
-        assert there.slots == 4
+    with Engine.load(folder) as on_gpu:
+        assert on_gpu.slots == 4
     with pytest.raises(BackendError, match=r"2 requests at once .* engines run 4; compile .*--engine-batch-sizes 2"):
         Engine.load(folder, max_batch_size=2)
 
@@ -280,11 +280,11 @@ def test_prompts_are_scored_in_the_window_of_all_slots(
     """There are no logits of every token at one slot; other texts are left as they are meanwhile."""
     params, scored = GREEDY.replace(max_tokens=30), GREEDY.replace(max_tokens=1, prompt_logprobs=2)
     prompt = list(range(3, 60))
-    with Engine.load(compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))) as there:
-        running = there.stream([5] * 30, params)
-        said = list(next(running).token_ids)
-        ours = there.generate(prompt, scored, PLAIN).prompt_logprobs
-        said += [token for chunk in running for token in chunk.token_ids]
+    with Engine.load(compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))) as on_gpu:
+        running = on_gpu.stream([5] * 30, params)
+        tokens = list(next(running).token_ids)
+        ours = on_gpu.generate(prompt, scored, PLAIN).prompt_logprobs
+        tokens += [token for chunk in running for token in chunk.token_ids]
     theirs = engine("llama-near").generate(prompt, scored, PLAIN).prompt_logprobs
-    assert said == list(engine("llama-near").generate([5] * 30, params, PLAIN).token_ids)
-    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+    assert tokens == list(engine("llama-near").generate([5] * 30, params, PLAIN).token_ids)
+    assert [our.logprob for our in ours] == pytest.approx([our.logprob for our in theirs], abs=1e-4)

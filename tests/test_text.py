@@ -164,7 +164,7 @@ def test_text_ends_before_a_stop_text(tokenizer: Tokenizer, text: str, stop: lis
 
 
 @every_tokenizer
-def test_what_only_began_like_a_stop_text_is_kept(tokenizer: Tokenizer) -> None:
+def test_partial_stop_texts_are_kept(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("hello hell").ids
     for stop in ("hello!", "hello hello", "llo w"):
         pieces, stopped = streamed(tokenizer, tokens, [stop])
@@ -198,9 +198,9 @@ def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[
     text, expected = "", None
     for token in tokens:
         text += token
-        found = [text.find(one) for one in stop if one in text]
-        if found:
-            expected = text[: min(found)]
+        actual = [text.find(stop_text) for stop_text in stop if stop_text in text]
+        if actual:
+            expected = text[: min(actual)]
             break
     pieces, stopped = streamed(tokenizer, [vocabulary[token] for token in tokens], stop)
     assert stopped == (expected is not None)
@@ -238,7 +238,7 @@ def test_a_stop_text_may_hold_a_special_token(tokenizer: Tokenizer, stop: list[s
 
 
 @every_tokenizer
-def test_what_only_began_like_a_stop_text_with_a_special_token_is_kept(tokenizer: Tokenizer) -> None:
+def test_partial_stop_texts_with_special_tokens_are_kept(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("<end>")
     tokens = tokenizer.encode("hello").ids
     for stop in (["lo<end>h"], ["<end><end>"], ["o<end>lo"], ["hello<end>!"]):

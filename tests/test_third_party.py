@@ -30,14 +30,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a new environment with the sample package, which finds this one's libraries."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    made = folder / "bin" / "python"
+    result = folder / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path(subprocess.run([made, "-c", ask], check=True, capture_output=True, text=True).stdout.strip())
+    expected_own = Path(subprocess.run([result, "-c", ask], check=True, capture_output=True, text=True).stdout.strip())
     packages = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (own / "libraries.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in packages))
+    (expected_own / "libraries.pth").write_text(
+        "".join(f"import site; site.addsitedir({path!r})\n" for path in packages)
+    )
     copy = shutil.copytree(PACKAGE, folder / "package")  # pip leaves its build beside the sources
-    subprocess.run([made, "-m", "pip", "install", "--quiet", "--no-deps", str(copy)], check=True)
-    return made
+    subprocess.run([result, "-m", "pip", "install", "--quiet", "--no-deps", str(copy)], check=True)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +117,9 @@ def test_it_is_served(python: Path, built: Path) -> None:
     )  # fmt: skip
     try:
         assert server.stderr is not None
-        url = next(found[0] for line in server.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        url = next(match[0] for line in server.stderr if (match := re.search(r"http://127\.0\.0\.1:\d+", line)))
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
-        said = [
+        texts = [
             client.completions.create(
                 model=client.models.list().data[0].id,
                 prompt=PROMPT,
@@ -130,9 +132,9 @@ def test_it_is_served(python: Path, built: Path) -> None:
     finally:
         server.terminate()
         server.wait(30)
-    fast, plain = said
+    fast, plain = texts
     assert fast.choices[0].text == plain.choices[0].text
-    usage = [one.usage.model_dump() for one in said if one.usage is not None]
+    usage = [text.usage.model_dump() for text in texts if text.usage is not None]
     assert usage[0] != usage[1]  # what speculation did is told
 
 

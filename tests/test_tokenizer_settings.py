@@ -47,10 +47,10 @@ def save_with_cuts(known: PreTrainedTokenizerFast, folder: Path, **config: Any) 
 def bytewise() -> PreTrainedTokenizerFast:
     """Bytes alone, each by another number than in the target's tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
-    made = Tokenizer(models.BPE({letter: 10 + at for at, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", pad_token="<pad>")
+    built = Tokenizer(models.BPE({letter: 10 + at for at, letter in enumerate(alphabet)}, []))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", pad_token="<pad>")
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +73,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     change(target / "generation_config.json", num_beams=4, max_time=3.5, temperature=0.5, repetition_penalty=1.0)
     output = root / "bundle"
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("sys.stderr.write", said.append)
+        texts: list[str] = []
+        patch.setattr("sys.stderr.write", texts.append)
         words = ["build", "--target", str(target), "--universal-draft", str(draft), "--precision", "fp32"]
         assert main([*words, "--max-seq-len", "256", "--max-batch-size", "1", "-o", str(output)]) == 0
-    return target, draft, output, "".join(said)
+    return target, draft, output, "".join(texts)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def test_the_drafts_tokenizer_neither_cuts_nor_pads(built: Built, engine: Engine
     (method,) = bundle.manifest.methods
     assert isinstance(method, UniversalDraft)
     assert not method.split_special_tokens
-    own = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
-    assert own.encode(TEXT).ids == AutoTokenizer.from_pretrained(draft)(TEXT).input_ids
+    expected_own = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
+    assert expected_own.encode(TEXT).ids == AutoTokenizer.from_pretrained(draft)(TEXT).input_ids
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     text = TEXT[:100]
     fast = engine.generate(text, params)
@@ -130,8 +130,8 @@ def test_the_tokenizers_own_end_token_ends_texts(engine: Engine) -> None:
     end = engine.tokenizer.token_to_id(END)
     assert engine.manifest.tokenizer.eos_token_ids == (EOS, end)
     params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={end: 100.0})
-    made = engine.generate("one", params)
-    assert (made.token_ids, made.text, made.finish_reason) == ((end,), "", "stop")
+    completion = engine.generate("one", params)
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ((end,), "", "stop")
 
 
 @pytest.mark.parametrize("named", [[1], []])
@@ -144,7 +144,7 @@ def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], bu
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         ("tokenizer_config.json", "{", r"tokenizer_config\.json: not JSON: "),
         ("tokenizer.json", "[]", r"tokenizer\.json: holds list; expected an object"),
@@ -152,20 +152,18 @@ def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], bu
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "could not be loaded: no 'template'"),
     ],
 )
-def test_a_tokenizers_file_that_is_broken_is_named(
-    built: Built, tmp_path: Path, file: str, content: str, said: str
-) -> None:
+def test_broken_tokenizer_files_are_named(built: Built, tmp_path: Path, file: str, content: str, message: str) -> None:
     folder = shutil.copytree(built[0], tmp_path / "model")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / file).write_text(content, encoding="utf-8")
-    with pytest.raises(BuildError, match=said):
+    with pytest.raises(BuildError, match=message):
         load_tokenizer(folder)
 
 
 # --- what is named ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_applied_is_named_by_build_and_inspect(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_and_inspect_name_ignored_settings(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
     *_, output, warned = built
     assert main(["inspect", str(output)]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -24,7 +24,7 @@ from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
-from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle, table
+from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle
 
 CHAT: Any = [{"role": "user", "content": "one two"}]
 PET = {
@@ -57,74 +57,83 @@ def client(running: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="EMPTY", max_retries=0)
 
 
-def streamed(client: openai.OpenAI, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+def streamed(client: openai.OpenAI, **request: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """Text, thoughts, calls and the finish of a streamed answer."""
     text, thoughts, calls, finish = "", "", dict[int, list[str]](), ""
-    for part in client.chat.completions.create(**asked, stream=True):
+    for part in client.chat.completions.create(**request, stream=True):
         delta = part.choices[0].delta
         text += delta.content or ""
         thoughts += getattr(delta, "reasoning_content", None) or ""
         for piece in delta.tool_calls or []:
             name = piece.function.name or "" if piece.function else ""
-            found = calls.setdefault(piece.index, [name, ""])
-            found[1] += piece.function.arguments or "" if piece.function else ""
+            actual = calls.setdefault(piece.index, [name, ""])
+            actual[1] += piece.function.arguments or "" if piece.function else ""
         finish = part.choices[0].finish_reason or finish
     return text, thoughts, [(name, arguments) for name, arguments in calls.values()], finish
 
 
-def answered(client: openai.OpenAI, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+def answered(client: openai.OpenAI, **arguments: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """The same of a whole answer, which says the same as the streamed one."""
-    (choice,) = client.chat.completions.create(**asked).choices
+    (choice,) = client.chat.completions.create(**arguments).choices
     calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
     thoughts = getattr(choice.message, "reasoning_content", None) or ""
     whole = (choice.message.content or "", thoughts, calls, choice.finish_reason)
-    assert streamed(client, **asked) == whole
+    assert streamed(client, **arguments) == whole
     return whole
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lo.s-e_2"}}])
-def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, choice: Any) -> None:
+def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
     for more in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
-        asked = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 250, **more}
-        text, thoughts, calls, finish = answered(client, **asked, parallel_tool_calls=False)
+        request_fields = {
+            "model": NAME,
+            "messages": CHAT,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "max_tokens": 250,
+            **more,
+        }
+        text, thoughts, calls, finish = answered(client, **request_fields, parallel_tool_calls=False)
         assert (text, thoughts, finish) == ("", "", "tool_calls")
         ((name, arguments),) = calls
         assert name in (("keep", "lo.s-e_2") if choice == "required" else ("lo.s-e_2",))
-        said = json.loads(arguments)
-        assert said["kind"] in PET["properties"]["kind"]["enum"]  # type: ignore[index]
-        assert said["words"] in PET["properties"]["words"]["enum"]  # type: ignore[index]
+        document = json.loads(arguments)
+        assert document["kind"] in PET["properties"]["kind"]["enum"]  # type: ignore[index]
+        assert document["words"] in PET["properties"]["words"]["enum"]  # type: ignore[index]
 
 
 def test_a_model_calls_by_itself(family: Family, running: Served, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 250}
+    arguments: dict[str, Any] = {"model": NAME, "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 250}
     if call_format(family.template) is None:
         with pytest.raises(openai.BadRequestError, match="names no way of calling tools"):
-            client.chat.completions.create(**asked)
+            client.chat.completions.create(**arguments)
         return
     vocabulary = running.service.engine.frontend.engine.tokenizer
     assert family.mark is not None
     begins = "<|channel|>commentary to" if family is GPT_OSS else family.mark
     bias = {str(token): 60.0 for token in vocabulary.encode(begins, add_special_tokens=False).ids}
-    text, _, calls, finish = answered(client, **asked, logit_bias=bias, parallel_tool_calls=False)
+    text, _, calls, finish = answered(client, **arguments, logit_bias=bias, parallel_tool_calls=False)
     assert calls, text
     assert (text, finish) == ("", "tool_calls")
     assert calls[0][0] in ("keep", "lo.s-e_2")
     assert set(json.loads(calls[0][1])) == {"kind", "words"}
     # It need not, and its text leaves special tokens out.
-    free = client.chat.completions.create(**asked | {"max_tokens": 8})
+    free = client.chat.completions.create(**arguments | {"max_tokens": 8})
     assert free.choices[0].message.tool_calls is None
     assert family.mark not in (free.choices[0].message.content or "")
 
 
 def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI) -> None:
     """With the id that we gave it, which Mistral's templates check."""
-    asked: dict[str, Any] = {"model": NAME, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
-    first = client.chat.completions.create(**asked, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
+    arguments: dict[str, Any] = {"model": NAME, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
+    first = client.chat.completions.create(**arguments, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
     message = first.choices[0].message
     assert message.tool_calls is not None
     result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
     client.chat.completions.create(
-        **asked | {"tool_choice": "none"}, messages=[*CHAT, message.model_dump(exclude_none=True), result], max_tokens=1
+        **arguments | {"tool_choice": "none"},
+        messages=[*CHAT, message.model_dump(exclude_none=True), result],
+        max_tokens=1,
     )
 
 
@@ -210,8 +219,8 @@ def test_parameters_that_are_written_one_by_one_are_read(
     size = data.draw(st.integers(1, len(text)))
     reader, pieces = CallReader(calling), []
     for at in range(0, len(text), size):
-        said, more = reader.push(text[at : at + size], at + size >= len(text))
-        assert not said
+        output, more = reader.push(text[at : at + size], at + size >= len(text))
+        assert not output
         pieces += more
     (call,) = whole_calls(pieces)
     assert call.function.name == "f"
@@ -219,7 +228,7 @@ def test_parameters_that_are_written_one_by_one_are_read(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         ({"anyOf": [{"properties": {}}]}, "'anyOf'"),
         ({"properties": {"a>b": {}}}, "'a>b'"),
@@ -227,9 +236,9 @@ def test_parameters_that_are_written_one_by_one_are_read(
         ({"properties": {"a": {}}, "required": ["b"]}, "'b'"),
     ],
 )
-def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict[str, Any], said: str) -> None:
+def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict[str, Any], message: str) -> None:
     calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=parameters)], forced=True, parallel=False)
-    with pytest.raises(RequestError, match=rf"the parameters of f have {said}") as caught:
+    with pytest.raises(RequestError, match=rf"the parameters of f have {message}") as caught:
         calling.grammar()
     assert caught.value.param == "tools"
 
@@ -260,17 +269,13 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
         "<|end|><|start|>assistant<|channel|>final<|message|>well<|start|>!"
     )
     for size in (1, 7, len(text)):
-        reader, said, thoughts = CallReader(calling), "", ""
+        reader, output, thoughts = CallReader(calling), "", ""
         for at in range(0, len(text), size):
-            said += reader.push(text[at : at + size], at + size >= len(text))[0]
+            output += reader.push(text[at : at + size], at + size >= len(text))[0]
             thoughts += reader.thoughts()
         assert thoughts == "so to=functions.f?"
-        assert said.replace("<|start|>", "") == "waitwell!"
+        assert output.replace("<|start|>", "") == "waitwell!"
         assert not reader.calls
-
-
-def test_the_table_of_the_documentation_is_true() -> None:
-    assert table() in Path("docs/serving.md").read_text(encoding="utf-8")
 
 
 # --- added tokens in grammars ----------------------------------------------------------------------------------------
@@ -307,13 +312,13 @@ def test_a_grammar_may_hold_added_tokens(marked: Engine, skip: bool, bound: Any,
         assert re.fullmatch(pattern, plain.text), plain.text
         assert plain.finish_reason == "stop"
         for method in ("draft_model", "ngram"):
-            made = marked.generate(prompt, params, method)
-            assert re.fullmatch(pattern, made.text)
+            completion = marked.generate(prompt, params, method)
+            assert re.fullmatch(pattern, completion.text)
             if not temperature:
-                assert (made.token_ids, made.logprobs) == (plain.token_ids, plain.logprobs)
+                assert (completion.token_ids, completion.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_a_bound_text_may_hold_tokens_of_its_own(marked: Engine) -> None:
+def test_constrained_texts_may_contain_special_tokens(marked: Engine) -> None:
     """Where text is free, added tokens that show are free; where a grammar names tokens, those are taken."""
     added = marked.tokenizer.token_to_id("<tool_call>")
     special = marked.tokenizer.get_added_tokens_decoder()[added].special

@@ -43,9 +43,9 @@ CHAT = [
 
 
 def with_template(template: str | None) -> Any:
-    found = copy.deepcopy(tokenizer())
-    found.chat_template = template
-    return found
+    actual = copy.deepcopy(tokenizer())
+    actual.chat_template = template
+    return actual
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -67,7 +67,7 @@ OPENAI = {"messages": [{"role": role, "content": content} for role, content in C
 
 @pytest.mark.parametrize("row", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "marked"])
-def test_only_what_the_assistant_says_is_learnt(tmp_path: Path, row: Any, template: str) -> None:
+def test_only_the_assistants_turns_are_learnt(tmp_path: Path, row: Any, template: str) -> None:
     windows = read_windows([write(tmp_path / "chat.jsonl", row)], with_template(template), seq_len=32, seed=0)
     assert learnt_texts(windows) == ["thought three</s>thought four</s>"]
 
@@ -117,11 +117,11 @@ def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: 
     words = "the cat sat on the mat"
     (tmp_path / "long.txt").write_text(words)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": words}) + "\n")
-    for name, found in (
+    for name, actual in (
         ("long.txt", "22 bytes; expected at most 20"),
         ("long.jsonl", r"long\.jsonl:2: a line of more than 20 bytes"),
     ):
-        with pytest.raises(TrainError, match=found):
+        with pytest.raises(TrainError, match=actual):
             read_windows([tmp_path / name], with_template(None), seq_len=16, seed=0)
 
 

@@ -47,12 +47,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., DFlashOptions]:
     def make(name: str = "out", **changed: Any) -> DFlashOptions:
-        given = {
+        fields = {
             "target": str(target), "data": [text], "output": tmp_path / name, "states": STATES, "layers": 2,
             "seq_len": 32, "batch_size": 4, "steps": 6, "draft_block": BLOCK, "anchors": 6, "save_every": SAVE_EVERY,
             "precision": "fp32",
         }  # fmt: skip
-        return DFlashOptions(**(given | changed))  # type: ignore[arg-type]
+        return DFlashOptions(**(fields | changed))  # type: ignore[arg-type]
 
     return make
 
@@ -73,8 +73,8 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     draft = new_draft(options(intermediate_size=48), loaded, STATES)
     save_dflash(tmp_path / "draft", draft, STATES, 2, dtype=torch.float32)
     anchors = torch.tensor([[0, 3, 6], [1, 5, 7]])
-    said: list[torch.Tensor] = []
-    hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: said.append(output))
+    texts: list[torch.Tensor] = []
+    hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))
     loss, _ = draft_loss(draft, loaded.model, STATES, windows.rows(torch.arange(2)), anchors, decay)
     hook.remove()
 
@@ -84,14 +84,14 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     states = torch.cat([noted[count] for count in STATES], -1)
     paper = Paper(tmp_path / "draft", target, theta=10000.0)
     losses: list[list[torch.Tensor]] = [[] for _ in range(BLOCK - 1)]
-    found = [iter(one) for one in said]
+    actual = [iter(text) for text in texts]
     for row in range(2):
         for anchor in anchors[row].tolist():
-            own = paper.logits(states[row, : anchor + 1], int(ids[row, anchor + 1]), BLOCK - 1)
+            expected_own = paper.logits(states[row, : anchor + 1], int(ids[row, anchor + 1]), BLOCK - 1)
             for ahead in range(min(BLOCK - 1, length - 2 - anchor)):
-                torch.testing.assert_close(next(found[ahead]), own[ahead], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(next(actual[ahead]), expected_own[ahead], rtol=1e-4, atol=1e-4)
                 wanted = logits[row, anchor + 1 + ahead].softmax(-1)
-                losses[ahead].append(-(wanted * own[ahead].log_softmax(-1)).sum())
+                losses[ahead].append(-(wanted * expected_own[ahead].log_softmax(-1)).sum())
     expected = torch.stack([decay**at * torch.stack(part).mean() for at, part in enumerate(losses)]).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
@@ -108,7 +108,7 @@ def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashOption
     hook = loaded.model.get_output_embeddings().register_forward_hook(
         lambda _module, _args, output: 20 * torch.nn.functional.one_hot(following, VOCAB)[None].float()
     )
-    parameters = {name: one for name, one in draft.named_parameters() if one.requires_grad}
+    parameters = {name: item for name, item in draft.named_parameters() if item.requires_grad}
 
     def loss_at(number: int) -> Any:
         nonlocal following
@@ -150,21 +150,21 @@ def test_anchors_are_drawn_where_something_is_learnt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped_at"),
+    ("settings", "stopped_at"),
     [
         ({"self_distill": 16, "accumulate": 2, "mask_token_id": 5}, "draft: step 4"),
         ({"optimizer": "muon", "states": None, "layers": 1}, "draft: step 6"),
     ],
     ids=["texts", "data"],
 )
-def test_a_run_that_goes_on_is_equal_to_a_whole_one(
-    options: Callable[..., DFlashOptions], how: dict[str, Any], stopped_at: str
+def test_resumed_runs_equal_uninterrupted_ones(
+    options: Callable[..., DFlashOptions], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    record, whole, _ = train_whole_and_parted(train_dflash, options, how, stopped_at)
+    record, whole, _ = train_whole_and_parted(train_dflash, options, settings, stopped_at)
     outline = read_dflash(str(whole))
-    assert outline.states == ((2,) if "layers" in how else STATES)
-    assert (outline.block_size, outline.causal) == (BLOCK, (False,) * how.get("layers", 2))
-    assert outline.mask_token == how.get("mask_token_id", outline.mask_token)
+    assert outline.states == ((2,) if "layers" in settings else STATES)
+    assert (outline.block_size, outline.causal) == (BLOCK, (False,) * settings.get("layers", 2))
+    assert outline.mask_token == settings.get("mask_token_id", outline.mask_token)
     state = load_file(whole / "model.safetensors")
     assert "layers.0.self_attn.q_norm.weight" in state
     assert not {"lm_head.weight", "embed_tokens.weight"} & state.keys()
@@ -191,7 +191,7 @@ def test_options_out_of_range_are_refused_by_name(
         train_dflash(options(**changed), silent)
 
 
-def test_a_bundle_is_built_of_what_the_command_trained(
+def test_trained_folders_are_built(
     target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "draft"

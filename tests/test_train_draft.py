@@ -62,8 +62,8 @@ def test_divergences_are_those_of_the_formulas() -> None:
         "tvd": 1 - np.minimum(p, q).sum(-1),
     }
     for kind, values in expected.items():
-        found = divergence(torch.tensor(student), torch.tensor(teacher), kind).item()
-        assert found == pytest.approx(values.mean(), rel=1e-5), kind
+        actual = divergence(torch.tensor(student), torch.tensor(teacher), kind).item()
+        assert actual == pytest.approx(values.mean(), rel=1e-5), kind
 
 
 def test_the_loss_counts_the_positions_asked_for_and_bears_another_padding() -> None:
@@ -166,9 +166,9 @@ def test_the_command_makes_a_new_draft(
 def test_options_that_do_not_fit_are_refused(
     pair: tuple[Path, Path], text: Path, tmp_path: Path, changed: dict[str, Any], expected: str
 ) -> None:
-    given = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
+    fields = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
     with pytest.raises(SpecExportError, match=expected):
-        train_draft(DraftOptions(**(given | changed)), silent)  # type: ignore[arg-type]
+        train_draft(DraftOptions(**(fields | changed)), silent)  # type: ignore[arg-type]
 
 
 def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:

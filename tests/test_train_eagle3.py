@@ -24,7 +24,7 @@ from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
     draft_accuracy,
     draft_loss,
-    given_draft,
+    initial_draft,
     new_draft,
     train_eagle3,
 )
@@ -57,11 +57,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., Eagle3Options]:
     def make(name: str = "out", **changed: Any) -> Eagle3Options:
-        given = {
+        fields = {
             "target": str(target), "data": [text], "output": tmp_path / name, "states": STATES, "seq_len": 32,
             "batch_size": 4, "steps": 6, "ttt_steps": 3, "save_every": SAVE_EVERY, "precision": "fp32",
         }  # fmt: skip
-        return Eagle3Options(**(given | changed))  # type: ignore[arg-type]
+        return Eagle3Options(**(fields | changed))  # type: ignore[arg-type]
 
     return make
 
@@ -75,15 +75,15 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
 ) -> None:
     """Draft after draft, token after token, against all of them at once: logits, and the loss made of them."""
     steps, kept, decay = 3, 200, 0.8
-    asked = options(draft_vocab_size=kept, intermediate_size=48)
+    settings = options(draft_vocab_size=kept, intermediate_size=48)
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
     windows = _windows(ids)
     torch.manual_seed(0)
     loaded = load_model(str(target), CPU, frozen=True)
-    draft = new_draft(asked, loaded, STATES, windows)
+    draft = new_draft(settings, loaded, STATES, windows)
     save_eagle3(tmp_path / "draft", draft, STATES, tied=False, dtype=torch.float32)
-    said: list[torch.Tensor] = []
-    hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: said.append(output))
+    texts: list[torch.Tensor] = []
+    hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))
     loss, _ = draft_loss(draft, loaded.model, STATES, windows.rows(torch.arange(2)), steps, decay)
     hook.remove()
 
@@ -95,18 +95,20 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     known = draft.target_ids
     assert known is not None
     for step in range(steps):
-        found, losses = iter(said[step]), []
+        actual, losses = iter(texts[step]), []
         for row in range(2):
             for begin in range(ids.shape[1] - 2 - step):
                 paper = Paper(tmp_path / "draft", target)
                 for at in range(begin + 1):
-                    state, own = paper.row(paper.fused(states[row, at]), int(ids[row, at + 1]))
+                    state, expected_own = paper.row(paper.fused(states[row, at]), int(ids[row, at + 1]))
                 for ahead in range(1, step + 1):
-                    state, own = paper.row(state, int(ids[row, begin + 1 + ahead]))
-                torch.testing.assert_close(next(found), own, rtol=1e-4, atol=1e-4)
+                    state, expected_own = paper.row(state, int(ids[row, begin + 1 + ahead]))
+                torch.testing.assert_close(next(actual), expected_own, rtol=1e-4, atol=1e-4)
                 wanted = logits[row, begin + 1 + step]
                 learnt = bool((known == wanted.argmax()).any())
-                losses.append(-(wanted[known].softmax(-1) * own.log_softmax(-1)).sum() if learnt else torch.zeros(()))
+                losses.append(
+                    -(wanted[known].softmax(-1) * expected_own.log_softmax(-1)).sum() if learnt else torch.zeros(())
+                )
         expected = expected + decay**step * torch.stack(losses).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
@@ -125,7 +127,7 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
     hook = loaded.model.get_output_embeddings().register_forward_hook(
         lambda _module, _args, output: 20 * torch.nn.functional.one_hot(following, VOCAB)[None].float()
     )
-    parameters = {name: one for name, one in draft.named_parameters() if one.requires_grad}
+    parameters = {name: item for name, item in draft.named_parameters() if item.requires_grad}
 
     def loss_at(number: int) -> Any:
         nonlocal following
@@ -148,23 +150,23 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped_at"),
+    ("settings", "stopped_at"),
     [
         ({"self_distill": 16, "accumulate": 2, "draft_vocab_size": 100}, "draft: step 4"),
         ({"optimizer": "muon", "tie_lm_head": True}, "draft: step 6"),
     ],
     ids=["texts", "data"],
 )
-def test_a_run_that_goes_on_is_equal_to_a_whole_one(
-    options: Callable[..., Eagle3Options], how: dict[str, Any], stopped_at: str
+def test_resumed_runs_equal_uninterrupted_ones(
+    options: Callable[..., Eagle3Options], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    record, whole, _ = train_whole_and_parted(train_eagle3, options, how, stopped_at)
+    record, whole, _ = train_whole_and_parted(train_eagle3, options, settings, stopped_at)
     outline = read_eagle3(str(whole))
-    assert (outline.states, outline.draft_vocab) == (STATES, how.get("draft_vocab_size", VOCAB))
+    assert (outline.states, outline.draft_vocab) == (STATES, settings.get("draft_vocab_size", VOCAB))
     state = load_file(whole / "model.safetensors")
     assert "midlayer.self_attn.q_proj.weight" in state
-    assert ("lm_head.weight" in state) is ("tie_lm_head" not in how)
-    assert {"d2t", "t2d"} <= state.keys() if "draft_vocab_size" in how else not {"d2t", "t2d"} & state.keys()
+    assert ("lm_head.weight" in state) is ("tie_lm_head" not in settings)
+    assert {"d2t", "t2d"} <= state.keys() if "draft_vocab_size" in settings else not {"d2t", "t2d"} & state.keys()
     assert len(record["accuracy"]) == 3
     assert json.loads((whole / "training.json").read_text()) == record
 
@@ -183,7 +185,7 @@ def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Op
 
 
 @pytest.mark.parametrize("kept", [None, 200])
-def test_a_draft_is_gone_on_from_with_the_strongest_units_of_its_mlp(
+def test_narrower_mlps_keep_the_strongest_units(
     options: Callable[..., Eagle3Options], target: Path, tmp_path: Path, kept: int | None
 ) -> None:
     """Those that write nothing can go, and it says the same."""
@@ -192,30 +194,30 @@ def test_a_draft_is_gone_on_from_with_the_strongest_units_of_its_mlp(
     state["midlayer.mlp.down_proj.weight"][:, ::3] = 0.0
     save_file(state, folder / "model.safetensors")
     loaded = load_model(str(target), CPU, frozen=True)
-    asked = options(draft=str(folder), states=None, intermediate_size=32)
-    whole, states = given_draft(replace(asked, intermediate_size=None), loaded, LAYERS)
-    narrow, _ = given_draft(asked, loaded, LAYERS)
+    settings = options(draft=str(folder), states=None, intermediate_size=32)
+    whole, states = initial_draft(replace(settings, intermediate_size=None), loaded, LAYERS)
+    narrow, _ = initial_draft(settings, loaded, LAYERS)
     assert states == STATES
     assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
     draw = torch.Generator().manual_seed(3)
     ids, hidden = torch.randint(0, VOCAB, (1, 6), generator=draw), torch.randn(1, 6, HIDDEN, generator=draw)
-    said = []
+    texts = []
     for draft in (whole, narrow):
         with torch.no_grad(), lowering(_TrainingTimeTest()):
-            said.append(draft.lm_head(draft(ids, hidden, torch.arange(6)[None])[1]))
-    torch.testing.assert_close(said[1], said[0])
-    record = train_eagle3(asked, silent)
-    written = read_eagle3(str(asked.output))
+            texts.append(draft.lm_head(draft(ids, hidden, torch.arange(6)[None])[1]))
+    torch.testing.assert_close(texts[1], texts[0])
+    record = train_eagle3(settings, silent)
+    written = read_eagle3(str(settings.output))
     assert (written.layer.intermediate_size, written.draft_vocab) == (32, kept or VOCAB)
     assert record["options"]["draft"] == str(folder)
 
 
-def test_drafts_that_are_not_written_are_not_gone_on_from(
+def test_unsupported_drafts_cannot_be_continued(
     options: Callable[..., Eagle3Options], target: Path, tmp_path: Path
 ) -> None:
     folder = make_eagle3(tmp_path / "given", target, published="speculators", model_type="qwen3", fc_norm=True)
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({}, "has fc_norm, layers of a qwen3; expected what is written"),
+        ({}, "has fc_norm, layers of a qwen3; expected one plain llama layer"),
         ({"states": STATES}, "--draft was given together with --states"),
         ({"draft_vocab_size": 100}, "--draft was given together with --draft-vocab-size"),
     )
@@ -245,7 +247,7 @@ def test_options_out_of_range_are_refused_by_name(
         train_eagle3(options(**changed), silent)
 
 
-def test_a_bundle_is_built_of_what_the_command_trained(
+def test_trained_folders_are_built(
     target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "draft"

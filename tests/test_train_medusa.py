@@ -39,17 +39,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., MedusaOptions]:
     def make(name: str = "out", **changed: Any) -> MedusaOptions:
-        given = {
+        fields = {
             "target": str(target), "data": [text], "output": tmp_path / name, "heads": 2, "seq_len": 32,
             "batch_size": 4, "steps": 6, "save_every": SAVE_EVERY, "precision": "fp32",
         }  # fmt: skip
-        return MedusaOptions(**(given | changed))  # type: ignore[arg-type]
+        return MedusaOptions(**(fields | changed))  # type: ignore[arg-type]
 
     return make
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_read_what_the_language_model_head_does(family: str) -> None:
+def test_heads_read_the_language_model_heads_input(family: str) -> None:
     model: Any = make_model(family)
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     rows = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -87,17 +87,17 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped_at"),
+    ("settings", "stopped_at"),
     [
         ({"self_distill": 24, "cache_hidden": True, "accumulate": 2}, "heads: step 6"),
         ({"stage": 2, "tie_lm_head": True, "heads_first": 0.5, "lm_loss": "kl"}, "joint: step 3"),
     ],
     ids=["heads", "together"],
 )
-def test_a_run_that_goes_on_is_equal_to_a_whole_one(
-    options: Callable[..., MedusaOptions], how: dict[str, Any], stopped_at: str
+def test_resumed_runs_equal_uninterrupted_ones(
+    options: Callable[..., MedusaOptions], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    train_whole_and_parted(train_medusa, options, how, stopped_at)
+    train_whole_and_parted(train_medusa, options, settings, stopped_at)
 
 
 def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
@@ -160,10 +160,10 @@ def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_for
 def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
     options: Callable[..., MedusaOptions], tune: str, tied: bool
 ) -> None:
-    how = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
-    asked = options(**how)
-    record = train_medusa(asked, silent)
-    before, after = load_checkpoint(asked.target), load_checkpoint(str(asked.output))
+    settings = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
+    changed_options = options(**settings)
+    record = train_medusa(changed_options, silent)
+    before, after = load_checkpoint(changed_options.target), load_checkpoint(str(changed_options.output))
     moved = [
         name
         for (name, old), new in zip(before.model.named_parameters(), after.model.parameters(), strict=True)
@@ -173,10 +173,10 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
     # The model is held to what it said before.
     divergences = [entry["lm kl"][0] for entry in record["joint"]["history"]]
     assert all(0 <= value < 0.05 for value in divergences), divergences
-    heads = load_medusa(asked.output, hidden=64, vocab=VOCAB)
+    heads = load_medusa(changed_options.output, hidden=64, vocab=VOCAB)
     assert len(heads) == 2
     assert heads.tied is tied
-    assert (asked.output / COMPATIBLE).exists() is tied
+    assert (changed_options.output / COMPATIBLE).exists() is tied
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_the_command_prints_accuracies_or_the_record(
 
 
 def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaOptions]) -> None:
-    asked = options()
-    train_medusa(asked, silent)
-    file = asked.output / "medusa_lm_head.safetensors"
+    settings = options()
+    train_medusa(settings, silent)
+    file = settings.output / "medusa_lm_head.safetensors"
     save_file(load_file(file) | {"1.0.linear.bias": torch.zeros(7)}, file)
     with pytest.raises(SpecExportError, match=r"medusa_lm_head\.safetensors: tensor '1\.0\.linear\.bias' is \[7\]"):
-        load_medusa(asked.output, hidden=64, vocab=VOCAB)
+        load_medusa(settings.output, hidden=64, vocab=VOCAB)

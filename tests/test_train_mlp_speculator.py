@@ -44,18 +44,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., SpeculatorOptions]:
     def make(name: str = "out", **changed: Any) -> SpeculatorOptions:
-        given = {
+        fields = {
             "target": str(target), "data": [text], "output": tmp_path / name, "n_predict": 2, "seq_len": 32,
             "inner_dim": 32, "batch_size": 4, "steps": 8, "save_every": SAVE_EVERY, "precision": "fp32",
         }  # fmt: skip
-        return SpeculatorOptions(**(given | changed))  # type: ignore[arg-type]
+        return SpeculatorOptions(**(fields | changed))  # type: ignore[arg-type]
 
     return make
 
 
-def test_stages_learn_what_follows_the_token_before_them(
-    tmp_path: Path, options: Callable[..., SpeculatorOptions]
-) -> None:
+def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., SpeculatorOptions]) -> None:
     """In a language in which either of two tokens follows each: who does not see it must guess among four, or eight."""
     model: Any = make_model("llama")
     generator = torch.Generator().manual_seed(1)
@@ -81,20 +79,20 @@ def test_stages_learn_what_follows_the_token_before_them(
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped_at"),
+    ("settings", "stopped_at"),
     [
         ({"self_distill": 16, "cache_hidden": True}, "texts: step 4"),
         ({"tie_weights": True, "scale_input": True, "accumulate": 2}, "data: step 6"),
     ],
     ids=["texts", "data"],
 )
-def test_a_run_that_goes_on_is_equal_to_a_whole_one(
-    options: Callable[..., SpeculatorOptions], how: dict[str, Any], stopped_at: str
+def test_resumed_runs_equal_uninterrupted_ones(
+    options: Callable[..., SpeculatorOptions], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    record, whole, parted = train_whole_and_parted(train_mlp_speculator, options, how, stopped_at)
+    record, whole, parted = train_whole_and_parted(train_mlp_speculator, options, settings, stopped_at)
     outline = read_speculator(str(parted))
     assert (outline.stages, outline.inner, outline.tied, outline.scale_input) == (
-        2, 32, "tie_weights" in how, "scale_input" in how
+        2, 32, "tie_weights" in settings, "scale_input" in settings
     )  # fmt: skip
     assert outline.accuracy is not None
     assert json.loads((whole / "training.json").read_text()) == record
@@ -117,7 +115,7 @@ def test_options_out_of_range_are_refused_by_name(
         train_mlp_speculator(options(**changed), silent)
 
 
-def test_a_bundle_is_built_of_what_the_command_trained(
+def test_trained_folders_are_built(
     target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "speculator"

@@ -121,10 +121,10 @@ def test_drawings_show_every_node_once_below_its_parent(tree: TokenTree) -> None
     assert first == "0  last token"
     path, seen = [0], [0]
     for line in lines:
-        found = re.fullmatch(r"((?:│   |    )*)(?:├── |└── )(\d+)  rank (\d+)", line)
-        assert found is not None
-        node, depth = int(found[2]), 1 + len(found[1]) // 4
-        assert (tree.parents[node], tree.ranks[node]) == (path[depth - 1], int(found[3]))
+        match = re.fullmatch(r"((?:│   |    )*)(?:├── |└── )(\d+)  rank (\d+)", line)
+        assert match is not None
+        node, depth = int(match[2]), 1 + len(match[1]) // 4
+        assert (tree.parents[node], tree.ranks[node]) == (path[depth - 1], int(match[3]))
         path[depth:] = [node]
         seen.append(node)
     assert sorted(seen) == list(range(len(tree)))

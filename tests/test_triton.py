@@ -42,13 +42,13 @@ def repository(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def said(bundle: Callable[[str], Path]) -> dict[str, Any]:
+def expected_answers(bundle: Callable[[str], Path]) -> dict[str, Any]:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
-        found = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-        return {"text": found.text, "prompt_tokens": found.stats.prompt_tokens}
+        completion = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+        return {"text": completion.text, "prompt_tokens": completion.stats.prompt_tokens}
 
 
-def test_a_repository_is_whole_or_not_there(
+def test_repositories_are_written_atomically(
     bundle: Callable[[str], Path], repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = ["export", "triton", str(bundle("llama-near-batch")), "-o"]
@@ -75,12 +75,12 @@ def test_the_configuration_is_one_by_tritons_schema(repository: Path) -> None:
     config = text_format.Parse(text, schema.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("tiny", "python", 0)
     assert config.model_transaction_policy.decoupled
-    inputs = {one.name: (one.data_type, list(one.dims), one.optional) for one in config.input}
+    inputs = {item.name: (item.data_type, list(item.dims), item.optional) for item in config.input}
     assert inputs["text_input"] == (schema.TYPE_STRING, [1], False)
     assert inputs["stream"] == (schema.TYPE_BOOL, [1], True)
     assert inputs["sampling_parameters"] == (schema.TYPE_STRING, [1], True)
     assert inputs["exclude_input_in_output"] == (schema.TYPE_BOOL, [1], True)
-    assert {one.name: (one.data_type, list(one.dims)) for one in config.output} == {
+    assert {item.name: (item.data_type, list(item.dims)) for item in config.output} == {
         "text_output": (schema.TYPE_STRING, [-1]),
         "finish_reason": (schema.TYPE_STRING, [-1]),
         "num_input_tokens": (schema.TYPE_UINT32, [-1]),
@@ -145,9 +145,9 @@ class Request:
         return list(iter(lambda: self.sent.get(timeout=DEADLINE), None))
 
     def texts(self) -> list[str]:
-        found = self.responses()
-        assert all(response.error is None for response in found), found[-1].error
-        return [response.outputs["text_output"][0].decode() for response in found]
+        actual = self.responses()
+        assert all(response.error is None for response in actual), actual[-1].error
+        return [response.outputs["text_output"][0].decode() for response in actual]
 
 
 def loaded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -177,16 +177,16 @@ def loaded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="module")
 def model(repository: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        made = loaded(repository, patch)
-        yield made
-        made.finalize()
+        result = loaded(repository, patch)
+        yield result
+        result.finalize()
 
 
 PARAMETERS = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SAMPLING = json.dumps(PARAMETERS).encode()
 
 
-def test_a_request_is_answered_whole_or_in_parts(model: Any, said: dict[str, Any]) -> None:
+def test_a_request_is_answered_whole_or_in_parts(model: Any, expected_answers: dict[str, Any]) -> None:
     wanted = dict.fromkeys(["return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"], True)
     whole = Request(sampling_parameters=SAMPLING, **wanted)
     alone = Request(parameters={name: str(value).lower() for name, value in PARAMETERS.items()})
@@ -196,30 +196,33 @@ def test_a_request_is_answered_whole_or_in_parts(model: Any, said: dict[str, Any
     model.execute(parts[6:])
     (answer,) = whole.responses()
     assert answer.outputs == {
-        "text_output": [(PROMPT + said["text"]).encode()],
+        "text_output": [(PROMPT + expected_answers["text"]).encode()],
         "finish_reason": [b"length"],
-        "num_input_tokens": [said["prompt_tokens"]],
+        "num_input_tokens": [expected_answers["prompt_tokens"]],
         "num_output_tokens": [24],
     }
-    assert alone.texts() == [said["text"]]
+    assert alone.texts() == [expected_answers["text"]]
     for request in parts:
-        found = [response.outputs for response in request.responses()]
-        assert len(found) > 2
-        assert b"".join(one["text_output"][0] for one in found).decode() == said["text"]
-        assert sum(one["num_output_tokens"][0] for one in found) == 24
-        assert [one["finish_reason"][0] for one in found[-2:]] == [b"", b"length"]
+        actual = [response.outputs for response in request.responses()]
+        assert len(actual) > 2
+        assert b"".join(item["text_output"][0] for item in actual).decode() == expected_answers["text"]
+        assert sum(item["num_output_tokens"][0] for item in actual) == 24
+        assert [item["finish_reason"][0] for item in actual[-2:]] == [b"", b"length"]
 
 
 def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
-    asked = json.dumps(
+    request = json.dumps(
         {"n": 3, "seed": 1, "temperature": 1, "max_tokens": 8, "speculative": {"num_speculative_tokens": 0}}
     ).encode()
-    whole = Request(sampling_parameters=asked, exclude_input_in_output=True)
-    parts = Request(sampling_parameters=asked, stream=True)
+    whole = Request(sampling_parameters=request, exclude_input_in_output=True)
+    parts = Request(sampling_parameters=request, stream=True)
     model.execute([whole, parts])
     (answer,) = whole.responses()
     assert len(set(answer.outputs["text_output"])) == 3
-    joined = [b"".join(texts) for texts in zip(*(one.outputs["text_output"] for one in parts.responses()), strict=True)]
+    joined = [
+        b"".join(texts)
+        for texts in zip(*(response.outputs["text_output"] for response in parts.responses()), strict=True)
+    ]
     assert joined == answer.outputs["text_output"]
 
 
@@ -245,7 +248,7 @@ def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, mess
     assert message in answer.error.message
 
 
-def test_who_is_gone_is_not_decoded_for(model: Any) -> None:
+def test_disconnected_clients_requests_end(model: Any) -> None:
     request = Request(parameters={**PARAMETERS, "max_tokens": 400}, stream=True)
     model.execute([request])
     request.sent.get(timeout=DEADLINE)
@@ -258,16 +261,16 @@ def test_who_is_gone_is_not_decoded_for(model: Any) -> None:
 
 
 def test_unloading_lets_requests_finish(
-    repository: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    repository: Path, expected_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(repository, monkeypatch)
     requests = [Request(sampling_parameters=SAMPLING, stream=True) for _ in range(4)]
     model.execute(requests)
     first = [request.sent.get(timeout=DEADLINE) for request in requests]
     model.finalize()
-    for one, request in zip(first, requests, strict=True):
-        assert one is not None
-        assert one.outputs["text_output"][0].decode() + "".join(request.texts()) == said["text"]
+    for item, request in zip(first, requests, strict=True):
+        assert item is not None
+        assert item.outputs["text_output"][0].decode() + "".join(request.texts()) == expected_answers["text"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"bundle": 1}'])
@@ -329,14 +332,14 @@ def free_port() -> int:
 
 
 @pytest.mark.skipif(TRITON is None, reason="SPECEXPORT_TRITON names no folder with Triton's server")
-def test_tritons_server_answers(triton: tuple[int, int], repository: Path, said: dict[str, Any]) -> None:
+def test_tritons_server_answers(triton: tuple[int, int], repository: Path, expected_answers: dict[str, Any]) -> None:
     url = f"http://localhost:{triton[0]}/v2/models/tiny"
     whole = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "parameters": PARAMETERS}, timeout=DEADLINE)
-    assert whole.json()["text_output"] == PROMPT + said["text"]
+    assert whole.json()["text_output"] == PROMPT + expected_answers["text"]
     body = {"text_input": PROMPT, "stream": True, "return_finish_reason": True, **PARAMETERS}
     events = httpx.post(f"{url}/generate_stream", json=body, timeout=DEADLINE).text
     parts = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line]
-    assert "".join(part["text_output"] for part in parts) == said["text"]
+    assert "".join(part["text_output"] for part in parts) == expected_answers["text"]
     assert (len(parts) > 2, parts[-1]["finish_reason"]) == (True, "length")
     wrong = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "top_p": 2}, timeout=DEADLINE)
     assert "top_p: Input should be less than or equal to 1" in wrong.json()["error"]
@@ -345,4 +348,4 @@ def test_tritons_server_answers(triton: tuple[int, int], repository: Path, said:
     code = code.replace("localhost:8001", f"localhost:{triton[1]}").replace('"one two"', repr(PROMPT))
     code = code.replace('"max_tokens": 20', '"max_tokens": 24, "ignore_eos": True')
     client = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=DEADLINE)
-    assert client.stdout.decode() == said["text"]
+    assert client.stdout.decode() == expected_answers["text"]

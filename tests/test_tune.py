@@ -62,7 +62,7 @@ def test_a_wider_tree_must_pay_for_itself(bundle: Bundles) -> None:
     assert free[0].speed_up == pytest.approx(2.85)
     steep = candidates(method, seen, [1.0, 1.3, 2.0, 3.0, 4.0, 5.0])
     assert steep[0].tree.choices == ((0,),)
-    assert {len(one.tree) for one in steep} == {2, 3, 4, 5, 6}
+    assert {len(item.tree) for item in steep} == {2, 3, 4, 5, 6}
 
 
 def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
@@ -80,7 +80,7 @@ def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree"])
-def test_what_is_observed_is_what_is_accepted(bundle: Bundles, name: str) -> None:
+def test_observed_acceptance_equals_actual_acceptance(bundle: Bundles, name: str) -> None:
     """Paths within the tree that was verified were accepted as often as they came true."""
     with Engine.load(bundle(name), threads=1) as engine:
         method = next(iter(engine.loaded_methods))
@@ -137,9 +137,9 @@ def test_tuning_writes_the_tree_into_the_bundle(
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "9", "-n", "24", "--threads", "1"]
     assert main([*words, "--json", "--dry-run"]) == 0
     assert read_manifest(folder) == before
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["step_ms"]) == 9
-    rates = [tree["tokens_per_second"] for tree in found["trees"]]
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["step_ms"]) == 9
+    rates = [tree["tokens_per_second"] for tree in document["trees"]]
     assert rates == sorted(rates, reverse=True)
     assert main(words) == 0
     assert "by default now" in capsys.readouterr().out

@@ -59,9 +59,9 @@ def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path
     words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json")
     latin = command(*words, stdin="ab\xff".encode("latin-1"), env={"PYTHONIOENCODING": "latin-1"})
     assert latin.returncode == 0
-    said = [json.loads(done.stdout) for done in (latin, command(*words, "-p", "ab\xff"))]
-    assert said[0]["prompt"] == "ab\xff"
-    assert said[0]["token_ids"] == said[1]["token_ids"]
+    output = [json.loads(done.stdout) for done in (latin, command(*words, "-p", "ab\xff"))]
+    assert output[0]["prompt"] == "ab\xff"
+    assert output[0]["token_ids"] == output[1]["token_ids"]
     done = command(*words, stdin=WRONG, env={"PYTHONIOENCODING": "ascii"})
     assert done.stderr == b"specexport: error: standard input: the byte 0xff is not ASCII; send text in ASCII\n"
 
@@ -120,7 +120,7 @@ def test_a_folder_may_have_any_name_that_is_text(bundle: Callable[[str], Path], 
         assert engine.generate("a", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids
 
 
-def test_what_standard_output_cannot_show_is_replaced(bundle: Callable[[str], Path]) -> None:
+def test_unprintable_characters_are_replaced(bundle: Callable[[str], Path]) -> None:
     words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos")
     shown = command(*words).stdout.decode()
     assert not shown.isascii()  # else this would show nothing

@@ -29,10 +29,10 @@ TEXT = "one two three one two three"
 def letters() -> Tokenizer:
     """A tokenizer of single characters."""
     vocab = {chr(code): code for code in range(32, 128)}
-    made = Tokenizer(models.WordLevel({**vocab, "?": 63}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    return made
+    built = Tokenizer(models.WordLevel({**vocab, "?": 63}, unk_token="?"))
+    built.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    built.decoder = decoders.Fuse()
+    return built
 
 
 class Scripted(Proposer):
@@ -43,13 +43,13 @@ class Scripted(Proposer):
         self.seen: list[str] = []
 
     def propose(self, sequences: list[SlotView]) -> dict[int, Proposal]:
-        made = {}
+        results = {}
         for sequence in sequences:
             self.seen.append("".join(map(chr, sequence.tokens)))
             ahead = self.text[len(sequence.tokens) :][: len(sequence.tree) - 1]
             tokens = np.array([ord(letter) for letter in ahead])
-            made[sequence.slot] = Proposal(tokens, sequence.tree, None, tokens[:, None])
-        return made
+            results[sequence.slot] = Proposal(tokens, sequence.tree, None, tokens[:, None])
+        return results
 
     def release(self, slot: int) -> None:
         pass
@@ -70,17 +70,17 @@ def test_text_is_translated_both_ways() -> None:
 
     target = tokenizer().backend_tokenizer
     draft = Scripted(TEXT)
-    one = proposer(draft, target)
+    first = proposer(draft, target)
     whole = target.encode(TEXT, add_special_tokens=False).ids
     done = target.encode("one two", add_special_tokens=False).ids
-    made = one.propose([view(list(done))])[0]
+    proposals = first.propose([view(list(done))])[0]
     assert draft.seen == ["one two"]
     # Eight letters of the draft are as many of the target's tokens as they make.
-    assert made.tokens.tolist() == target.encode(" three o", add_special_tokens=False).ids[: len(made.tokens)]
-    assert whole[len(done) : len(done) + 1] == made.tokens[:1].tolist()
-    assert made.q is None
-    assert len(made.tree) == len(made.tokens) + 1
-    one.propose([view([*done, *made.tokens.tolist()[:1]])])
+    assert proposals.tokens.tolist() == target.encode(" three o", add_special_tokens=False).ids[: len(proposals.tokens)]
+    assert whole[len(done) : len(done) + 1] == proposals.tokens[:1].tolist()
+    assert proposals.q is None
+    assert len(proposals.tree) == len(proposals.tokens) + 1
+    first.propose([view([*done, *proposals.tokens.tolist()[:1]])])
     assert draft.seen[1].startswith("one two ")
     # A text the draft has no room for is gone on with plainly.
     assert proposer(draft, target, longest=10).propose([view(list(done))]) == {}
@@ -138,7 +138,7 @@ def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Pa
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-    given = {"method": "universal_draft", "tokenizer": "../tokenizer.json", "split_special_tokens": False}
-    rewritten(folder, lambda document: document["methods"][0].update(given))
+    fields = {"method": "universal_draft", "tokenizer": "../tokenizer.json", "split_special_tokens": False}
+    rewritten(folder, lambda document: document["methods"][0].update(fields))
     with pytest.raises(BundleError, match="is used but not listed under files"):
         read_manifest(folder)

@@ -66,11 +66,11 @@ def test_an_array_of_rows_is_a_prompt_each(llm: LLM) -> None:
 
 
 def test_a_hypothesis_is_an_array(engine: Callable[[str], Engine]) -> None:
-    made = engine("qwen3-lookup").generate(IDS, GREEDY).token_ids
-    for hypothesis in (np.array(made), np.array([made])):
+    completion = engine("qwen3-lookup").generate(IDS, GREEDY).token_ids
+    for hypothesis in (np.array(completion), np.array([completion])):
         chosen = {"hypothesis": hypothesis}
         done = engine("qwen3-lookup").generate(IDS, GREEDY, chosen)
-        assert done.token_ids == made
+        assert done.token_ids == completion
         assert done.stats.accepted > 0
     done = engine(NAME).generate(IDS, GREEDY, {"num_speculative_tokens": np.int64(2)})
     assert done.stats.drafted
@@ -98,7 +98,7 @@ def test_token_ids_of_a_prompt_with_embeddings(engine: Callable[[str], Engine]) 
         ([-1], "the prompt holds token -1"),
     ],
 )
-def test_what_is_no_token_id_is_refused(llm: LLM, engine: Callable[[str], Engine], prompt: Any, named: str) -> None:
+def test_invalid_token_ids_are_refused(llm: LLM, engine: Callable[[str], Engine], prompt: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         engine(NAME).encode(prompt)
     with pytest.raises(RequestError, match=f"prompt 0: .*({named})"):
@@ -124,12 +124,12 @@ def test_what_is_no_token_id_is_refused(llm: LLM, engine: Callable[[str], Engine
         ({"text": "one"}, r"prompt 0 has the keys \['text'\]"),
     ],
 )
-def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any, named: str) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompts: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         llm.generate(prompts, GREEDY)
 
 
-def test_what_is_no_parameter_is_refused(llm: LLM) -> None:
+def test_unknown_parameters_are_refused(llm: LLM) -> None:
     for wrong in (5, "greedy", [GREEDY, 5]):
         with pytest.raises(RequestError, match=r"sampling_params is (5|'greedy'); expected SamplingParams"):
             llm.generate(["one", "two"], wrong)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Callable[[str], En
 
 
 @pytest.mark.parametrize(("least", "most"), [(50, 100), (21, None), (20, 20), (10_000, None)])
-def test_the_context_ends_what_has_a_least_length(
+def test_the_context_limits_minimum_lengths(
     llm: LLM, engine: Callable[[str], Engine], least: int, most: int | None
 ) -> None:
     context = engine(NAME).manifest.max_seq_len
@@ -249,7 +249,7 @@ def test_half_a_character_is_refused(llm: LLM, engine: Callable[[str], Engine]) 
             SamplingParams(**{field: SURROGATE})
 
 
-def test_what_holds_no_ids() -> None:
+def test_values_without_ids_are_refused() -> None:
     assert token_ids([], "ids") == []
     assert token_ids(np.zeros((1, 0), np.int64), "ids") == []
     with pytest.raises(RequestError, match="ids is b'abc'; expected a list of token ids"):

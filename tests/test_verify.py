@@ -87,8 +87,8 @@ def _rewrite(folder: Path, **changes: Any) -> None:
     """Changes a manifest, and makes its hashes those of the files as they are."""
     manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     files = tuple(
-        FileEntry(path=entry.path, size=(folder / entry.path).stat().st_size, sha256=sha256(folder / entry.path))
-        for entry in manifest.files
+        FileEntry(path=file.path, size=(folder / file.path).stat().st_size, sha256=sha256(folder / file.path))
+        for file in manifest.files
     )
     write_manifest(folder, msgspec.structs.replace(manifest, files=files))
 
@@ -175,7 +175,9 @@ def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path
     """Weights eight times as large: the same rounding turns nearly every choice."""
     broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
     weights = load_file(broken / "model.safetensors")
-    save_file({name: one * 8 if one.ndim > 1 else one for name, one in weights.items()}, broken / "model.safetensors")
+    save_file(
+        {name: item * 8 if item.ndim > 1 else item for name, item in weights.items()}, broken / "model.safetensors"
+    )
     folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
     report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)
     quality = _check(report, "quality")
@@ -207,7 +209,7 @@ def test_weights_that_make_no_numbers_are_found(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("role, reason", [("other", "limit 0.001"), ("draft", "is another model")])
-def test_another_target_is_told_apart(fp32: Path, checkpoints: dict[str, Path], role: str, reason: str) -> None:
+def test_changed_targets_are_detected(fp32: Path, checkpoints: dict[str, Path], role: str, reason: str) -> None:
     report = verify(fp32, target=str(checkpoints[role]), prompts=PROMPTS[:1], max_tokens=2)
     assert _results(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(["logits", "quality"], "failed")}
     assert reason in _check(report, "logits").sentence
@@ -234,14 +236,14 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     assert "--target DIR" in _check(report, "logits").sentence
     assert "--source draft_model.model=DIR" in _check(report, "draft_model").sentence
 
-    found = verify(
+    checks = verify(
         copy,
         target=str(checkpoints["target"]),
         sources={"draft_model.model": str(checkpoints["draft"])},
         prompts=PROMPTS[:1],
         max_tokens=2,
     )
-    assert found.verdict == "passed"
+    assert checks.verdict == "passed"
 
 
 def test_graphs_in_the_hubs_cache_are_checked(copy: Path, tmp_path: Path) -> None:
@@ -279,13 +281,13 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes speculative greedy decoding put another token in fourth place."""
     honest = Engine.generate
 
-    def generate(self: Engine, prompt: Sequence[int], params: SamplingParams, asked: Any = None) -> Completion:
-        made = honest(self, prompt, params, asked)
-        if Speculative.of(asked).num_speculative_tokens and len(made.token_ids) > 3:
-            tokens = list(made.token_ids)
+    def generate(self: Engine, prompt: Sequence[int], params: SamplingParams, arguments: Any = None) -> Completion:
+        completion = honest(self, prompt, params, arguments)
+        if Speculative.of(arguments).num_speculative_tokens and len(completion.token_ids) > 3:
+            tokens = list(completion.token_ids)
             tokens[3] ^= 1
-            return dataclasses.replace(made, token_ids=tuple(tokens))
-        return made
+            return dataclasses.replace(completion, token_ids=tuple(tokens))
+        return completion
 
     monkeypatch.setattr(Engine, "generate", generate)
 

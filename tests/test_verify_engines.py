@@ -76,15 +76,15 @@ class SourceRunner(BaseRunner):  # type: ignore[misc]
         assert return_raw_buffers
         point = self._engine.profiles[self._profile]
         types = {value.name: _TYPES[value.type] for value in self._session.get_inputs()}
-        given = {name: np.frombuffer(raw.array, types[name]).reshape(raw.shape) for name, raw in feed_dict.items()}
-        assert given.keys() == types.keys()
-        if tensors.LEVEL_RANKS in given:
-            assert given[tensors.LEVEL_RANKS].shape == (point.batch, point.drafts, point.tokens)
-        elif tensors.INPUT_IDS in given:
-            tokens = 1 if tensors.BLOCK_ROWS in given else point.tokens
-            assert given[tensors.INPUT_IDS].shape == (point.batch, tokens)
+        inputs = {name: np.frombuffer(raw.array, types[name]).reshape(raw.shape) for name, raw in feed_dict.items()}
+        assert inputs.keys() == types.keys()
+        if tensors.LEVEL_RANKS in inputs:
+            assert inputs[tensors.LEVEL_RANKS].shape == (point.batch, point.drafts, point.tokens)
+        elif tensors.INPUT_IDS in inputs:
+            tokens = 1 if tensors.BLOCK_ROWS in inputs else point.tokens
+            assert inputs[tensors.INPUT_IDS].shape == (point.batch, tokens)
         names = [value.name for value in self._session.get_outputs()]
-        outputs = dict(zip(names, self._session.run(names, given), strict=True))
+        outputs = dict(zip(names, self._session.run(names, inputs), strict=True))
         self._spoil(outputs)
         self.inference_time = 0.0
         raw = {name: FormattedArray(array.view(np.uint8).reshape(-1), array.shape) for name, array in outputs.items()}
@@ -181,8 +181,8 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
         assert compare([dataclasses.replace(subject, engine=last)], swap).wrong, "slots were mistaken for one another"
 
     for subject in subjects:
-        one = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
-        first = dataclasses.replace(subject, engine=one)
+        single = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
+        first = dataclasses.replace(subject, engine=single)
         outputs = {value.name for value in _session(folder / subject.engine.source).get_outputs()}
         row = "present_value.0"
         changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
@@ -205,8 +205,8 @@ def test_a_draft_over_the_target_s_states_is_compared(
     gpu((8, 9))
     subjects = runnable(read_manifest(folder))[1]
     run = lambda engine: SourceRunner(folder, engine, _right)  # noqa: E731
-    found = compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)
-    assert (found.wrong, found.engines) == ([], len(subjects))
+    report = compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)
+    assert (report.wrong, report.engines) == ([], len(subjects))
     assert any(subject.master.startswith(f"{method}/") for subject in subjects)
 
 
@@ -277,13 +277,13 @@ def test_bfloat16_goes_in_and_out_as_bytes() -> None:
     class Echo(BaseRunner):  # type: ignore[misc]
         def infer_impl(self, feed_dict: Any, return_raw_buffers: bool) -> Any:
             self.inference_time = 0.0
-            given = feed_dict["past_key.0"]
-            doubled = 2 * given.array.view(ml_dtypes.bfloat16)
-            return {"present_key.0": FormattedArray(doubled.view(np.uint8), given.shape)}
+            inputs = feed_dict["past_key.0"]
+            doubled = 2 * inputs.array.view(ml_dtypes.bfloat16)
+            return {"present_key.0": FormattedArray(doubled.view(np.uint8), inputs.shape)}
 
         def set_profile(self, index: int) -> None: ...
 
     rows = np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
     with Echo() as runner:
-        found = verify_engines.run_engine(runner, "bf16", model, 0, {"past_key.0": rows})
-    np.testing.assert_array_equal(found["present_key.0"], 2 * rows)
+        actual = verify_engines.run_engine(runner, "bf16", model, 0, {"past_key.0": rows})
+    np.testing.assert_array_equal(actual["present_key.0"], 2 * rows)

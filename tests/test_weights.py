@@ -77,11 +77,15 @@ def test_blocks_are_rounded_with_the_scale_of_least_error(
     assert blocks.scale.shape == (128 // block, 64) if axis == 0 else (128, 64 // block)
     restored, plain = blocks.restored(axis), quantize_blocks(matrix, axis, block, 7).restored(axis)
     assert np.all(restored[:64, :16] == 0.0)
-    error, of_largest = (float(np.square((one - matrix) / scale, dtype=np.float64).sum()) for one in (restored, plain))
+    error, of_largest = (
+        float(np.square((item - matrix) / scale, dtype=np.float64).sum()) for item in (restored, plain)
+    )
     # Squares of the smallest and largest numbers are 0 and infinite in fp32: then the widest range is taken.
     assert error < of_largest * ((0.75 if zero_points else 0.95) if 1e-12 < scale < 1e12 else 1.01)
     assert fits_half(blocks.scale) or not 1e-3 < scale < 1e3
-    scales, zeros = (None if one is None else np.repeat(one, block, axis=axis) for one in (blocks.scale, blocks.zero))
+    scales, zeros = (
+        None if item is None else np.repeat(item, block, axis=axis) for item in (blocks.scale, blocks.zero)
+    )
     assert scales is not None
     again, _ = apply_scales(matrix, np.where(scales > 0, scales, np.float32(1)), zeros, "int4")
     assert np.array_equal(again.clip(-8 if zero_points else -7), blocks.integers)
@@ -131,9 +135,7 @@ def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model
     ("precision", "tolerance"),
     [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 5e-3), ("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)],
 )
-def test_a_stored_graph_computes_what_the_original_does(
-    tmp_path: Path, precision: str, tolerance: float, tied: bool
-) -> None:
+def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolerance: float, tied: bool) -> None:
     rng = np.random.default_rng(0)
     embedding = rng.standard_normal((VOCAB, K)).astype(np.float32)
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
@@ -146,8 +148,8 @@ def test_a_stored_graph_computes_what_the_original_does(
     expected = embedding[ids] @ weight
     if tied:
         expected = expected @ embedding.T
-    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
-    assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance * np.sqrt(np.mean(expected**2))
+    outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
+    assert np.sqrt(np.mean((outputs - expected) ** 2)) <= tolerance * np.sqrt(np.mean(expected**2))
     if precision in QUANTIZED:
         looked_up = precision != "fp8"  # which has its table in fp16
         assert len(weights.report.quantized) == 1 + tied + looked_up
@@ -170,8 +172,8 @@ def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, p
     assert len(undone) == 1 and undone[0] is not None and undone[0].is_initializer()
     expected = quantize_blocks(embedding, 1, 32, 127).restored(1)
     ids = np.array([[3, 0, VOCAB - 1], [7, 7, 1]])
-    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[1]
-    assert np.array_equal(found, expected[ids])
+    outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[1]
+    assert np.array_equal(outputs, expected[ids])
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["onnxruntime", "tensorrt"])
@@ -195,8 +197,8 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
     ir.save(model, tmp_path / "model.onnx")
     fitted = fit_blocks(experts, 1, 32, -7, 7, zero_points=False)
     expected = (quantize_blocks(experts, 1, 32, 127) if precision == "int8" else fitted).restored(1)
-    found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": np.array([3, 0])})[0]
-    assert np.array_equal(found, (expected.astype(np.float16).astype(np.float32) if restored else expected)[[3, 0]])
+    outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": np.array([3, 0])})[0]
+    assert np.array_equal(outputs, (expected.astype(np.float16).astype(np.float32) if restored else expected)[[3, 0]])
 
 
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
@@ -255,12 +257,12 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
         ({"precision": "int8", "lowering": "portable"}, Storage("int8", None)),
     ],
 )
-def test_what_proposes_is_rounded_no_more_than_pays(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
-    found = BuildOptions("target", tmp_path / "bundle", **options).proposing
-    assert (found.kind, found.block_size) == (stored.kind, stored.block_size)
+def test_drafts_are_rounded_within_limits(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
+    actual = BuildOptions("target", tmp_path / "bundle", **options).proposing
+    assert (actual.kind, actual.block_size) == (stored.kind, stored.block_size)
 
 
-def test_heads_are_stored_as_what_proposes(tmp_path: Path) -> None:
+def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
         g (float[B,T,128] x) => (float[B,T,128] logits, float[B,T,128] candidates) {

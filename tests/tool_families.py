@@ -1,9 +1,4 @@
-"""Families whose models call tools, rebuilt small: the template's way of calling and the tokenizer's added tokens.
-
-    python -m tests.tool_families
-
-prints the table of docs/serving.md.
-"""
+"""Families whose models call tools, rebuilt small: the template's call format and the tokenizer's added tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +7,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.server.tools import call_format
 
 _TURNS = (
     "{% for m in messages %}{{ BEGIN + m.role + BEHIND + (m.content or '') + '' }}{% for c in m.tool_calls or [] %}CALL"
@@ -195,23 +188,12 @@ def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:
     name = "tokenizer/chat_template.jinja"
     (folder / name).write_text(family.template, encoding="utf-8")
     changed = {manifest.tokenizer.file, name}
-    files = (*(one for one in manifest.files if one.path not in changed), *(file_entry(folder, one) for one in changed))
+    files = (
+        *(file for file in manifest.files if file.path not in changed),
+        *(file_entry(folder, file) for file in changed),
+    )
     last = manifest.target.vocab_size - 1
     ends = (last - 1, last) if family is GPT_OSS else (last,)
     tokenizer = msgspec.structs.replace(manifest.tokenizer, chat_template=name, eos_token_ids=ends)
     write_manifest(folder, msgspec.structs.replace(manifest, tokenizer=tokenizer, files=files))
     return folder
-
-
-def table() -> str:
-    """Tools by family, as docs/serving.md has it."""
-    rows: list[tuple[Any, ...]] = [("family", "a call", "`auto`", "`required`, a named tool"), ("---",) * 4]
-    for family in FAMILIES:
-        known = call_format(family.template) is not None
-        form = family.form if known else "its template knows no tools; JSON"
-        rows.append((family.name, form, "works" if known else "refused", "work"))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-if __name__ == "__main__":
-    print(table())

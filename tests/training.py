@@ -54,20 +54,20 @@ def train_over(
 
 
 def train_whole_and_parted(
-    train: Train, options: Callable[..., Any], how: dict[str, Any], stopped_at: str
+    train: Train, options: Callable[..., Any], settings: dict[str, Any], stopped_at: str
 ) -> tuple[dict[str, Any], Path, Path]:
     """Trains twice with the same options, the second time with an interruption, and compares the weights.
 
     Args:
         train: the training.
         options: makes its options, whose ``save_every`` is ``SAVE_EVERY``, for an output of a name.
-        how: more options.
+        settings: more options.
         stopped_at: how the line begins at which the second run is interrupted, ``STAGE: step N``.
 
     Returns:
         The whole run's record, its output and that of the interrupted run.
     """
-    whole, parted = options("whole", **how), options("parted", **how)
+    whole, parted = options("whole", **settings), options("parted", **settings)
     record = train(whole, silent)
 
     def stop(line: str) -> None:

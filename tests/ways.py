@@ -44,36 +44,36 @@ def ways(
         sizes: draft tokens of every method, the default first.
         trees: of the heads and the speculator where there are some, else of the draft.
     """
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     if draft_medusa is not None:
-        found.append({"method": "medusa_draft", "model": str(draft), "medusa": str(draft_medusa)})
+        actual.append({"method": "medusa_draft", "model": str(draft), "medusa": str(draft_medusa)})
     elif draft is not None:
-        found.append({"method": "draft_model", "model": str(draft)})
+        actual.append({"method": "draft_model", "model": str(draft)})
     if universal_draft is not None:
-        found.append({"method": "universal_draft", "model": str(universal_draft)})
+        actual.append({"method": "universal_draft", "model": str(universal_draft)})
     if self_draft is not None:
-        found.append({"method": "self_draft", "layers": self_draft})
+        actual.append({"method": "self_draft", "layers": self_draft})
     if medusa is not None:
-        found.append({"method": "medusa", "model": str(medusa)})
+        actual.append({"method": "medusa", "model": str(medusa)})
     if mlp_speculator is not None:
-        found.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
+        actual.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
     if eagle3 is not None:
-        found.append({"method": "eagle3", "model": str(eagle3)})
+        actual.append({"method": "eagle3", "model": str(eagle3)})
     if dflash is not None:
-        found.append({"method": "dflash", "model": str(dflash)})
+        actual.append({"method": "dflash", "model": str(dflash)})
     if mtp:
-        found.append({"method": "mtp"})
-    found += [{"method": name} for name in lookups]
-    for one in found:
+        actual.append({"method": "mtp"})
+    actual += [{"method": name} for name in lookups]
+    for item in actual:
         if sizes:
-            one["num_speculative_tokens"] = list(sizes)
-        if one["method"] == "ngram" and prompt_lookup_min is not None:
-            one["prompt_lookup_min"] = prompt_lookup_min
-    wide = [one for one in found if one["method"] in ("medusa", "mlp_speculator")]
-    for one in wide or found[:1]:
+            item["num_speculative_tokens"] = list(sizes)
+        if item["method"] == "ngram" and prompt_lookup_min is not None:
+            item["prompt_lookup_min"] = prompt_lookup_min
+    wide = [item for item in actual if item["method"] in ("medusa", "mlp_speculator")]
+    for item in wide or actual[:1]:
         if trees:
-            one["trees"] = list(trees)
+            item["trees"] = list(trees)
     if lookahead is not None:
         preset = lookahead if isinstance(lookahead, str) else ",".join(map(str, lookahead))
-        found.append({"method": "lookahead", "preset": preset})
-    return read_methods(found)
+        actual.append({"method": "lookahead", "preset": preset})
+    return read_methods(actual)

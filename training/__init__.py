@@ -1,1 +1,1 @@
-"""Training what a target speculates with: Medusa heads, MLP speculators and draft models."""
+"""Training of drafts, heads and speculators for a target."""

@@ -1,8 +1,8 @@
 """Training text: files to windows of tokens, with a mask of the tokens to learn.
 
 Text files are one document each. JSON Lines and JSON files hold objects with ``text``, with ``conversations``
-(ShareGPT) or with ``messages`` (role and content); chats are rendered with the tokenizer's template, and of them only
-what the assistant says is learnt.
+(ShareGPT) or with ``messages`` (role and content); chats are rendered with the tokenizer's template, and only the
+assistant's messages are learnt.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import UNREADABLE, TrainError
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
-"""Bytes of a file that is read whole, and of a line of JSON Lines."""
+"""Maximum size in bytes of a JSON or text file, and of a line of JSON Lines."""
 _ENCODED_AT_ONCE = 4 << 20
-"""Characters given to the tokenizer together, which splits them among threads."""
+"""Characters encoded in one call of the tokenizer, which splits them among threads."""
 
 _ROLES = {
     "human": "user", "user": "user",
@@ -32,7 +32,7 @@ _ROLES = {
 
 
 def seeded(seed: int, number: int) -> torch.Generator:
-    """A generator for one draw among many: numbers differ within a run, seeds between runs."""
+    """A generator for one of a run's draws: numbers differ within a run, seeds between runs."""
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
 
 
@@ -43,7 +43,7 @@ class Windows:
     Attributes:
         ids: int64 ``[N,L]`` as batches, int32 as data.
         learn: bool ``[N,L]``, whether a token is to be learnt.
-        document: int32 ``[N,L]``, which document a token is of.
+        document: int32 ``[N,L]``, each token's document.
     """
 
     ids: torch.Tensor
@@ -54,26 +54,26 @@ class Windows:
         return len(self.ids)
 
     def rows(self, rows: torch.Tensor) -> Windows:
-        """The windows of these numbers, ``[B]``, as a batch."""
+        """The windows of these indices, ``[B]``, as a batch."""
         return Windows(self.ids[rows].long(), self.learn[rows], self.document[rows])
 
     def to(self, device: torch.device) -> Windows:
-        """The same on another device."""
+        """These windows on another device."""
         return Windows(self.ids.to(device), self.learn.to(device), self.document.to(device))
 
     def learnt_from(self, ahead: int) -> torch.Tensor:
-        """Where the token ``ahead`` positions on is to be learnt and of the same document, bool ``[N,L]``."""
-        found = torch.zeros_like(self.learn)
+        """Where the token ``ahead`` positions later is to be learnt and in the same document, bool ``[N,L]``."""
+        learnt = torch.zeros_like(self.learn)
         if ahead < self.learn.shape[1]:
             same = self.document[:, ahead:] == self.document[:, :-ahead]
-            found[:, :-ahead] = self.learn[:, ahead:] & same
-        return found
+            learnt[:, :-ahead] = self.learn[:, ahead:] & same
+        return learnt
 
     def order(self, step: int, size: int, seed: int) -> torch.Tensor:
-        """Numbers of the windows of batch ``step``, int64 ``[size]``.
+        """Indices of the windows of batch ``step``, int64 ``[size]``.
 
-        Each epoch is a permutation that follows from the seed and the epoch's number, and batches follow each other
-        through epochs without a gap: a batch depends on nothing that came before it.
+        Each epoch is a permutation determined by the seed and the epoch's number, and batches run through the epochs
+        without gaps: a batch does not depend on earlier ones.
         """
         taken: list[torch.Tensor] = []
         position, missing = step * size, size
@@ -86,19 +86,19 @@ class Windows:
         return torch.cat(taken)
 
     def fingerprint(self) -> str:
-        """A hash of the data as they are trained on."""
+        """A hash of the training data."""
         digest = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         for tensor in (self.ids, self.learn):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def in_order(self, size: int) -> Iterator[torch.Tensor]:
-        """Numbers of all windows, at most ``size`` at a time."""
+        """Indices of all windows, at most ``size`` at a time."""
         for start in range(0, len(self), size):
             yield torch.arange(start, min(start + size, len(self)))
 
     def hold_out(self, share: float) -> tuple[Windows, Windows]:
-        """The first windows to learn from, and the last ones, at least one, to measure with.
+        """Splits off the last windows, at least one, for evaluation.
 
         Raises:
             TrainError: there are fewer than two.
@@ -113,11 +113,11 @@ class Windows:
         return self.part(first), self.part(~first)
 
     def part(self, rows: torch.Tensor) -> Windows:
-        """The windows that bool ``[N]`` names, as data."""
+        """The windows selected by bool ``[N]``."""
         return Windows(self.ids[rows], self.learn[rows], self.document[rows])
 
     def prompts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Cuts ``count`` prompts, each of which ends right before a token to learn: int64 ``[count,length]``.
+        """Cuts ``count`` prompts that end right before a token to learn: int64 ``[count,length]``.
 
         Raises:
             TrainError: no window has a token to learn after its first ``length`` ones.
@@ -135,26 +135,26 @@ class Windows:
 
 
 def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Windows:
-    """Texts of a model as windows: what follows the prompt is learnt, up to the first token that ends a text.
+    """A model's texts as windows: tokens after the prompt are learnt, up to the first that ends a text.
 
     ``ids`` are int64 ``[N,L]``, ``prompt`` tokens of prompt each.
     """
     over = torch.isin(ids[:, prompt:], torch.tensor(list(ends), dtype=ids.dtype)).long().cumsum(dim=1)
     learn = torch.zeros(ids.shape, dtype=torch.bool)
-    # The end itself is learnt: the model says it.
+    # The end token itself is learnt, as the model generated it.
     learn[:, prompt] = True
     learn[:, prompt + 1 :] = over[:, :-1] == 0
     return Windows(ids.to(torch.int32), learn, torch.zeros(ids.shape, dtype=torch.int32))
 
 
 def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
-    """Reads files, shuffles their documents and packs these into windows of L = ``seq_len`` tokens.
+    """Reads files, shuffles their documents and packs them into windows of L = ``seq_len`` tokens.
 
-    The last window is filled up with tokens that are not learnt; windows with nothing to learn are left out.
+    The last window is padded with tokens that are not learnt; windows without tokens to learn are dropped.
 
     Raises:
-        TrainError: a file is missing, too large or malformed, or nothing in them is to be learnt; names the file and,
-            where there is one, the line.
+        TrainError: a file is missing, too large or malformed, or has nothing to learn; names the file and, if there is
+            one, the line.
     """
     encode = _Encoder(tokenizer)
     documents: list[_Encoded] = []
@@ -188,7 +188,7 @@ def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: i
 
 
 class _Said(msgspec.Struct):
-    """A turn as ShareGPT has it."""
+    """A turn in ShareGPT's format."""
 
     role: str = msgspec.field(name="from")
     content: str = msgspec.field(name="value")
@@ -209,7 +209,7 @@ _Chat = list[dict[str, str]]
 
 
 def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
-    """Documents of a file, each with what to call it in an error."""
+    """The documents of a file, each with its name for error messages."""
     if not path.is_file():
         raise TrainError(f"{path}: no such file; expected text, .jsonl or .json (--data)")
     lines = path.suffix.lower() in (".jsonl", ".ndjson")
@@ -247,9 +247,9 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
         row = msgspec.json.decode(raw, type=_Row)
     except UNREADABLE as error:
         raise TrainError(f"{where}: {error}") from error
-    given = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
-    if len(given) != 1:
-        raise TrainError(f"{where}: has {' and '.join(given) or 'neither'}; expected text, conversations or messages")
+    fields = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
+    if len(fields) != 1:
+        raise TrainError(f"{where}: has {' and '.join(fields) or 'neither'}; expected text, conversations or messages")
     if row.text is not None:
         if row.text:
             yield where, row.text
@@ -259,8 +259,8 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
         role = _ROLES.get(turn.role.lower())
         if role is None:
             raise TrainError(f"{where}: turn {number} is by {turn.role!r}; expected one of {', '.join(_ROLES)}")
-        # ShareGPT's cut conversations may begin with an answer, which nothing asked for and templates refuse.
-        if role != "assistant" or any(said["role"] == "user" for said in chat):
+        # ShareGPT's split conversations may begin with an answer, which templates refuse.
+        if role != "assistant" or any(message["role"] == "user" for message in chat):
             chat.append({"role": role, "content": turn.content})
     if any(turn["role"] == "assistant" for turn in chat):
         yield where, chat
@@ -273,11 +273,11 @@ class _Encoded:
 
 
 class _Encoder:
-    """Documents to tokens."""
+    """Encodes documents."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # A copy, as settings of truncation and padding in a tokenizer.json would cut documents short.
+        # A copy, as truncation and padding settings of a tokenizer.json would cut documents short.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -295,12 +295,12 @@ class _Encoder:
             yield _Encoded(torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool))
 
     def chat(self, chat: _Chat, where: str) -> Iterator[_Encoded]:
-        """One document, or one an answer where the template renders old answers in another way than new ones."""
+        """One document, or one per answer if the template renders earlier answers differently from the last."""
         if self._template is None:
             raise TrainError(
                 f"{where}: a chat, and the tokenizer has no chat template; expected text, or a model made for chats"
             )
-        # A template may mark what the assistant says itself.
+        # A template may mark the assistant's messages itself.
         if "endgeneration" in self._template:
             whole = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             yield _Encoded(
@@ -310,29 +310,29 @@ class _Encoder:
             return
         answers = [n for n, turn in enumerate(chat) if turn["role"] == "assistant"]
         until = {n: self._applied(chat[: n + 1], where, tokenize=False) for n in answers}
-        asked = {n: self._applied(chat[:n], where, tokenize=False, add_generation_prompt=True) for n in answers}
+        prompts = {n: self._applied(chat[:n], where, tokenize=False, add_generation_prompt=True) for n in answers}
         for n in answers:
-            if not until[n].startswith(asked[n]):
+            if not until[n].startswith(prompts[n]):
                 raise TrainError(
                     f"{where}: turn {n}: the chat template renders an answer in another way than the prompt for one "
-                    f"ends ({_parting(asked[n], until[n])}), so what the assistant says cannot be told apart. Mark it "
+                    f"ends ({_parting(prompts[n], until[n])}), so the assistant's part is ambiguous. Mark it "
                     "in the template with {% generation %} … {% endgeneration %}, or render the chats to text yourself"
                 )
         last = until[answers[-1]]
         if all(last.startswith(until[n]) for n in answers):
-            yield self._spans(last, [(len(asked[n]), len(until[n])) for n in answers])
+            yield self._spans(last, [(len(prompts[n]), len(until[n])) for n in answers])
         else:
             for n in answers:
-                yield self._spans(until[n], [(len(asked[n]), len(until[n]))])
+                yield self._spans(until[n], [(len(prompts[n]), len(until[n]))])
 
-    def _applied(self, chat: _Chat, where: str, **how: Any) -> Any:
+    def _applied(self, chat: _Chat, where: str, **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(chat, **how)
-        except Exception as error:  # a template raises whatever it likes
+            return self._tokenizer.apply_chat_template(chat, **options)
+        except Exception as error:  # templates raise exceptions of any kind
             raise TrainError(f"{where}: the tokenizer's chat template refused this chat: {error}") from error
 
     def _spans(self, text: str, spans: Sequence[tuple[int, int]]) -> _Encoded:
-        # The template wrote the special tokens.
+        # The template has added the special tokens.
         encoding = self._fast.encode(text, add_special_tokens=False)
         starts = torch.tensor([start for start, _ in encoding.offsets])
         learn = torch.zeros(len(starts), dtype=torch.bool)
@@ -341,7 +341,7 @@ class _Encoder:
         return _Encoded(torch.tensor(encoding.ids, dtype=torch.int32), learn)
 
 
-def _parting(asked: str, answered: str) -> str:
-    """Where two texts part, for error messages."""
-    at = next((n for n, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(answered))
-    return f"{asked[at : at + 20]!r} against {answered[at : at + 20]!r}"
+def _parting(prompt: str, answered: str) -> str:
+    """Where two texts begin to differ, for error messages."""
+    at = next((n for n, (a, b) in enumerate(zip(prompt, answered, strict=False)) if a != b), len(answered))
+    return f"{prompt[at : at + 20]!r} against {answered[at : at + 20]!r}"

@@ -1,5 +1,5 @@
-"""Distillation (DistillSpec, Zhou et al., arXiv 2310.08461): how far a draft is from its target, texts sampled from a
-model, and how many of a draft's tokens a target accepts.
+"""Distillation (DistillSpec, Zhou et al., arXiv 2310.08461): divergences between draft and target, sampling of texts,
+and acceptance lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch
 
     The four kinds are those of DistillSpec (arXiv 2310.08461, section 3): with the teacher's p and the student's q,
     forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of the two divergences from (p + q) / 2, and tvd is
-    half the sum of |p - q|, which is the chance that speculative sampling rejects a token.
+    half the sum of |p - q|, the probability that speculative sampling rejects a token.
     """
 
     def kl(log_x: torch.Tensor, log_y: torch.Tensor) -> torch.Tensor:
@@ -54,14 +54,14 @@ def distillation_loss(
 ) -> torch.Tensor:
     """Divergence over the last ``keep`` predicted positions of texts, int64 ``[B,L+1]``.
 
-    ``learnt``, bool ``[B,keep]``, says which of them count; by default all do. The teacher does not learn.
+    ``learnt``, bool ``[B,keep]``, selects the positions that count; all by default. The teacher gets no gradients.
     """
     with torch.no_grad():
         wanted = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     if logits.shape[-1] != wanted.shape[-1]:
-        # Models of one tokenizer may be padded differently; no token has the numbers beyond.
+        # Models with the same tokenizer may pad their vocabularies differently; no token has an id beyond the smaller.
         common = min(logits.shape[-1], wanted.shape[-1])
         logits, wanted = logits[..., :common], wanted[..., :common]
     if learnt is not None:
@@ -71,9 +71,9 @@ def distillation_loss(
 
 @torch.no_grad()
 def inherit_embedding(draft: Any, target: Any) -> None:
-    """Starts the draft's embedding, ``[V,H]``, as the target's in its leading singular directions.
+    """Initializes the draft's embedding, ``[V,H]``, with the target's leading singular directions.
 
-    Of all embeddings of that width it keeps the target's dot products between tokens best (Eckart and Young, 1936).
+    Among embeddings of that width it best preserves the target's dot products of tokens (Eckart and Young, 1936).
     """
     left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
     width = draft.config.hidden_size
@@ -87,7 +87,7 @@ def continue_text(
     """Continues prompts, int64 ``[B,P]``, each at its own temperature ``[B]``: ``[B,P+new_tokens]``.
 
     A token is the argmax of logits + temperature * Gumbel noise, which draws from softmax(logits / temperature), and
-    is greedy at temperature 0. The text goes on after an end-of-text token, as it does in packed training text.
+    is greedy at temperature 0. Texts continue after an end-of-text token, as in packed training text.
     """
     ids, inputs, cache = prompts, prompts, None
     for _ in range(new_tokens):
@@ -117,10 +117,10 @@ def sample_texts(
     work: Path,
     rows: int = 256,
 ) -> torch.Tensor:
-    """Lets a model continue ``count`` prompts: int64 ``[count,P+new_tokens]``.
+    """Continues ``count`` prompts with a model: int64 ``[count,P+new_tokens]``.
 
-    ``cut`` gives so many prompts, int64 ``[n,P]``; finished batches are kept in ``work``, for a second run to go on
-    from.
+    ``cut(n)`` returns n prompts, int64 ``[n,P]``; finished batches are stored in ``work``, so that an interrupted run
+    can resume.
     """
     device = next(model.parameters()).device
     batches = []
@@ -146,7 +146,7 @@ def sample_texts(
 def accepted_positions(
     target: Any, draft: Any, trajectories: torch.Tensor, prompt: int, temperature: float, seed: int
 ) -> torch.Tensor:
-    """Whether each token after ``prompt`` of the target's own trajectories is a draft token: bool ``[N,new]``.
+    """Whether each token after ``prompt`` of the target's trajectories was an accepted draft token: bool ``[N,new]``.
 
     Trajectories are int64 ``[N,prompt+new]``; temperature 0 is greedy.
 
@@ -173,7 +173,7 @@ def accepted_positions(
 def acceptance_length(accepted: torch.Tensor, draft_tokens: int) -> float:
     """Mean tokens a step, the target's own token included, in blocks of ``draft_tokens`` over bool ``[N,new]``.
 
-    A block that the end of the row would cut short is not counted.
+    Blocks cut short by the end of a row do not count.
     """
     tokens = steps = 0
     for row in accepted.tolist():

@@ -1,4 +1,4 @@
-"""Training and measuring what reads a model's hidden states: Medusa heads, speculators, EAGLE-3 and DFlash drafts."""
+"""Training and evaluation over a model's hidden states: Medusa heads, speculators, EAGLE-3 and DFlash drafts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
 _LOGITS_AT_ONCE = 1 << 27
-"""Numbers of a head's logits that are kept for the backward pass; where there are more, they are computed again."""
+"""Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
 
 
 def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states heads read, and logits of some positions only: a vocabulary of logits each is most of the cost.
+    """The hidden states that heads read, and logits at selected positions only, as logits are most of the cost.
 
     Args:
         model: a causal LM.
         ids: int64 ``[B,L]``.
-        rows: bool ``[B,L]``, the M positions whose logits are wanted; by default none are.
+        rows: bool ``[B,L]``, the M positions to return logits for; none by default.
 
     Returns:
         Hidden states after the final norm, ``[B,L,H]``, and logits, ``[M,V]``.
@@ -40,7 +40,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
 
     def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden.append(args[0])
-        # At least one row: not every model's code accepts none.
+        # At least one row, as some models do not accept an empty selection.
         return (args[0][:1, :1] if rows is None else args[0][rows][None], *args[1:])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(keep)
@@ -52,7 +52,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
 
 
 def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
-    """Σ decay^i · the mean of loss i, and the shares that came first, and among the first five, of each."""
+    """Σ decay^i · the mean of loss i, and each one's top-1 and top-5 accuracy."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
     for total, ranks in losses:
@@ -70,14 +70,14 @@ def summed_loss(
     vocab: int,
     taught: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy of M tokens, and the ranks these have, ``[M]``.
+    """Summed cross-entropy of M tokens, and their ranks, ``[M]``.
 
     Args:
-        project: makes logits ``[N,V]`` of states ``[N,H]``.
+        project: maps states ``[N,H]`` to logits ``[N,V]``.
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
         vocab: V.
-        taught: gives the distributions to learn, ``[N,V]``, of N of the M by their numbers; by default the tokens
+        taught: returns the distributions to learn, ``[N,V]``, for N of the M rows by index; by default the tokens
             themselves are learnt.
     """
 
@@ -86,7 +86,7 @@ def summed_loss(
         wanted = labels if taught is None else taught(rows)
         return F.cross_entropy(logits, wanted, reduction="sum"), _ranks(logits, labels)
 
-    # What is taught is kept too, and of every token drafted from one.
+    # The distributions to learn are kept too, for every drafted token.
     at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))
     rows = torch.arange(len(states), device=states.device)
     if len(states) <= at_once:
@@ -100,8 +100,8 @@ def summed_loss(
 
 @torch.no_grad()
 def _ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How many tokens are more probable than each label."""
-    # Summing booleans as they are makes a 64-bit copy of the vocabulary first.
+    """The number of tokens more probable than each label."""
+    # Summing booleans directly would first make a 64-bit copy.
     return (logits > logits.gather(-1, labels[:, None])).to(torch.uint8).sum(dim=-1, dtype=torch.int32)
 
 
@@ -112,7 +112,7 @@ def hidden_loss(
     place: Place,
     cached: Callable[[int], torch.Tensor] | None = None,
 ) -> Callable[[int], Loss]:
-    """The loss by a batch's number, of hidden states after the final norm, ``[B,L,H]``: cached ones, or the model's."""
+    """A function from a batch's number to its loss, over cached or newly computed hidden states ``[B,L,H]``."""
 
     def loss_at(number: int) -> Loss:
         batch = batch_at(number)
@@ -136,12 +136,12 @@ def train_over_hidden(
     *,
     seed: int,
 ) -> None:
-    """Trains what reads the target's hidden states, over the run's windows; the target stays as it is.
+    """Trains a module over the target's hidden states of the run's windows; the target is not trained.
 
-    ``loss_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` is that of the batches.
+    ``loss_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` determines the batches.
 
     Raises:
-        TrainError: the disk has no room for the hidden states, or the checkpoint is of another training.
+        TrainError: the disk has no room for the hidden states, or the checkpoint belongs to another training.
     """
     options, model, place = run.options, run.target.model, run.place
     cached = None
@@ -158,7 +158,7 @@ def train_over_hidden(
 
 @torch.no_grad()
 def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
-    """Hidden states of all windows, ``[N,L,H]``, in a file that is mapped, not read."""
+    """Hidden states of all windows, ``[N,L,H]``, in a memory-mapped file."""
     model, windows, place = run.target.model, run.windows, run.place
     shape = (*windows.ids.shape, int(model.get_output_embeddings().weight.shape[1]))
     size = math.prod(shape) * place.frozen_dtype.itemsize
@@ -179,8 +179,8 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
     with progress_bar("hidden states", len(windows)) as bar:
         for rows in windows.in_order(run.options.batch_size):
             with place.autocast():
-                found, _ = run_model(model, windows.rows(rows).ids.to(place.device))
-            states[rows[0] : rows[-1] + 1] = found.to(place.frozen_dtype).cpu()
+                hidden, _ = run_model(model, windows.rows(rows).ids.to(place.device))
+            states[rows[0] : rows[-1] + 1] = hidden.to(place.frozen_dtype).cpu()
             bar.update(len(rows))
     writing.replace(path)
     return states
@@ -195,10 +195,10 @@ def measured(
     *,
     batch_size: int = 8,
 ) -> HeadAccuracy:
-    """Measures what predicts several tokens ahead, over windows it was not trained on.
+    """Measures a predictor of several tokens ahead, over windows that it was not trained on.
 
-    ``losses_of`` gives of a batch, for each of ``count`` predictions, what :func:`summed_loss` gives of the true tokens
-    where ``learnt_from(2 + i)`` says.
+    For a batch, ``losses_of`` returns the results of :func:`summed_loss` of each of ``count`` predictions for the true
+    tokens, over the positions of ``learnt_from(2 + i)``.
     """
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
@@ -206,12 +206,12 @@ def measured(
     for rows in windows.in_order(batch_size):
         batch = windows.rows(rows).to(place.device)
         at = [batch.learnt_from(2 + ahead) for ahead in range(count)]
-        found = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
+        true_ranks = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)
         with place.autocast():
             for ahead, (_, ranks) in enumerate(losses_of(batch)):
-                found[ahead][at[ahead]] = ranks.clamp(max=MAX_TOP_K)
-                counts[ahead] += found[ahead][at[ahead]].bincount(minlength=MAX_TOP_K + 1).cpu()
-        for path in found[:, torch.stack(at).all(0)].T.tolist():
+                true_ranks[ahead][at[ahead]] = ranks.clamp(max=MAX_TOP_K)
+                counts[ahead] += true_ranks[ahead][at[ahead]].bincount(minlength=MAX_TOP_K + 1).cpu()
+        for path in true_ranks[:, torch.stack(at).all(0)].T.tolist():
             positions += 1
             right = path.index(MAX_TOP_K) if MAX_TOP_K in path else len(path)
             paths.update(tuple(path[:end]) for end in range(1, right + 1))

@@ -18,25 +18,25 @@ from specexport.training.muon import Muon
 from specexport.training.options import LEARNING_RATES, Optimizer
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""A scalar to minimise, and figures to show by name, each a vector, such as one number a head."""
+"""A scalar to minimize, and named figures to show, each a vector, for example one number per head."""
 Log = Callable[[str], None]
-"""Is given lines that say how a training goes."""
+"""Receives lines about the progress of a training."""
 
 
 def progress_bar(name: str, total: int, done: int = 0) -> tqdm[NoReturn]:
-    """A bar on standard error, if it is a terminal, with what is done and how long the rest takes."""
+    """A progress bar on standard error, if that is a terminal."""
     shape = "{desc} {bar:20} {n_fmt}/{total_fmt} {remaining} left{postfix}"
     return tqdm(desc=name, total=total, initial=done, bar_format=shape, disable=None)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the learning rates: a linear warm-up, then a cosine to zero, or a constant and a linear decay.
+    """The factor of the learning rates: a linear warm-up, then a cosine to zero, or a constant with a linear decay.
 
-    The constant middle makes the first steps of a long and of a short run the same (Hägele et al., arXiv 2405.18392).
+    With the constant, a long and a short run have the same first steps (Hägele et al., arXiv 2405.18392).
 
     Attributes:
-        decay: share of the steps at the end over which a constant rate decays to zero; None is the cosine.
+        decay: final share of the steps over which a constant rate decays to zero; None for the cosine.
     """
 
     steps: int
@@ -74,13 +74,13 @@ def muon_and_adamw(
 def optimizers(
     name: Optimizer, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
 ) -> list[torch.optim.Optimizer]:
-    """Those of a name in :data:`LEARNING_RATES`; see :func:`muon_and_adamw`.
+    """The optimizers of a name in :data:`LEARNING_RATES`; see :func:`muon_and_adamw`.
 
     Args:
         name: ``adamw`` or ``muon``.
         parameters: to train.
-        outer: the output projection and the embedding, of those that are trained.
-        rate: the learning rate; None for the name's own.
+        outer: the output projection and the embedding, if they are trained.
+        rate: the learning rate; None for the name's default.
     """
     rate = rate or LEARNING_RATES[name]
     return muon_and_adamw(parameters, outer, rate) if name == "muon" else [adamw([(list(parameters), rate)])]
@@ -88,11 +88,11 @@ def optimizers(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training did.
+    """The course of a training.
 
     Attributes:
         seconds: spent in all runs.
-        history: at each checkpoint the step, the running loss and figures, and what ``evaluate`` said.
+        history: for each checkpoint the step, the running loss and figures, and the result of ``evaluate``.
     """
 
     seconds: float
@@ -112,32 +112,32 @@ def train(
     every: int | None = None,
     accumulate: int = 1,
 ) -> Trained:
-    """Trains until the schedule ends, from where ``checkpoint`` left off if there is one.
+    """Trains until the schedule ends, resuming from ``checkpoint`` if it exists.
 
-    ``loss_at(batch)`` must depend on nothing but the parameters and the batch's number. A run that goes on from a
-    checkpoint is then equal to a whole one: bit for bit on a CPU, with the same number of threads.
+    ``loss_at(batch)`` must depend only on the parameters and the batch's number. A resumed run then equals an
+    uninterrupted one: bit for bit on a CPU, with the same number of threads.
 
     Args:
         name: to show.
-        parameters: what is trained, by name; gradients are clipped to a norm of 1 over all of it.
+        parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
         optimizers: over the same parameters.
-        schedule: factor on the learning rates the optimizers have now.
-        loss_at: the loss of a batch, of which a step takes ``accumulate``.
-        checkpoint: file, written beside its place and renamed.
-        log: given a line at each checkpoint.
-        evaluate: called for a line's last words.
-        every: steps from a checkpoint to the next.
-        accumulate: batches a step.
+        schedule: factor of the optimizers' present learning rates.
+        loss_at: the loss of a batch; a step takes ``accumulate`` batches.
+        checkpoint: file, replaced atomically.
+        log: receives a line at each checkpoint.
+        evaluate: returns the end of that line.
+        every: steps between checkpoints.
+        accumulate: batches per step.
 
     Raises:
-        TrainError: the checkpoint is malformed or of another training, or the loss is not finite any more.
+        TrainError: the checkpoint is malformed or belongs to another training, or the loss is no longer finite.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group.setdefault("base_lr", group["lr"]) for group in groups]
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "running": {}, "history": []}
     if checkpoint.exists():
         state = _restore(checkpoint, parameters, optimizers, schedule)
-        # The optimizers' groups are new ones now.
+        # Loading has replaced the optimizers' groups.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         log(f"{name}: going on from step {state['step']}")
     step, running, history = state["step"], state["running"], state["history"]
@@ -171,11 +171,12 @@ def train(
             bar.set_postfix_str(_words(running), refresh=False)
             bar.update()
             if step % every == 0 or step == schedule.steps:
-                said = evaluate() if evaluate is not None else ""
+                evaluation = evaluate() if evaluate is not None else ""
                 spent = time.monotonic() - began
-                with bar.external_write_mode():  # above the bar
-                    log(f"{name}: step {step} {_words(running)} {said + ' ' if said else ''}after {spent:.0f} s")
-                history.append({"step": step, **running} | ({"evaluation": said} if said else {}))
+                summary = " ".join(filter(None, (_words(running), evaluation)))
+                with bar.external_write_mode():  # printed above the bar
+                    log(f"{name}: step {step} {summary} after {spent:.0f} s")
+                history.append({"step": step, **running} | ({"evaluation": evaluation} if evaluation else {}))
                 state = {"step": step, "seconds": spent, "running": running, "history": history}
                 state["parameters"] = {key: value.detach() for key, value in parameters.items()}
                 state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
@@ -184,7 +185,7 @@ def train(
 
 
 def _words(running: Mapping[str, Sequence[float]]) -> str:
-    """Figures in a line."""
+    """The figures in one line."""
     return " ".join(
         f"{figure} {values[0]:.3f}" if len(values) == 1 else f"{figure} " + " ".join(f"{x:.2f}" for x in values)
         for figure, values in running.items()
@@ -197,24 +198,24 @@ def _restore(
     optimizers: Sequence[torch.optim.Optimizer],
     schedule: Schedule,
 ) -> dict[str, Any]:
-    """Puts a checkpoint's numbers where they belong; returns the rest of it."""
+    """Restores parameters and optimizers from a checkpoint; returns its other entries."""
     state = load_tensors(path)
     kinds = {"step": int, "seconds": float, "running": dict, "history": list, "parameters": dict, "optimizers": list}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
             raise TrainError(f"{path}: {key} is {type(state.get(key)).__name__}, expected {kind.__name__}; {_ANEW}")
-    found = state["parameters"]
-    if not 0 <= state["step"] <= schedule.steps or list(found) != list(parameters):
+    stored = state["parameters"]
+    if not 0 <= state["step"] <= schedule.steps or list(stored) != list(parameters):
         raise TrainError(
-            f"{path}: {len(found)} parameters after {state['step']} steps; expected {len(parameters)} and at most "
+            f"{path}: {len(stored)} parameters after {state['step']} steps; expected {len(parameters)} and at most "
             f"{schedule.steps}. It is of another training; {_ANEW}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if not isinstance(found[name], torch.Tensor) or found[name].shape != parameter.shape:
-                shape = list(getattr(found[name], "shape", ()))
+            if not isinstance(stored[name], torch.Tensor) or stored[name].shape != parameter.shape:
+                shape = list(getattr(stored[name], "shape", ()))
                 raise TrainError(f"{path}: {name!r} is {shape}, expected {list(parameter.shape)}; {_ANEW}")
-            parameter.copy_(found[name])
+            parameter.copy_(stored[name])
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -227,15 +228,15 @@ _ANEW = "delete it to train from the start"
 
 
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors and numbers into a file that appears only when it is whole."""
+    """Writes tensors and numbers to a file atomically."""
     partial = path.with_suffix(".tmp")
-    with writing(path), partial.open("wb") as file:  # by name torch would say of a full disk that a stream failed
+    with writing(path), partial.open("wb") as file:  # given a path, torch would report a full disk as a stream failure
         torch.save(state, file)
     partial.replace(path)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Reads a file of ours with tensors and numbers; nothing in it is run.
+    """Reads a file of :func:`save`; no code in it is run.
 
     Raises:
         TrainError: it cannot be read.

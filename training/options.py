@@ -77,7 +77,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return TrainError(message)
 
     def check(self) -> None:
-        """Checks what can be checked without a model.
+        """Runs the checks that need no model.
 
         Raises:
             TrainError: there are no data, or the output exists.
@@ -97,7 +97,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return dict(msgspec.to_builtins(self, enc_hook=str))
 
     def lengths(self, longest: int) -> tuple[int, int]:
-        """Tokens a window and tokens a prompt, for a model of so many positions.
+        """The lengths of a window and of a prompt in tokens, for a model with ``positions`` positions.
 
         Raises:
             TrainError: the model, or the window, is too short.
@@ -109,7 +109,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return window, prompt
 
     def total_steps(self, windows: int) -> int:
-        """Steps of the optimizers over so many windows."""
+        """The number of optimizer steps over ``windows`` windows."""
         return self.steps or max(1, round(self.epochs * windows / (self.batch_size * self.accumulate)))
 
 
@@ -149,17 +149,17 @@ Report = Iterator[Table | str]
 
 @dataclass(frozen=True)
 class Training:
-    """What ``specexport train`` offers of a method: ``TRAINING`` in its module ``train_options``.
+    """A method's command of ``specexport train``: ``TRAINING`` in its module ``train_options``.
 
-    Its module ``train`` has a function named ``train_`` and the command, which takes the options and a log, and returns
-    the record of the training.
+    Its module ``train`` has a function ``train_<command>``, which takes the options and a log, and returns the
+    training's record.
 
     Attributes:
         command: the word after ``specexport train``.
         summary: for ``--help``.
         options: its flags.
-        report: what is shown of a record.
-        example: flags that an example needs beside ``--target``, ``--data`` and ``-o``.
+        report: formats a record.
+        example: flags that an example needs besides ``--target``, ``--data`` and ``-o``.
     """
 
     command: str
@@ -184,17 +184,17 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def shares(what: str, accuracy: list[list[float]]) -> Table:
-    """How often the token is among the first candidates."""
+def shares(label: str, accuracy: list[list[float]]) -> Table:
+    """A table of how often the true token is among the first candidates."""
     ranks = (1, 2, 3, 5, 10)
-    table = Table("", (what, *(f"top-{rank}" for rank in ranks)))
+    table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):
         table.add_row(str(number), *(f"{sum(row[:rank]):.3f}" for rank in ranks))
     return table
 
 
 def report_chain(key: str, record: dict[str, Any]) -> Report:
-    """Reports how often each of a chain's tokens is right: the record's shares under a key."""
+    """Reports the accuracy of each of a chain's tokens: the record's shares under a key."""
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
     yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"

@@ -1,4 +1,4 @@
-"""What every training has in common: device, models, data, work folder, output."""
+"""Common parts of all trainings: device, models, data, work folder, output."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from specexport.training.loop import Log, Loss, Schedule, train
 from specexport.training.options import O, RunOptions
 
 _MEASURED_TEXTS = 64
-"""Texts sampled to measure with, at most."""
+"""Maximum number of texts sampled for evaluation."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how finely numbers are computed.
+    """Device and precision of a training.
 
     Attributes:
-        bf16: matrices are multiplied in bfloat16; what is trained stays in float32.
+        bf16: whether matrices are multiplied in bfloat16; trained weights stay in float32.
     """
 
     device: torch.device
@@ -43,16 +43,16 @@ class Place:
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """Of weights that are not trained."""
+        """The dtype of weights that are not trained."""
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def autocast(self) -> torch.autocast:
-        """The context to compute in."""
+        """The autocast context."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 def choose_place(options: RunOptions) -> Place:
-    """The device and precision to use; ``auto`` takes a GPU if there is one, and bfloat16 where it is fast.
+    """The device and precision to use; ``auto`` takes a GPU if there is one, and bfloat16 if it is fast there.
 
     Raises:
         TrainError: there is no such device.
@@ -73,8 +73,8 @@ class TrainingModel:
     """A causal LM and its tokenizer.
 
     Attributes:
-        path: the local folder; empty where the model was never stored.
-        model: in evaluation mode, so without dropout, whatever is trained; no parameter asks for a gradient.
+        path: the local folder; empty if the model was never stored.
+        model: in evaluation mode, hence without dropout even in training; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
         ends: tokens that end a text.
     """
@@ -90,7 +90,7 @@ class TrainingModel:
         """The weights of the embedding and of the head, ``[V,H]``.
 
         Raises:
-            TrainError: they are of different sizes.
+            TrainError: they differ in size.
         """
         table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         if table.shape != head.shape:
@@ -101,7 +101,7 @@ class TrainingModel:
         return table, head
 
     def fingerprint(self) -> str:
-        """A hash that differs between checkpoints, from their settings and a sample of their weights."""
+        """A hash of the checkpoint's settings and of a sample of its weights."""
         if self.path == Path():
             return "new"
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
@@ -114,10 +114,10 @@ class TrainingModel:
 
 
 def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
-    """Loads a model to train with, or to train; the weights of a frozen one may be rounded.
+    """Loads a model; the weights of a frozen one may be rounded.
 
     Raises:
-        BuildError: it is not there.
+        BuildError: it does not exist.
         TrainError: it cannot be loaded.
     """
     path = locate(source)
@@ -126,13 +126,13 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
             config = read_model_config(path)
             require_stored(path, config)
             stored = config.dtype
-            # torch's own attention would leave Gemma 2's soft cap out without a word.
+            # torch's own attention would silently skip Gemma 2's soft cap.
             attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
             dtype = place.frozen_dtype if frozen else torch.float32
             model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
     except BuildError:
         raise
-    except Exception as error:  # transformers raises whatever the model's code raises
+    except Exception as error:  # model code raises exceptions of any kind
         raise TrainError(f"{path}: could not be loaded: {error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -157,10 +157,10 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
 
 
 def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees its residual stream, checked.
+    """Checks the layer counts after which a draft reads the target's residual stream.
 
     Raises:
-        TrainError: it has fewer, or one is there twice.
+        TrainError: one exceeds the target's layers, or occurs twice.
     """
     if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
         raise TrainError(
@@ -171,7 +171,7 @@ def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
-    """Fields of a configuration of layers with the attention heads of a target, and, unless told, as wide an MLP."""
+    """Configuration fields of layers with a target's attention heads and, by default, its MLP width."""
     config, (vocab, hidden) = target.model.config, target.tables()[1].shape
     sizes, rotary = text_sizes(config), getattr(config, "rope_parameters", None) or {}
     return {
@@ -189,7 +189,7 @@ def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[st
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Writes a Hugging Face folder, with ``more`` tensors among the weights."""
+    """Writes a Hugging Face folder, with ``more`` as additional tensors."""
     with quiet():
         model.save_pretrained(folder, state_dict=model.state_dict() | dict(more or {}))
         tokenizer.save_pretrained(folder)
@@ -200,12 +200,12 @@ class Run(Generic[O]):
     """One training, from data to a folder.
 
     Attributes:
-        target: the model whose texts count.
-        window: tokens a window.
-        prompt: tokens a prompt.
-        windows: to learn.
-        held_out: to measure with.
-        record: what the output holds as ``training.json``.
+        target: the model to train for.
+        window: tokens per window.
+        prompt: tokens per prompt.
+        windows: to learn from.
+        held_out: for evaluation.
+        record: the content of ``training.json``.
     """
 
     options: O
@@ -227,7 +227,7 @@ class Run(Generic[O]):
         torch.manual_seed(self.options.seed)
 
     def describe_data(self) -> None:
-        """Logs what is learnt, and writes down what was first."""
+        """Logs and records the training data."""
         learnt, tokens = int(self.windows.learn.sum()), self.windows.ids.numel()
         self.log(
             f"data: {len(self.windows)} windows of {self.window} tokens, {learnt / tokens:.0%} of them to learn; "
@@ -237,7 +237,7 @@ class Run(Generic[O]):
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
 
     def texts_of(self, model: TrainingModel, data: Windows, count: int, name: str) -> Windows:
-        """A model's own continuations of prompts cut from data: what is met when its texts are drafted."""
+        """A model's own continuations of prompts cut from the data, as met in decoding."""
         ids = sample_texts(
             model.model,
             lambda rows, generator: data.prompts(rows, self.prompt, generator),
@@ -250,12 +250,14 @@ class Run(Generic[O]):
         return sampled_windows(ids, self.prompt, model.ends)
 
     def self_distill(self, model: TrainingModel, count: int) -> None:
-        """Learns and measures with texts of the model from now on: so many, and an eighth as many, at most 64."""
+        """Replaces the data by texts of the model: ``count`` to learn from, and an eighth as many, at most 64, held
+        out.
+        """
         self.windows = self.texts_of(model, self.windows, count, "sampled-train")
         self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
 
     def batch(self, number: int, seed: int) -> Windows:
-        """A batch to learn, on the device."""
+        """A training batch on the device."""
         return self.windows.rows(self.windows.order(number, self.options.batch_size, seed)).to(self.place.device)
 
     def train(
@@ -267,7 +269,7 @@ class Run(Generic[O]):
         loss_at: Callable[[int], Loss],
         evaluate: Callable[[], str] | None = None,
     ) -> None:
-        """Trains, as :func:`specexport.training.loop.train`, and writes down how it went under its name."""
+        """Trains, as :func:`specexport.training.loop.train`, and records the result under ``name``."""
         options = self.options
         self.record[name] = asdict(
             train(
@@ -286,7 +288,7 @@ class Run(Generic[O]):
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
-        """The folder to write, which appears when it is whole, with the record in it."""
+        """A folder to write the output to, which becomes visible, with the record, when it is complete."""
         with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
@@ -296,12 +298,12 @@ class Run(Generic[O]):
 def open_run(
     command: str, options: O, place: Place, target: TrainingModel, log: Log, *drafts: TrainingModel
 ) -> Iterator[Run[O]]:
-    """Reads the data and opens the work folder, from which a second run with the same options goes on.
+    """Reads the data and opens the work folder, from which a run with the same options resumes.
 
-    The target's tokenizer reads the data; ``drafts`` are further models the result depends on.
+    The target's tokenizer encodes the data; ``drafts`` are further models that the result depends on.
 
     Raises:
-        TrainError: the data are missing, malformed or too few, or the work folder is of something else.
+        TrainError: the data are missing, malformed or too few, or the work folder belongs to another training.
     """
     window, prompt = options.lengths(min(model.max_positions for model in (target, *drafts)))
     windows, held_out = _read(options, target.tokenizer, window)
@@ -326,7 +328,7 @@ def open_run(
 
 
 def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
-    """The windows to learn, and those to measure with."""
+    """The windows to learn from, and those held out."""
     windows = read_windows(options.data, tokenizer, seq_len=window, seed=options.seed)
     try:
         share = float(options.held_out)
@@ -339,19 +341,19 @@ def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Wi
 
 @contextlib.contextmanager
 def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder the user named, which is kept in the end, or ``OUTPUT.work``, which is not."""
+    """The user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
     path = work / "settings.json"
     wanted = json.loads(json.dumps(settings))
     if path.is_file():
         try:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            stored = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise TrainError(f"{path}: {error}; delete the folder to train from the start") from error
-        for name in [*wanted, *found]:
-            if found.get(name) != wanted.get(name):
+        for name in [*wanted, *stored]:
+            if stored.get(name) != wanted.get(name):
                 raise TrainError(
-                    f"{work}: holds an unfinished training with {name} {found.get(name)}, and this one has "
+                    f"{work}: holds an unfinished training with {name} {stored.get(name)}, and this one has "
                     f"{wanted.get(name)}. Train with the same options to go on, delete the folder to start anew, or "
                     "choose another with --work"
                 )

@@ -1,1 +1,1 @@
-"""What ``python -m benchmarks.gpu`` checks and measures on a machine with a GPU."""
+"""Checks and measurements on a machine with a GPU."""

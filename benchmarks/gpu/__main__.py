@@ -3,11 +3,11 @@
     python scripts/gpu_acceptance.py --prepare DIR      where torch is: builds and packs what the checks need
     python scripts/gpu_acceptance.py --bundles DIR      where the GPU is: nothing is built, and no torch is needed
 
-Results are written after every check, and a run on a GPU of the same kind, with the same ``--json``, goes on with what
-is missing. A check that a killed run was in counts as failed; ``--only`` does it again. With ``--rehearse`` the second
-step runs without a GPU, over CUDA libraries that do nothing: what needs numbers runs too, and is not measured.
+Results are written after every check, and another run on the same kind of GPU, with the same ``--json``, does the
+missing checks. A check during which a run was killed counts as failed; ``--only`` repeats it. With ``--rehearse`` the
+second step runs without a GPU, over CUDA libraries that do nothing; its numbers mean nothing.
 
-Exits with 0 if nothing failed, with 1 if a check failed, and with 2 where there is no GPU: then nothing was checked.
+Exits with 0 if nothing failed, with 1 if a check failed, and with 2, without any check, if there is no GPU.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class DeviceCheck:
 
     Attributes:
         name: for ``--only``, as ``kind:bundle``.
-        seconds: what it takes at most, as far as can be said without having run it.
-        run: does it.
-        numbers: whether it says anything where kernels compute nothing.
-        module: that it needs beside the runtime; empty for none.
+        seconds: estimated upper bound of its run time.
+        run: runs the check.
+        numbers: whether it depends on kernels that really compute.
+        module: a module that it needs besides the runtime; empty for none.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DeviceCheck:
 
 
 def plan(bundles: Path, texts: list[str], models: Path) -> list[DeviceCheck]:
-    """All checks in their order: what is worth most comes first."""
+    """All checks, most valuable first."""
 
     def each(
         kind: Callable[..., list[Finding]], names: Sequence[str], seconds: float, *more: Any, **options: Any
@@ -123,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prepare", type=Path, metavar="DIR", help="build and pack the bundles into this folder")
-    what.add_argument("--bundles", type=Path, metavar="DIR", help="check with what was prepared there")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--prepare", type=Path, metavar="DIR", help="build and pack the bundles into this folder")
+    mode.add_argument("--bundles", type=Path, metavar="DIR", help="check with what was prepared there")
     parser.add_argument("--pack", default="", metavar="NAMES", help="bundles to prepare (default: all)")
     parser.add_argument("--rehearse", action="store_true", help="check over CUDA libraries that do nothing")
     parser.add_argument("--only", default="", help="names, or the kinds before their colons, with commas between")
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(
     args: argparse.Namespace, all_checks: list[DeviceCheck], machine: dict[str, str], results: dict[str, Any]
 ) -> None:
-    """Runs what was asked for and is not there yet, and writes each result as it is found.
+    """Runs the requested checks without results, and writes each result immediately.
 
     Raises:
         SystemExit: ``--only`` names no check.
@@ -161,7 +161,7 @@ def _run(
             continue
         left = args.budget - (time.monotonic() - began)
         result: dict[str, Any] = {"date": _now(), **machine, "findings": []}
-        # Until it ends: a process that is killed in it leaves this behind.
+        # Overwritten when the check ends; remains if the process is killed.
         results[check.name] = {**result, "status": FAIL, "reason": "the run ended in this check"}
         if check.seconds > left:
             result |= {"status": NOT_MEASURED, "reason": f"{left:.0f} s are left and it may take {check.seconds:.0f}"}
@@ -174,20 +174,20 @@ def _run(
 
 
 def _result(check: DeviceCheck, bundles: Path, gpu: str) -> dict[str, Any]:
-    """What a check said; what goes wrong in it is its result, and hides nothing of what the others say."""
+    """The result of a check; its exceptions become its result and do not affect other checks."""
     if not (bundles / "bundles" / check.bundle).exists():
         return {"status": NOT_MEASURED, "reason": f"bundle {check.bundle} was not prepared"}
     if check.module and importlib.util.find_spec(check.module) is None:
         return {"status": NOT_MEASURED, "reason": f"{check.module} is not installed"}
     start = time.monotonic()
     try:
-        found = check.run()
+        findings = check.run()
     except Exception as error:
         return {"status": FAIL, "reason": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
-    said = {"findings": [asdict(one) for one in found], "seconds": round(time.monotonic() - start, 1)}
+    result = {"findings": [asdict(finding) for finding in findings], "seconds": round(time.monotonic() - start, 1)}
     if gpu.startswith(NULL) and check.numbers:
-        return {**said, "status": NOT_MEASURED, "reason": "ran, but kernels compute nothing here", "findings": []}
-    return {**said, "status": FAIL if any(one.passed is False for one in found) else PASS, "reason": ""}
+        return {**result, "status": NOT_MEASURED, "reason": "ran, but kernels compute nothing here", "findings": []}
+    return {**result, "status": FAIL if any(finding.passed is False for finding in findings) else PASS, "reason": ""}
 
 
 def _machine(cuda: Cuda) -> dict[str, str]:
@@ -212,16 +212,16 @@ def _now() -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results: a line a check, and one a finding."""
+    """The results as a table, with a line per check and per finding."""
     marks = {True: PASS, False: FAIL, None: ""}
     lines = []
     for name, result in results.items():
         lines.append(f"{name:<28} {result['status']:<13} {result['reason']}".rstrip())
-        for one in result["findings"]:
-            bar = f" ({one['expected']})" if one["expected"] else ""
-            lines.append(f"    {one['name']:<54} {one['found']}{bar} {marks[one['passed']]}".rstrip())
-    said = [result["status"] for result in results.values()]
-    lines.append(", ".join(f"{said.count(status)} {status}" for status in (PASS, FAIL, NOT_MEASURED)))
+        for finding in result["findings"]:
+            bar = f" ({finding['expected']})" if finding["expected"] else ""
+            lines.append(f"    {finding['name']:<54} {finding['found']}{bar} {marks[finding['passed']]}".rstrip())
+    statuses = [result["status"] for result in results.values()]
+    lines.append(", ".join(f"{statuses.count(status)} {status}" for status in (PASS, FAIL, NOT_MEASURED)))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Whether a GPU computes what the CPU does, decodes with speculation what it decodes without, and how fast."""
+"""Checks on a GPU: same numbers as the CPU, same texts with speculation as without, and speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from specexport.runtime.speculative import PLAIN
 
 BACKEND = "onnxruntime-cuda"
 FLOOR = 0.7
-"""Least share of the memory's bandwidth that a plain step of a large model uses."""
+"""Minimum share of the memory bandwidth that a plain step of a large model must reach."""
 LEAKED = 4 << 20
 GAP_US = 50.0
 LEAST_P = 1e-4
@@ -42,13 +42,13 @@ LEAST_P = 1e-4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check looked at.
+    """One result of a check.
 
     Attributes:
-        name: what was looked at.
-        passed: None where it is a measurement without a bar.
-        found: what came out.
-        expected: the bar.
+        name: the property.
+        passed: None for a measurement without a limit.
+        found: the measured value.
+        expected: the limit.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a GPU may be from the fp32 of the CPU.
+    """Tolerances of a GPU relative to the CPU's fp32.
 
     Attributes:
-        logits: largest difference, relative to the largest logit.
-        tokens: least share of positions with the same most probable token.
-        texts: whether greedy texts must be the same, which one turned tie would part.
+        logits: maximum difference, relative to the largest logit.
+        tokens: minimum share of positions with the same most probable token.
+        texts: whether greedy texts must be equal; one reversed tie makes them differ.
     """
 
     logits: float
@@ -72,7 +72,7 @@ class Tolerance:
     texts: bool
 
 
-# Products are summed in other orders; half precision resolves 2^-11, bfloat16 2^-8.
+# Sums have other orders; half precision resolves 2^-11, bfloat16 2^-8.
 TOLERANCES: dict[ComputedIn, Tolerance] = {
     "fp32": Tolerance(2e-4, 1.0, True),
     "fp16": Tolerance(2e-2, 0.98, False),
@@ -82,22 +82,22 @@ QUANTIZED = Tolerance(5e-2, 0.95, False)
 
 
 def open_gpu(folder: Path, **options: Any) -> Engine:
-    """An engine on the GPU. Weights that were left out of a bundle are filled in first, and not hashed."""
+    """An engine on the GPU. Omitted weights of a bundle are generated first, and hashes not checked."""
     filled(folder)
     return Engine.load(folder, backend=BACKEND, check_hashes=not (folder / WEIGHTS).exists(), **options)
 
 
 def loads(folder: Path) -> list[Finding]:
-    """A bundle is opened, and steps of every method from this thread and from another say the same."""
+    """Opens a bundle; steps of every method must give the same from this thread and from another."""
     start = time.perf_counter()
     with open_gpu(folder) as engine:
         seconds = time.perf_counter() - start
         backend, prompt = on_device(engine), engine.encode("def add(first, second):")[:16]
         captured = "graph per step" if engine.manifest.program else "graph per engine"
-        said: list[list[tuple[int, ...]]] = []
+        texts: list[list[tuple[int, ...]]] = []
 
         def go() -> None:
-            said.append([engine.generate(prompt, greedy(24), way).token_ids for way in ways(engine, prompt)])
+            texts.append([engine.generate(prompt, greedy(24), way).token_ids for way in ways(engine, prompt)])
 
         go()
         other = threading.Thread(target=go)
@@ -107,13 +107,13 @@ def loads(folder: Path) -> list[Finding]:
     return [
         Finding("opened", None, f"{seconds:.1f} s"),
         Finding("capture", execution == captured, f"{execution} {fallback}".rstrip(), captured),
-        Finding("same texts from a second thread", len(said) == 2 and said[0] == said[1],
-                "same" if said[0] == said[-1] else "others", "same"),
+        Finding("same texts from a second thread", len(texts) == 2 and texts[0] == texts[1],
+                "same" if texts[0] == texts[-1] else "others", "same"),
     ]  # fmt: skip
 
 
 def ways(engine: Engine, expected: Sequence[int]) -> list[Any]:
-    """Every way that an engine can decode, the plain one first; a hypothesis says ``expected``."""
+    """All ways of an engine to decode, plain first; the hypothesis is ``expected``."""
     methods = engine.methods.items()
     return [
         PLAIN,
@@ -122,9 +122,9 @@ def ways(engine: Engine, expected: Sequence[int]) -> list[Any]:
 
 
 def memory(folder: Path) -> list[Finding]:
-    """What an opened pair takes of the device's memory, beside what ``specexport plan`` says of it.
+    """The device memory of an open pair, against the estimate of ``specexport plan``.
 
-    A device's libraries take memory of their own, which is not planned.
+    The estimate does not include the memory of the device's libraries.
     """
     filled(folder)
     gc.collect()  # an engine of an earlier check that holds some
@@ -133,12 +133,12 @@ def memory(folder: Path) -> list[Finding]:
     with open_gpu(folder):
         taken = before - cuda.memory()[0]
     planned = sum(json.loads((folder / PLAN).read_text()).values())
-    found = f"{taken / 1e6:.1f} MB and {planned / 1e6:.1f} MB ({taken / planned - 1:+.1%})"
-    return [Finding("taken, and planned", None, found)]
+    measured = f"{taken / 1e6:.1f} MB and {planned / 1e6:.1f} MB ({taken / planned - 1:+.1%})"
+    return [Finding("taken, and planned", None, measured)]
 
 
 def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
-    """Logits of one text on the GPU and on the CPU, at every width; greedy texts, and those of every way to decode."""
+    """Compares logits on the GPU and on the CPU at every width, and the greedy texts of every way to decode."""
     with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu, open_gpu(folder) as gpu:
         allowed = tolerance(cpu.manifest.target)
         reference = cpu_target(cpu, folder)
@@ -151,32 +151,32 @@ def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
             scale = max(scale, float(np.abs(theirs).max()))
             same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             rows += len(ours)
-        there = [cpu.generate(prompt, greedy(48), PLAIN).token_ids for prompt in prompts]
+        cpu_texts = [cpu.generate(prompt, greedy(48), PLAIN).token_ids for prompt in prompts]
         here = [
             [gpu.generate(prompt, greedy(48), way).token_ids for way in ways(gpu, text)]
-            for prompt, text in zip(prompts, there, strict=True)
+            for prompt, text in zip(prompts, cpu_texts, strict=True)
         ]
-    found = largest / scale
+    difference = largest / scale
     return [
-        Finding("largest difference of logits", found <= allowed.logits, f"{found:.1e}",
+        Finding("largest difference of logits", difference <= allowed.logits, f"{difference:.1e}",
                 f"<= {allowed.logits:g} of the largest"),
         Finding("same most probable token", same >= allowed.tokens * rows, f"{same} of {rows}",
                 f">= {allowed.tokens:.0%}"),
-        _all_equal("same greedy text as on the CPU", [plain for plain, *_ in here], there, allowed),
-        _all_equal("same greedy text as plain, with every method", [text for _, *said in here for text in said],
-                   [plain for plain, *said in here for _ in said], allowed),
+        _all_equal("same greedy text as on the CPU", [plain for plain, *_ in here], cpu_texts, allowed),
+        _all_equal("same greedy text as plain, with every method", [text for _, *others in here for text in others],
+                   [plain for plain, *others in here for _ in others], allowed),
     ]  # fmt: skip
 
 
 def _all_equal(name: str, ours: Sequence[object], theirs: Sequence[object], allowed: Tolerance) -> Finding:
-    """Other widths round differently: in half precision a tie may turn, and is counted only."""
+    """Counts equal texts; in half precision ties may reverse at other widths, so the count is only reported."""
     equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
     passed = equal == len(ours) if allowed.texts else None
     return Finding(name, passed, f"{equal} of {len(ours)}", "all" if allowed.texts else "")
 
 
 def tolerance(target: Model) -> Tolerance:
-    """How far the GPU may be off with a target: by its type, and by what the CPU rounds where weights are integers."""
+    """The tolerance for a target: by its type, and for integer weights by the CPU's rounding."""
     (engine,) = (engine for engine in target.engines if engine.runtime == BACKEND)
     return QUANTIZED if target.precision.weights in ("int8", "int4") else TOLERANCES[engine.compute]
 
@@ -195,32 +195,32 @@ def widths(engine: Engine) -> list[int]:
 
 
 def read(graph: Graph, tokens: Sequence[int], width: int, past: int = 0) -> np.ndarray:
-    """Reads a text ``width`` tokens at a time behind ``past`` rows: logits ``[n, V]``; a rest too short is left out."""
-    found = []
+    """Reads a text ``width`` tokens at a time after ``past`` rows: logits ``[n, V]``, without a shorter remainder."""
+    parts = []
     graph.shrink_cache(1)
     chain = TokenTree.chain(width)
     for start in range(0, len(tokens) - width + 1, width):
-        found.append(step(graph, tokens[start : start + width], past + start, chain))
+        parts.append(step(graph, tokens[start : start + width], past + start, chain))
         graph.commit(0, past + start, range(width))
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def step(graph: Graph, tokens: Sequence[int], past: int, tree: TokenTree) -> np.ndarray:
-    """One step over the nodes of a tree behind ``past`` rows, not committed: logits ``[T, V]``."""
+    """One uncommitted step over the nodes of a tree after ``past`` rows: logits ``[T, V]``."""
     width = len(tree)
     graph.reserve(past + width)
-    given = graph.inputs(width, width)
-    given[tensors.INPUT_IDS][0] = tokens
-    given[tensors.POSITION_IDS][0] = past + tree.depths
-    given[tensors.TREE_MASK][0] = tree.mask
-    given[tensors.PAST_LENGTH][0] = past
-    given[tensors.LOGITS_ROWS][0] = np.arange(width)
+    inputs = graph.inputs(width, width)
+    inputs[tensors.INPUT_IDS][0] = tokens
+    inputs[tensors.POSITION_IDS][0] = past + tree.depths
+    inputs[tensors.TREE_MASK][0] = tree.mask
+    inputs[tensors.PAST_LENGTH][0] = past
+    inputs[tensors.LOGITS_ROWS][0] = np.arange(width)
     logits: np.ndarray = graph.run(width, width)[tensors.LOGITS][0].copy()
     return logits
 
 
 def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
-    """A step over a branching tree whose last path is kept, against the same tokens read one after another."""
+    """Compares a step over a branching tree that keeps its last path with reading the same tokens one by one."""
     with open_gpu(folder) as gpu:
         graph, width = on_device(gpu).graphs[0], widths(gpu)[-1]
         tree = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
@@ -239,12 +239,14 @@ def tree_commit(folder: Path, texts: Sequence[str]) -> list[Finding]:
         graph.commit(0, past, range(len(chain)))
         expected = step(graph, after, past + len(chain), TokenTree.chain(width))
         allowed = tolerance(gpu.manifest.target).logits
-    found = float(np.abs(kept - expected).max() / max(1.0, np.abs(expected).max()))
-    return [Finding("logits behind a committed tree path", found <= allowed, f"{found:.1e}", f"<= {allowed:g}")]
+    difference = float(np.abs(kept - expected).max() / max(1.0, np.abs(expected).max()))
+    return [
+        Finding("logits behind a committed tree path", difference <= allowed, f"{difference:.1e}", f"<= {allowed:g}")
+    ]
 
 
 def together(folder: Path, texts: Sequence[str]) -> list[Finding]:
-    """Four requests at once against each alone, by the same engine: greedy, two of three with speculation."""
+    """Compares four requests at once with each alone, greedily, two of three with speculation."""
     with open_gpu(folder, max_batch_size=4) as engine:
         prompts = [engine.encode(text)[: engine.manifest.max_seq_len // 2] for text in [*texts, *texts][:8]]
         asks = [(prompt, greedy(24 + 8 * at), at % 3 != 2) for at, prompt in enumerate(prompts)]
@@ -252,13 +254,13 @@ def together(folder: Path, texts: Sequence[str]) -> list[Finding]:
         streams = [engine.stream(text, params, None if spec else PLAIN) for text, params, spec in asks]
         for stream in streams:
             stream.start()
-        said = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
-        return [_all_equal("four at once, the same texts as alone", said, alone, tolerance(engine.manifest.target))]
+        streamed = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        return [_all_equal("four at once, the same texts as alone", streamed, alone, tolerance(engine.manifest.target))]
 
 
 def capture(folder: Path, texts: Sequence[str], steps: int = 1000) -> list[Finding]:
-    """What was captured says bit for bit what the library's own runs say, and takes no memory step by step."""
-    logits, said = [], []
+    """Captured steps must equal uncaptured runs bit for bit, and must not allocate memory."""
+    logits, captured_texts = [], []
     for captured in (False, True):
         with contextlib.ExitStack() as stack:
             if not captured:
@@ -268,10 +270,10 @@ def capture(folder: Path, texts: Sequence[str], steps: int = 1000) -> list[Findi
             tokens = engine.encode(" ".join(texts))[:200]
             logits.append([read(graph, tokens, width) for width in widths(engine)])
             graph.shrink_cache(1)
-            asked = [
+            arguments = [
                 (text, params) for text in texts[:3] for params in (greedy(64), _sampled(1).replace(max_tokens=64))
             ]
-            said.append([engine.generate(text, params).token_ids for text, params in asked])
+            captured_texts.append([engine.generate(text, params).token_ids for text, params in arguments])
             execution = on_device(engine).execution
             if captured:
                 before, done = _memory(on_device(engine).cuda), 0
@@ -279,13 +281,13 @@ def capture(folder: Path, texts: Sequence[str], steps: int = 1000) -> list[Findi
                     done += engine.generate(texts[0], greedy(128)).stats.steps
                 grown = [now - then for now, then in zip(_memory(on_device(engine).cuda), before, strict=True)]
     same = sum(np.array_equal(a, b, equal_nan=True) for a, b in zip(*logits, strict=True))
-    equal = sum(a == b for a, b in zip(*said, strict=True))
+    equal = sum(a == b for a, b in zip(*captured_texts, strict=True))
     return [
         Finding("capture", execution == "graph per step", execution, "graph per step"),
         Finding("same logits as uncaptured, bit for bit", same == len(logits[0]),
                 f"at {same} of {len(logits[0])} widths", "all"),
-        Finding("same texts as uncaptured, greedy and sampled", equal == len(said[0]), f"{equal} of {len(said[0])}",
-                "all"),
+        Finding("same texts as uncaptured, greedy and sampled", equal == len(captured_texts[0]),
+                f"{equal} of {len(captured_texts[0])}", "all"),
         Finding(f"memory taken in {done} steps", max(grown) <= LEAKED,
                 f"{grown[0] / 2**20:.1f} MiB of the device, {grown[1] / 2**20:.1f} MiB of the host",
                 f"<= {LEAKED >> 20} MiB"),
@@ -299,9 +301,9 @@ def _memory(cuda: Cuda) -> tuple[int, int]:
 
 
 def events(folder: Path, texts: Sequence[str], parts: Sequence[str]) -> list[Finding]:
-    """What each graph of a step takes by the device's own clock, and the whole step as one graph.
+    """The time of each graph of a step by the device's clock, and that of the whole step as one graph.
 
-    ``parts`` are the names of the graphs in their order.
+    ``parts`` are the names of the graphs in order.
     """
     with graph_per_engine(), open_gpu(folder) as engine:
         taken, _ = _timed(engine, texts, 128)
@@ -324,17 +326,17 @@ def _time(name: str, milliseconds: Sequence[float]) -> Finding:
 
 
 def _timed(engine: Engine, texts: Sequence[str], tokens: int, way: Any = None) -> tuple[list[list[float]], Completion]:
-    """What the launches of the steps of one greedy text took in milliseconds, and the text."""
+    """The milliseconds of the launches of one greedy text's steps, and the text."""
     watch = LaunchTimer(on_device(engine))
     done = engine.generate(engine.encode(texts[0])[:64], greedy(tokens), way)
     return watch.milliseconds(), done
 
 
 def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
-    """A large pair's plain and speculative steps against what the memory's bandwidth allows.
+    """Compares a large pair's plain and speculative steps with the limit of the memory bandwidth.
 
-    The weights are random, so the draft is seldom right; what speculation gains is worked out from the times of steps
-    for shares of draft tokens accepted as trained pairs have them.
+    The weights are random, so drafts are seldom accepted; the gain of speculation is computed from the step times, for
+    acceptance rates of trained pairs.
     """
     with open_gpu(folder) as engine:
         bandwidth = copy_bandwidth(on_device(engine).cuda)
@@ -362,7 +364,7 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
 
 
 def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Finding]:
-    """Two tokens of many seeded requests against their exact distribution, which the CPU's logits say; chi-square."""
+    """A chi-square test of two tokens of many seeded requests against the exact distribution of the CPU's logits."""
     with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu:
         reference, prompt, params = cpu_target(cpu, folder), list(cpu.encode(texts[0])[:24]), _sampled(0)
 
@@ -384,7 +386,7 @@ def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Fin
 
 
 def chi_square_p(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """How probable counts as far off are (Wilson and Hilferty's approximation); 0 where a text cannot be."""
+    """The p-value of counts (Wilson and Hilferty's approximation); 0 if an impossible text occurs."""
     total = sum(counts.values())
     if any(text not in exact for text in counts):
         return 0.0
@@ -392,17 +394,17 @@ def chi_square_p(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], 
     rare = [pair for pair in pairs if pair[1] < 5]
     cells = [pair for pair in pairs if pair[1] >= 5]
     if rare:
-        cells.append((sum(found for found, _ in rare), sum(expected for _, expected in rare)))
+        cells.append((sum(count for count, _ in rare), sum(expected for _, expected in rare)))
     free = len(cells) - 1
     if free < 1:
         return 1.0
-    square = sum((found - expected) ** 2 / expected for found, expected in cells)
+    square = sum((count - expected) ** 2 / expected for count, expected in cells)
     z = ((square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
     return math.erfc(z / math.sqrt(2)) / 2
 
 
 def oracle(folder: Path, texts: Sequence[str], models: Path) -> list[Finding]:
-    """Greedy texts against those of transformers' own generate, in fp32 on the CPU."""
+    """Compares greedy texts with those of transformers' generate, in fp32 on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -418,10 +420,10 @@ def oracle(folder: Path, texts: Sequence[str], models: Path) -> list[Finding]:
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """So many tokens, the most probable ones."""
+    """Greedy sampling of ``tokens`` tokens."""
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 def _sampled(seed: int) -> SamplingParams:
-    # Few texts are common enough to count: two tokens of the three most probable.
+    # With two tokens of the three most probable, all texts are common enough to count.
     return SamplingParams(max_tokens=2, temperature=1.0, top_k=3, seed=seed, ignore_eos=True)

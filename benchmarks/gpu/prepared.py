@@ -1,4 +1,4 @@
-"""The bundles that the checks need: built and packed where torch is, unpacked where the GPU is."""
+"""The bundles for the checks: built and packed on a machine with torch, unpacked on the one with the GPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import numpy as np
 from specexport.contract.manifest import MANIFEST_NAME
 
 PART_BYTES = 40_000_000
-"""A machine that takes 64 MiB a call takes a part beside the working tree in each."""
+"""Fits into transfers of 64 MiB together with the working tree."""
 INDEX, WEIGHTS, PLAN = "index.json", "weights.json", "plan.json"
 K, CONTEXT = 4, 512
 _VERBATIM = 1 << 16
-"""Tensors of fewer bytes are kept as they are: norms, and what shapes are made of."""
+"""Smaller tensors are packed: norms, and constants of shapes."""
 _BLOCK = 1 << 22
 _PRIME = 2_097_169
 _RANDOM = 1 << 23
-"""Parts of a random pair whose weights take less are packed."""
+"""Weights of a random pair below this size are packed."""
 _TRACED_ONCE = 32_000_000
 """Parameters of models that are traced once for all precisions: a trace holds its weights."""
 
@@ -56,7 +56,7 @@ TINY = (
     "self_draft-int8-portable",
     "plain-fp16-native",
 )
-"""Of the GPU dry run's bundles, every kind; see ``tests.null_cuda.bundles``."""
+"""One of each kind of the GPU dry run's bundles; see ``tests.null_cuda.bundles``."""
 _Sizes = dict[str, int]
 
 
@@ -80,11 +80,11 @@ PAIRS: dict[str, dict[str, Any]] = {
     "1b-fp16": {**_1B, "precision": "fp16"},
     "1b-int4": {**_1B, "precision": "int4"},
 }
-"""Pairs of random weights, which are made anew where they run: vocabulary, and the sizes of both models."""
+"""Pairs with random weights, generated on the machine that runs them: vocabulary, and sizes of both models."""
 
 
 def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
-    """Builds bundles and packs them: ``part-00`` and so on, and what is in them. What was built already is kept.
+    """Builds bundles and packs them into ``part-00`` and so on, with an index. Existing bundles are kept.
 
     Args:
         out: folder to write to; ``out/built`` keeps the bundles.
@@ -116,32 +116,31 @@ def unpacked(folder: Path) -> Path:
     """The folder of the prepared bundles, joined from the parts the first time.
 
     Raises:
-        ValueError: a part is missing or not what was written; names it.
+        ValueError: a part is missing or damaged; names it.
     """
-    there, index = folder / "bundles", json.loads((folder / INDEX).read_text())
-    if (there / "done").exists():
-        return there
+    target, index = folder / "bundles", json.loads((folder / INDEX).read_text())
+    if (target / "done").exists():
+        return target
     for part in index["parts"]:
         path = folder / part["name"]
         if not path.exists() or _sha256(path) != part["sha256"]:
-            found = "another content" if path.exists() else "no such file"
-            raise ValueError(f"{path}: {found}; expected SHA-256 {part['sha256']}; copy it here again")
-    shutil.rmtree(there, ignore_errors=True)
-    there.mkdir()
+            state = "another content" if path.exists() else "no such file"
+            raise ValueError(f"{path}: {state}; expected SHA-256 {part['sha256']}; copy it here again")
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
     with tarfile.open(fileobj=_Joined([folder / part["name"] for part in index["parts"]]), mode="r|gz") as archive:  # type: ignore[arg-type]
-        archive.extractall(there, filter="data")
-    for file in (path for path in there.rglob("*") if path.stat().st_nlink > 1 and path.is_file()):
-        own = shutil.copy(file, file.with_name(file.name + ".part"))  # onnxruntime refuses weights that have two names
-        Path(own).replace(file)
-    (there / "done").touch()
-    return there
+        archive.extractall(target, filter="data")
+    for file in (path for path in target.rglob("*") if path.stat().st_nlink > 1 and path.is_file()):
+        copy = shutil.copy(file, file.with_name(file.name + ".part"))  # onnxruntime refuses weights that have two names
+        Path(copy).replace(file)
+    (target / "done").touch()
+    return target
 
 
 def filled(bundle: Path, seed: int = 0) -> int:
-    """Writes the weights of a random pair that were left out, if there are some and they are not there yet.
+    """Writes the omitted weights of a random pair, unless there are none or they exist; returns the bytes written.
 
-    They are random numbers of the means and deviations of those they stand for, quantized ones uniform. Returns the
-    bytes written.
+    They are random numbers with the means and deviations of the omitted ones; quantized weights are uniform.
     """
     written, path = 0, bundle / WEIGHTS
     for name, described in json.loads(path.read_text()).items() if path.exists() else ():
@@ -175,7 +174,7 @@ def _fill(to: IO[bytes], tensor: dict[str, Any], random: np.random.Generator) ->
         left -= now
 
 
-# --- where torch is ---------------------------------------------------------------------------------------------------
+# --- on the machine with torch ----------------------------------------------------------------------------------------
 
 
 def _build(name: str, built: Path, models: Path) -> None:
@@ -187,7 +186,9 @@ def _build(name: str, built: Path, models: Path) -> None:
     options = dict((KINDS | PAIRS)[name])
     if name in PAIRS:
         vocab, sizes = options.pop("vocab_size"), options.pop("sizes")
-        target, draft = (_random_model(built.parent / "models", models, {"vocab_size": vocab, **one}) for one in sizes)
+        target, draft = (
+            _random_model(built.parent / "models", models, {"vocab_size": vocab, **size}) for size in sizes
+        )
         methods = ({"method": "draft_model", "model": str(draft), "num_speculative_tokens": K},)
     else:
         target, proposes = models / "demo-target", options.pop("proposes")
@@ -209,7 +210,7 @@ def _build(name: str, built: Path, models: Path) -> None:
                 max_seq_len=CONTEXT,
                 backend="onnxruntime-cuda",
                 engines=CompileOptions("onnxruntime-cuda"),
-                overwrite=True,  # one that was killed before its weights were left out
+                overwrite=True,  # a build that was killed before its weights were omitted
                 **options,
             ),
             progress,
@@ -240,7 +241,7 @@ def _random_model(folder: Path, models: Path, sizes: _Sizes) -> Path:
     ).save_pretrained(folder)
     for file in (models / "demo-target").glob("tokenizer*"):
         shutil.copy(file, folder)
-    shapes = {name: tuple(one.shape) for name, one in meta_model(folder).named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in meta_model(folder).named_parameters()}
     _write_safetensors(folder / "model.safetensors", shapes)
     return folder
 
@@ -248,8 +249,8 @@ def _random_model(folder: Path, models: Path, sizes: _Sizes) -> Path:
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Matrices of fp16 numbers with a deviation of 0.02, and norms of ones.
 
-    All are taken from one sequence that begins again after a prime number of them, so that no two are alike: drawing
-    each anew would take longer than everything else.
+    All come from one sequence that repeats after a prime number of elements, so that no two are equal: drawing each
+    separately would take longer than everything else.
     """
     numbers = (np.random.default_rng(0).standard_normal(_PRIME, np.float32) * 0.02).astype(np.float16)
     header: dict[str, Any] = {}
@@ -274,14 +275,14 @@ def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _write_plan(bundle: Path, *models: Path) -> None:
-    """What ``specexport plan`` says of the models of a bundle, for the check of what they take."""
+    """Stores the estimate of ``specexport plan`` for a bundle's models, for the check of their memory."""
     from specexport.contract.methods import read_method
     from specexport.contract.reading import read_manifest
     from specexport.exporter.plan import DEVICES, plan
 
     manifest = read_manifest(bundle)
     target, draft = map(str, models)
-    found = plan(
+    estimate = plan(
         target,
         read_method({"method": "draft_model", "model": draft}),
         next(iter(DEVICES.values())),
@@ -290,17 +291,17 @@ def _write_plan(bundle: Path, *models: Path) -> None:
         acceptance=0.7,
         backend="onnxruntime-cuda",
     )
-    said = {part: sum(getattr(model, part) for model in found.models) for part in ("weights", "cache", "scratch")}
-    (bundle / PLAN).write_text(json.dumps(said))
+    totals = {part: sum(getattr(model, part) for model in estimate.models) for part in ("weights", "cache", "scratch")}
+    (bundle / PLAN).write_text(json.dumps(totals))
 
 
 def _leave_weights_out(bundle: Path) -> None:
-    """Describes the files of weights that are large, in place of packing them."""
+    """Describes large files of weights instead of packing them."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
     from onnx.helper import tensor_dtype_to_np_dtype
 
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    statistics: dict[str, dict[int, dict[str, Any]]] = {}
     for graph in bundle.rglob("*.onnx"):
         for tensor in onnx.load(graph, load_external_data=False).graph.initializer:
             if not uses_external_data(tensor):
@@ -320,18 +321,18 @@ def _leave_weights_out(bundle: Path) -> None:
                 sample = np.frombuffer(content, kind).astype(np.float32)
                 described |= {"dtype": str(kind), "mean": float(sample.mean()), "std": float(sample.std())}
             described["shape"] = list(tensor.dims)
-            found.setdefault(file, {})[described["offset"]] = described
+            statistics.setdefault(file, {})[described["offset"]] = described
     written = {
         file: {"nbytes": (bundle / file).stat().st_size, "tensors": list(tensors.values())}
-        for file, tensors in found.items()
+        for file, tensors in statistics.items()
     }
     (bundle / WEIGHTS).write_text(json.dumps(written))
-    for file in found:
+    for file in statistics:
         (bundle / file).unlink()
 
 
 def _pack(built: Path, names: Sequence[str], out: Path) -> None:
-    """One compressed archive, in parts; files of the same content are in it once."""
+    """Writes a compressed archive in parts; files with the same content are stored once."""
     for part in out.glob("part-*"):
         part.unlink()
     first: dict[str, str] = {}
@@ -361,7 +362,7 @@ def _pack(built: Path, names: Sequence[str], out: Path) -> None:
 
 
 class _Parts:
-    """Writes a stream as files of at most :data:`PART_BYTES`."""
+    """A stream that writes files of at most :data:`PART_BYTES`."""
 
     def __init__(self, folder: Path) -> None:
         self._names: Iterator[Path] = (folder / f"part-{number:02}" for number in itertools.count())
@@ -384,7 +385,7 @@ class _Parts:
 
 
 class _Joined:
-    """Reads parts as one stream."""
+    """A stream that reads the parts in order."""
 
     def __init__(self, parts: list[Path]) -> None:
         self._rest = [part.open("rb") for part in parts]

@@ -1,4 +1,4 @@
-"""How long things take on a GPU: copies, launches and the gaps between them."""
+"""Times on a GPU: copies, launches and the gaps between them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def on_device(engine: Engine) -> CudaBackend:
 
 
 def create_event(cuda: Cuda) -> int:
-    """An event that can be timed."""
+    """A CUDA event with timing."""
     return int(cuda.call("cudaEventCreateWithFlags", 0))
 
 
 def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
-    """Bytes a second that a copy within the device's memory reads and writes."""
+    """The bandwidth of copies within the device's memory, reads plus writes, in bytes a second."""
     device, needs = Device.share(cuda, 1.0), MemoryPlan()
     nbytes = min(COPIED, MemoryBudget(cuda, 0.5).available // 4)
     needs.add("from", nbytes)
@@ -55,27 +55,27 @@ def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Microseconds from the end of each launch's work to the beginning of the next.
+    """Microseconds between the end of each launch's work and the start of the next.
 
     Attributes:
-        after_wait: where the host waited in between, read results and gave the next work.
-        queued: where it gave both without waiting, as the graphs of one step that is no single CUDA graph.
+        after_wait: gaps in which the host waited, read results and submitted new work.
+        queued: gaps between launches submitted without waiting, as in a step that is not a single CUDA graph.
     """
 
     after_wait: list[float]
     queued: list[float]
 
     def per_step(self, steps: int) -> float:
-        """How long the GPU stood still a step: the median of each kind, as often as there are such in a step."""
+        """The GPU's idle time per step: the median of each kind of gap, times its number per step."""
         return sum(statistics.median(kind) * len(kind) for kind in (self.after_wait, self.queued) if kind) / steps
 
 
 class LaunchTimer:
-    """Events around everything that is launched; for measuring what lies between.
+    """Events around all launches, to measure the gaps between them.
 
     Args:
-        backend: an open one.
-        most: launches that can be watched.
+        backend: an open backend.
+        most: maximum number of recorded launches.
     """
 
     def __init__(self, backend: CudaBackend, most: int = 4096) -> None:
@@ -86,7 +86,7 @@ class LaunchTimer:
         backend.watch(self._around)
 
     def _around(self, launch: Enqueue) -> None:
-        if not self._events:  # watched to the end
+        if not self._events:  # no events left
             launch()
             return
         start, end = self._events[len(self._waits) % len(self._events)]
@@ -97,7 +97,7 @@ class LaunchTimer:
         self._cuda.call("cudaEventRecord", end, self._stream.handle)
 
     def gaps(self) -> Gaps:
-        """The gaps between the launches so far; then forgets them."""
+        """Returns the gaps between the recorded launches, and clears the record."""
         self._stream.synchronize()
         gaps = Gaps([], [])
         for ((_, end), (start, _)), (before, after) in zip(
@@ -109,9 +109,9 @@ class LaunchTimer:
         return gaps
 
     def milliseconds(self) -> list[list[float]]:
-        """What each launch took, in the order of their first times, for those launched most often; forgets them.
+        """Returns the times of each of the most frequent launches, in order, and clears the record.
 
-        A step that is several launches launches all of them equally often, and prompts and warming up do so less.
+        All launches of a step are equally frequent, and those of prompts and of the warm-up less frequent.
         """
         self._stream.synchronize()
         taken: dict[Enqueue, list[float]] = {}
@@ -130,7 +130,7 @@ class LaunchTimer:
 
 @contextlib.contextmanager
 def graph_per_engine() -> Iterator[None]:
-    """Engines opened in here capture the parts of a step one by one, so that each can be timed."""
+    """Context in which engines capture the parts of a step separately, so that each can be timed."""
     capture = Steps._capture
 
     def parts(self: Steps, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
@@ -142,7 +142,7 @@ def graph_per_engine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
-    """Engines opened in here capture nothing: the library runs every graph again."""
+    """Context in which engines capture nothing and run every graph through the library."""
     with _replaced(CudaStream, "capture_all", lambda *_: BackendError("not captured, for comparison")):
         yield
 

@@ -2,15 +2,14 @@
 
 The peers are transformers, ONNX Runtime GenAI, OpenVINO GenAI and llama.cpp.
 
-Each engine runs in an environment of its own, as a process of its own, greedy and without stopping at an end-of-text
-token, so that all of them generate the same number of tokens:
+Each engine runs in a separate environment and process, greedily and without stopping at an end-of-text token, so that
+all of them generate the same number of tokens:
 
     python -m benchmarks.peers.setup                        # once: the environments
     python -m benchmarks peers --target DIR --draft DIR     # convert the models, run the engines, print a table
 
-`run_<engine>.py` are the processes, `job.py` what goes in and out of them, `compare.py` takes them in turns,
-`convert.py` makes each engine's own form of the models. This file stays free of imports that the engines' environments
-do not have.
+`run_<engine>.py` are the processes, `job.py` defines their protocol, `compare.py` lets them take turns, `convert.py`
+converts the models for each engine. This file has no imports that the engines' environments lack.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-ENGINES = ("specexport", "transformers", "ort", "openvino", "llamacpp")
+from benchmarks.tables import ENGINES
+
 PRECISIONS = ("fp32", "int8", "int4")
 
 
@@ -31,7 +31,7 @@ def _words(allowed: tuple[str, ...], text: str) -> list[str]:
 
 
 def _engines(text: str) -> list[str]:
-    return _words(ENGINES, text)
+    return _words(tuple(ENGINES), text)
 
 
 def _precisions(text: str) -> list[str]:

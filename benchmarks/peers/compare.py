@@ -1,8 +1,8 @@
-"""Run all engines in turns on the same prompts and show what they reached.
+"""Run all engines in turns on the same prompts and show their speeds.
 
-At a precision every engine is a process that stays loaded. Each prompt is decoded by all of them, one way after the
-other, before the next prompt's turn comes, so that a machine whose speed drifts treats them alike; what is compared are
-ratios within a turn. Turns are kept in a file as they end, and a later call goes on with those that are missing.
+At each precision every engine is a process that stays loaded. All engines and ways decode a prompt before the next
+prompt, so that drift of the machine's speed affects all equally; ratios within a turn are compared. Results are stored
+after every turn, and a later call resumes there.
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ from benchmarks.common import machine, new_table, write_report
 from benchmarks.peers.convert import OPTIONS, ROLES, convert, last_lines
 from benchmarks.peers.job import UNCOUNTED, Job, Settings, Way, thread_environment
 from benchmarks.peers.setup import SEPARATE, python_of
+from benchmarks.tables import ENGINES
 from specexport.tables import Table, show
 
 REPO = Path(__file__).resolve().parents[2]
-NAMES = {
-    "specexport": "specexport",
-    "transformers": "transformers",
-    "ort": "ONNX Runtime GenAI",
-    "openvino": "OpenVINO GenAI",
-    "llamacpp": "llama.cpp",
-}
 OURS = "specexport"
-# Plain decoding with either attention implementation; the better one counts. Drafts allow only the other.
+# Plain decoding with either attention implementation; the faster one counts. Drafts require the other.
 MORE_WAYS = {"openvino": [Way("sdpa")]}
 SETTLE_SECONDS = 0.2
-"""Threads of the engine before have stopped spinning by then."""
+"""Until the previous engine's threads have stopped spinning."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +80,20 @@ class Cell:
         return len(self.runs) / sum(1 / float(getattr(run, kind)) for run in self.runs)
 
     def over(self, other: Cell, kind: str = "decode") -> list[float]:
-        """How many times as fast as the other's each generation is, in the same turn: median, least and most."""
+        """Ratios of speed to the other's generations in the same turn: median, minimum and maximum."""
         theirs = {run.place: run for run in other.runs}
         ratios = [getattr(run, kind) / getattr(theirs[run.place], kind) for run in self.runs]
         return [statistics.median(ratios), min(ratios), max(ratios)]
 
     def same_as(self, other: Cell) -> int:
-        """How many prompts both continued with the same tokens in every turn."""
+        """The number of prompts that both continued with the same tokens in every turn."""
         theirs = {run.prompt: run.text for run in other.runs}
         different = {run.prompt for run in self.runs if run.text != theirs.get(run.prompt)}
         return len({run.prompt for run in self.runs} - different)
 
 
 class Worker:
-    """A process that has an engine loaded and answers jobs; what its libraries print goes to a file."""
+    """A process with a loaded engine that answers jobs; the output of its libraries goes to a file."""
 
     def __init__(self, engine: str, settings: Settings, log: Path) -> None:
         self.engine, self.log = engine, log
@@ -120,14 +114,14 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{NAMES[self.engine]} ended: {last_lines(self.log.read_text(errors='replace'))}")
+            raise RuntimeError(f"{ENGINES[self.engine]} ended: {last_lines(self.log.read_text(errors='replace'))}")
         return json.loads(line)
 
     def ask(self, job: Job) -> Any:
         """The answer to a job."""
         assert self.process.stdin is not None
         time.sleep(SETTLE_SECONDS)
-        with contextlib.suppress(BrokenPipeError):  # reading says what the process ended with
+        with contextlib.suppress(BrokenPipeError):  # reading the answer reports why the process ended
             print(job.to_json(), file=self.process.stdin, flush=True)
         return self.read()
 
@@ -157,7 +151,7 @@ def read_prompts(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise a ValueError that says what is missing or cannot be measured."""
+    """Raise a ValueError about missing files or impossible settings."""
     for folder in (args.target, args.draft):
         if not (folder / "model.safetensors").is_file():
             raise ValueError(f"{folder} has no model.safetensors")
@@ -169,18 +163,18 @@ def check(args: argparse.Namespace) -> None:
 
 
 def fewest_tokens(args: argparse.Namespace) -> int:
-    """Tokens of a generation of which something counts, as its first steps do not."""
+    """The minimum length of a generation with measured steps, as the first ones do not count."""
     return (UNCOUNTED + 1) * (max([0, *args.k, *args.ngram_k]) + 1) + 1
 
 
 def ways_of(engine: str, args: argparse.Namespace) -> list[Way]:
-    """How an engine decodes here."""
+    """The ways of an engine to decode."""
     plain = [Way("plain"), *MORE_WAYS.get(engine, [])]
     return [*plain, *(Way("draft", k) for k in args.k), *(Way("ngram", k) for k in args.ngram_k)]
 
 
 def schedule(ways: dict[str, list[Way]], turn: int) -> list[tuple[str, Way]]:
-    """The order of a turn: way by way all engines, each turn beginning with another one."""
+    """The order of a turn: all engines for each way, rotated every turn."""
     engines = list(ways)
     engines = engines[turn % len(engines) :] + engines[: turn % len(engines)]
     order = list(dict.fromkeys(way for engine in engines for way in ways[engine]))
@@ -189,10 +183,10 @@ def schedule(ways: dict[str, list[Way]], turn: int) -> list[tuple[str, Way]]:
 
 
 def read_runs(path: Path, head: dict[str, Any]) -> list[Measured]:
-    """What was measured before; begins the file if there is none.
+    """The stored measurements; creates the file if there is none.
 
     Raises:
-        ValueError: it was measured with something else.
+        ValueError: they were made with other settings.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +199,7 @@ def read_runs(path: Path, head: dict[str, Any]) -> list[Measured]:
 
 
 def measure(args: argparse.Namespace, prompts: dict[str, list[int]], runs: list[Measured]) -> int:
-    """Run the turns that are missing until the minutes are over; returns how many still are."""
+    """Run missing turns for the given minutes; return how many are left."""
     known = {run.place for run in runs}
     end = time.monotonic() + args.minutes * 60
     left = 0
@@ -217,10 +211,10 @@ def measure(args: argparse.Namespace, prompts: dict[str, list[int]], runs: list[
             workers = start(precision, args, next(iter(prompts.values())), stack) if begun else {}
             while missing and time.monotonic() < end:
                 place = missing.pop(0)
-                made = take_turn(workers, place, prompts[place[2]], args)
+                results = take_turn(workers, place, prompts[place[2]], args)
                 with args.runs.open("a", encoding="utf-8") as file:
-                    print(json.dumps([asdict(run) for run in made]), file=file)
-                runs += made
+                    print(json.dumps([asdict(run) for run in results]), file=file)
+                runs += results
         left += len(missing)
     return left
 
@@ -230,19 +224,19 @@ def take_turn(
 ) -> list[Measured]:
     """Decode a prompt with all engines in all ways."""
     precision, turn, name = place
-    made = []
+    results = []
     for engine, way in schedule({engine: ways_of(engine, args) for engine in workers}, turn):
         answer = workers[engine].ask(Job(prompt, way, args.new_tokens))
         answer["text"] = hashlib.sha256(json.dumps(answer.pop("tokens")).encode()).hexdigest()[:12]
         answer["version"] = workers[engine].version
-        made.append(Measured(engine, precision, way.method, way.k, turn, name, **answer))
-    return made
+        results.append(Measured(engine, precision, way.method, way.k, turn, name, **answer))
+    return results
 
 
 def start(
     precision: str, args: argparse.Namespace, prompt: list[int], stack: contextlib.ExitStack
 ) -> dict[str, Worker]:
-    """The engines at a precision, each warm in all of its ways."""
+    """The engines at a precision, warmed up in all of their ways."""
     workers = {}
     for engine in engines_at(precision, args):
         folders = convert(engine, precision, {"target": args.target, "draft": args.draft}, args.cache, args.threads)
@@ -258,12 +252,12 @@ def start(
 
 
 def engines_at(precision: str, args: argparse.Namespace) -> list[str]:
-    """Those that have weights of a precision."""
+    """The engines that support a precision."""
     return [engine for engine in args.engines if precision == "fp32" or engine != "transformers"]
 
 
 def cells_of(runs: Iterable[Measured]) -> list[Cell]:
-    """What was measured, by engine, precision and way."""
+    """The measurements by engine, precision and way."""
     groups: dict[tuple[str, str, Way], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.engine, run.precision, Way(run.method, run.k)), []).append(run)
@@ -279,12 +273,12 @@ def best(cells: Iterable[Cell]) -> dict[tuple[str, str, str], Cell]:
 
 
 def report(cells: list[Cell]) -> list[dict[str, Any]]:
-    """What each cell reached, beside our plain decoding, our best of its kind, its own plain and transformers'."""
+    """Each cell's speed relative to our plain decoding and our best of its kind, and its equal texts."""
     chosen = best(cells)
     entries = []
     for cell in cells:
         kind = cell.way.kind
-        ours, own = (chosen.get((engine, cell.precision, "plain")) for engine in (OURS, cell.engine))
+        ours, own_plain = (chosen.get((engine, cell.precision, "plain")) for engine in (OURS, cell.engine))
         rival, reference = chosen.get((OURS, cell.precision, kind)), chosen.get(("transformers", "fp32", "plain"))
         entries.append(
             {
@@ -301,7 +295,7 @@ def report(cells: list[Cell]) -> list[dict[str, Any]]:
                 "ours_over_it": rival and rival.over(cell),
                 "ours_over_it_end_to_end": rival and rival.over(cell, "end_to_end"),
                 "same_as_fp32_greedy": reference and cell.same_as(reference),
-                "same_as_own_greedy": own and cell.same_as(own),
+                "same_as_own_greedy": own_plain and cell.same_as(own_plain),
                 "decode_tokens_per_s_of_runs": [round(run.decode, 1) for run in cell.runs],
             }
         )
@@ -325,7 +319,7 @@ def table(entries: list[dict[str, Any]]) -> Table:
         if entry["best"]:
             ratios = (entry[name] for name in ("over_our_plain", "ours_over_it", "ours_over_it_end_to_end"))
             shown.add_row(
-                NAMES[entry["engine"]],
+                ENGINES[entry["engine"]],
                 entry["precision"],
                 f"{entry['method']} {entry['k'] or ''}",
                 f"{entry['decode_tokens_per_s']:.1f}",

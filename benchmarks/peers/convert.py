@@ -1,9 +1,8 @@
-"""Turn a pair of checkpoints into what an engine reads, by the engine's own converter, and keep it.
+"""Convert a pair of checkpoints with an engine's own converter, and cache the result.
 
-Quantized weights are symmetric everywhere. Groups are of 128, a little faster than the converters' defaults, but for
-OpenVINO's int8, which is by channel, and blocks of 32, which are llama.cpp's (Q8_0 and, the head too, Q4_0) and
-specexport's default: with 128, plain steps take two rows to be exact. How activations are handled is left to the
-engine.
+Quantized weights are symmetric everywhere. Groups have 128 weights, a little faster than the converters' defaults,
+except OpenVINO's int8, which is by channel, and blocks of 32 for llama.cpp (Q8_0 and, the head too, Q4_0) and
+specexport, their default. Each engine decides on the precision of activations.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ OPTIONS: dict[tuple[str, str], list[str]] = {
     ("llamacpp", "int8"): ["Q8_0"],
     ("llamacpp", "int4"): ["Q4_0"],
 }
-# llama.cpp's converter knows tokenizers by a hash and refuses others. Only text depends on them, and prompts are ids.
+# llama.cpp's converter refuses tokenizers with an unknown hash. Prompts are ids, so the tokenizer does not matter.
 ANY_TOKENIZER = """
 import runpy, sys
 sys.path.insert(0, sys.argv[1])
@@ -40,7 +39,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, threads: int) -> dict[str, Path]:
-    """The converted folders of a pair, {"target": ..., "draft": ...}; made if the cache does not have them yet."""
+    """The converted folders of a pair, {"target": ..., "draft": ...}, converted if not cached."""
     if engine == "transformers":
         return pair
     if engine == "specexport":
@@ -88,7 +87,7 @@ def _commands(engine: str, precision: str, source: Path, out: Path) -> list[list
 
 
 def _finish_ort(folder: Path) -> None:
-    """Take the end-of-text tokens away and describe the pair for speculation, in the folder above the two models."""
+    """Remove the end-of-text tokens, and describe the pair for speculation in the folder above the two models."""
     configs = {}
     for role in ROLES:
         file = folder / role / "genai_config.json"
@@ -104,7 +103,7 @@ def _finish_ort(folder: Path) -> None:
 
 
 def _digest(engine: str, precision: str, pair: dict[str, Path]) -> str:
-    """A name for what the conversion depends on: the converter, its options and the two checkpoints."""
+    """A hash of the converter, its options and the two checkpoints."""
     requirements = Path(__file__).with_name(f"requirements-{engine}.txt")
     digest = hashlib.sha256(requirements.read_bytes() if requirements.is_file() else b"")
     digest.update(json.dumps(OPTIONS.get((engine, precision))).encode())
@@ -123,5 +122,5 @@ def _run(command: list[str], threads: int) -> None:
 
 
 def last_lines(text: str, number: int = 3) -> str:
-    """The end of a process's output, where it says what went wrong."""
+    """The end of a process's output, with its error."""
     return " | ".join(line.strip() for line in text.strip().splitlines()[-number:])

@@ -1,7 +1,7 @@
-"""What an engine's process is told and asked, what it answers, and how a generation is timed. Standard library only.
+"""The protocol of an engine's process, and the timing of a generation. Standard library only.
 
-A process is started with its settings as its argument, loads its models, and answers jobs, one line of JSON each, until
-its input ends. What libraries print goes to standard error.
+A process gets its settings as its argument, loads its models, and answers jobs, one line of JSON each, until its input
+ends. The output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 UNCOUNTED = 2
 LOOKUP = 2
-"""Longest n-gram that is looked up: the only one by ONNX Runtime GenAI and llama.cpp, which gain most with this one."""
+"""Longest n-gram to look up; the only one for ONNX Runtime GenAI and llama.cpp, which gain most with it."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to decode: plainly where k is 0, else with drafts of k tokens.
+    """A way to decode: plainly if k is 0, else with drafts of k tokens.
 
     Attributes:
-        method: ``plain``, ``draft`` (the draft model), ``ngram`` (looked up in the text), for specexport ``default``:
-            as it chooses by itself, or, for OpenVINO, ``sdpa``: plainly with its other attention.
-        k: draft tokens a step; 0 with ``default``, too.
+        method: ``plain``, ``draft`` (the draft model), ``ngram`` (look-ups), ``default`` (specexport's own choice), or
+            ``sdpa`` (plain decoding with OpenVINO's other attention).
+        k: draft tokens a step; 0 for ``default`` too.
     """
 
     method: str
@@ -35,13 +35,13 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """What it is compared as: ``plain``, ``draft`` or ``ngram``."""
+        """The kind to compare it with: ``plain``, ``draft`` or ``ngram``."""
         return self.method if self.k else "plain"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a process is started with: its models, and the ways it will be asked for."""
+    """The settings of a process: its models, and the ways to decode."""
 
     target: str
     draft: str
@@ -51,14 +51,14 @@ class Settings:
 
     @classmethod
     def read(cls) -> Settings:
-        """Those that this process was started with."""
-        given = json.loads(sys.argv[1])
-        return cls(**{**given, "ways": [Way(**way) for way in given["ways"]]})
+        """The settings of this process."""
+        fields = json.loads(sys.argv[1])
+        return cls(**{**fields, "ways": [Way(**way) for way in fields["ways"]]})
 
 
 @dataclass(frozen=True)
 class Job:
-    """One generation: the prompt's token ids, how to go on with them, and for how many tokens."""
+    """One generation: the prompt's token ids, the way to decode, and the number of tokens."""
 
     prompt: list[int]
     way: Way
@@ -71,17 +71,17 @@ class Job:
     @classmethod
     def read(cls, line: str) -> Job:
         """The job of a line."""
-        given = json.loads(line)
-        return cls(**{**given, "way": Way(**given["way"])})
+        fields = json.loads(line)
+        return cls(**{**fields, "way": Way(**fields["way"])})
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a job gave.
+    """The result of a job.
 
     Attributes:
-        tokens: what was generated.
-        decode: tokens a second, without the prompt's reading.
+        tokens: the generated tokens.
+        decode: tokens a second, without reading the prompt.
         end_to_end: tokens a second, with it.
         tokens_per_step: mean of the target's steps.
     """
@@ -93,11 +93,11 @@ class Run:
 
 
 class Deliveries:
-    """The tokens of one generation and when they came.
+    """The tokens of one generation and their times.
 
-    An engine hands over one token at a time when it decodes plainly, and one round's accepted tokens at a time when it
-    speculates. The first delivery waits for the prompt, and with a draft model the second may wait for the draft's
-    prompt, so the decode speed counts what follows the second delivery.
+    An engine delivers one token at a time when decoding plainly, and a step's accepted tokens when speculating. The
+    first delivery waits for the prompt, and with a draft model the second may wait for the draft's reading of it, so
+    the decoding speed counts tokens after the second delivery.
     """
 
     def __init__(self) -> None:
@@ -107,13 +107,13 @@ class Deliveries:
         self.start = time.perf_counter()
 
     def add(self, tokens: list[int]) -> None:
-        """Take note of tokens that have come just now."""
+        """Record tokens that have just arrived."""
         self.times.append(time.perf_counter() - self.start)
         self.counts.append(len(tokens))
         self.tokens.extend(tokens)
 
     def finish(self) -> Run:
-        """Take note of the end of the generation; the last delivery, which may be cut short, is not a whole step."""
+        """Record the end of the generation; the last delivery may be cut short and is not a whole step."""
         total = time.perf_counter() - self.start
         seconds = self.times[-1] - self.times[UNCOUNTED - 1]
         steps = self.counts[UNCOUNTED:-1] or self.counts
@@ -126,7 +126,7 @@ Decoder = Callable[[Job], Run]
 
 
 def timed(generate: Callable[[Job, Deliveries], None]) -> Decoder:
-    """An engine from a function that adds tokens to deliveries as they come."""
+    """An engine from a function that records tokens as they arrive."""
 
     def run(job: Job) -> Run:
         deliveries = Deliveries()
@@ -137,10 +137,10 @@ def timed(generate: Callable[[Job, Deliveries], None]) -> Decoder:
 
 
 def answer(load: Callable[[Settings], tuple[Decoder, str]]) -> None:
-    """Load an engine, say its version and answer jobs.
+    """Load an engine, report its version and answer jobs.
 
     Args:
-        load: the engine, and what it is with its version.
+        load: returns the engine, and its name and version.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -155,7 +155,7 @@ def answer(load: Callable[[Settings], tuple[Decoder, str]]) -> None:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """The environment of a process whose math libraries shall use so many threads and that stays off the network."""
+    """Environment variables that limit a process's math libraries to ``threads`` threads and keep it offline."""
     count = str(threads)
     return {
         **os.environ,

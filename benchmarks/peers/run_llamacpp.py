@@ -1,6 +1,6 @@
-"""Answer jobs with llama.cpp's server, one for each way to decode, as it fixes that when it starts.
+"""Answer jobs with llama.cpp's server, one for each way to decode, as that is fixed at its start.
 
-The time of decoding is the server's own, which begins with the first token, after both models have read the prompt.
+The decoding time is the server's own, which starts at the first token, after both models have read the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START_SECONDS = 120
 
 
 class Server:
-    """A server that ends with the input of this process."""
+    """A server that is stopped when this process's input ends."""
 
     def __init__(self, settings: Settings, way: Way) -> None:
         with socket.socket() as free:
@@ -56,7 +56,7 @@ class Server:
 
 
 def arguments(settings: Settings, way: Way) -> list[str]:
-    """What a server is started with; of its n-gram methods the one that looks back for the last few tokens."""
+    """The arguments of a server; its n-gram method is the one that searches for the last few tokens."""
     threads = str(settings.threads)
     chosen = ["-m", f"{settings.target}/model.gguf", "-t", threads, "-c", str(CONTEXT), "-np", "1", "--cache-ram", "0"]
     if settings.precision == "fp32":

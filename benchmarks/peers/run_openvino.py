@@ -14,7 +14,7 @@ KV_CACHE_GIB = 1
 
 
 class Streamer(openvino_genai.StreamerBase):
-    """Passes on what `generate` hands over."""
+    """Records the tokens of `generate`."""
 
     def __init__(self, deliveries: Deliveries) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class Streamer(openvino_genai.StreamerBase):
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def properties(settings: Settings) -> dict[str, Any]:
-    """Say how the device is to be used; without the hints, models saved as float32 are computed in less."""
+    """Device settings; without the hints, float32 models are computed in lower precision."""
     chosen: dict[str, Any] = {"INFERENCE_NUM_THREADS": settings.threads, "PERFORMANCE_HINT": "LATENCY"}
     if settings.precision == "fp32":
         chosen.update({"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"})
@@ -38,9 +38,9 @@ def properties(settings: Settings) -> dict[str, Any]:
 
 
 def load(settings: Settings) -> tuple[Decoder, str]:
-    """Load a pipeline a method: what it speculates with is chosen as it is made.
+    """Load a pipeline for each method, as its speculation is fixed at creation.
 
-    Prompts are not to be remembered from one generation to the next, as they otherwise would be.
+    The prefix cache between generations is off.
     """
     device = properties(settings)
 

@@ -36,7 +36,7 @@ def load(settings: Settings) -> tuple[Decoder, str]:
         while len(deliveries.tokens) < job.new_tokens and not generator.is_done():
             generator.generate_next_token()
             tokens = [int(generator.get_next_tokens()[0])]
-            # A whole round is computed at once and then handed out one token at a time.
+            # A whole step is computed at once and then returned token by token.
             for _ in range(generator.get_speculative_stats()["tokens_buffered"] if job.way.k else 0):
                 if len(deliveries.tokens) + len(tokens) < job.new_tokens:
                     generator.generate_next_token()

@@ -13,7 +13,7 @@ METHODS = {"draft": "draft_model", "ngram": "ngram"}
 
 
 def how(way: Way) -> dict[str, str | int] | Speculative | None:
-    """What a request says of it."""
+    """The request's options for each way."""
     if way.method == "default":
         return None
     return {"method": METHODS[way.method], "num_speculative_tokens": way.k} if way.k else PLAIN
@@ -21,7 +21,7 @@ def how(way: Way) -> dict[str, str | int] | Speculative | None:
 
 def load(settings: Settings) -> tuple[Decoder, str]:
     """Open the bundle, which holds both models."""
-    # Every prompt is read each time: what a prefix cache saves is not what is compared.
+    # Every prompt is read each time, as the prefix cache's savings are not compared.
     chooses = any(way.method == "default" for way in settings.ways)
     engine = Engine.load(
         settings.target, threads=settings.threads, check_hashes=False, calibrate=chooses, prefix_cache=False

@@ -13,7 +13,7 @@ from benchmarks.peers.job import LOOKUP, Decoder, Deliveries, Job, Settings, ans
 
 
 class Streamer(BaseStreamer):
-    """Passes on what `generate` hands over, except for the prompt that it begins with."""
+    """Records the tokens of `generate`, except the prompt."""
 
     def __init__(self, deliveries: Deliveries) -> None:
         self.deliveries = deliveries
@@ -25,7 +25,7 @@ class Streamer(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def load_model(folder: str) -> Any:

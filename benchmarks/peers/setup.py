@@ -1,10 +1,10 @@
-"""Make the environments that the other engines run in.
+"""Create the environments of the other engines.
 
     python -m benchmarks.peers.setup [ort] [openvino] [llamacpp]
 
 Each gets a virtual environment in the root of the repository, with the versions pinned in its requirements file;
-llama.cpp is built there for this machine, from the source that llama-cpp-python's source package carries. What
-transformers needs is the environment this runs in.
+llama.cpp is built there for this machine, from the source in llama-cpp-python's source package. transformers runs in
+this environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LLAMA_TOOLS = ("llama-server", "llama-quantize")
 
 
 def python_of(engine: str) -> Path:
-    """The interpreter that runs an engine, whether or not it has been made yet."""
+    """The path of an engine's interpreter, which may not exist yet."""
     if engine not in SEPARATE:
         return Path(sys.executable)
     return ROOT / f".venv-peers-{engine}" / "bin" / "python"
@@ -38,7 +38,7 @@ def llama_tool(name: str) -> str:
 
 
 def make(engine: str) -> None:
-    """Make the environment of one engine, or bring it to the pinned versions."""
+    """Create the environment of one engine, or update it to the pinned versions."""
     python = python_of(engine)
     if not python.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
@@ -52,7 +52,7 @@ def make(engine: str) -> None:
 
 
 def build_llama(python: Path) -> None:
-    """Build llama.cpp's server and quantizer for this processor, with nothing that the network would be needed for."""
+    """Build llama.cpp's server and quantizer for this processor, without network features."""
     folder = python.parents[1]
     download = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
     subprocess.run([*download, "-d", str(folder), f"llama-cpp-python=={LLAMA_CPP}"], check=True)
@@ -67,7 +67,7 @@ def build_llama(python: Path) -> None:
 
 
 def main() -> int:
-    """Make the environments named on the command line, or all."""
+    """Create the environments named on the command line, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.setup", description="Make the environments.")
     parser.add_argument("engines", nargs="*", help=f"of {', '.join(SEPARATE)}; default: all")
     for engine in parser.parse_args().engines or SEPARATE:

@@ -124,20 +124,20 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
     draft += engine.manifest.tokenizer.eos_token_ids[:1]
     entropy = float(heard.entropies.max())
     prompt = EmbedsPrompt([BEFORE, heard.embeds, AFTER])
-    said: list[int] = []
+    tokens: list[int] = []
     text = ""
     passes = steps = 0
     with engine.stream(prompt, params, {"hypothesis": draft, "hypothesis_entropy": entropy}) as stream:
         for chunk in stream:
-            following = agreed(said, draft) == len(said)
+            following = agreed(tokens, draft) == len(tokens)
             passes, steps = passes + following, steps + (not following)
-            said += chunk.token_ids
+            tokens += chunk.token_ids
             text += chunk.text
         as_it_is = stream.stats.steps == 0
-    kept = agreed(said, draft)
+    kept = agreed(tokens, draft)
     return Transcript(
         text=text,
-        token_ids=tuple(said),
+        token_ids=tuple(tokens),
         frames=len(heard.entropies),
         entropy=entropy,
         draft=len(draft),
@@ -145,29 +145,29 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
         passes=0 if as_it_is else passes,
         kept=kept,
         steps=steps,
-        decoded=len(said) - kept,
+        decoded=len(tokens) - kept,
     )
 
 
-def agreed(said: list[int], draft: list[int]) -> int:
+def agreed(tokens: list[int], draft: list[int]) -> int:
     """How many of their first tokens are the same."""
-    pairs = enumerate(zip(said, draft, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(said), len(draft)))
+    pairs = enumerate(zip(tokens, draft, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(tokens), len(draft)))
 
 
-def report(made: Transcript) -> str:
+def report(transcript: Transcript) -> str:
     """A transcript with its counters, for people."""
-    taken = "taken as it is" if made.as_it_is else "not sure enough"
+    taken = "taken as it is" if transcript.as_it_is else "not sure enough"
     lines = [
-        made.text,
+        transcript.text,
         "",
-        f"draft    {made.draft} tokens from {made.frames} frames",
-        f"stage 1  {taken}: the worst frame's entropy is {made.entropy:.3f} nats",
+        f"draft    {transcript.draft} tokens from {transcript.frames} frames",
+        f"stage 1  {taken}: the worst frame's entropy is {transcript.entropy:.3f} nats",
     ]
-    if not made.as_it_is:
+    if not transcript.as_it_is:
         lines += [
-            f"stage 2  {made.kept} of {made.draft} draft tokens kept in {made.passes} passes",
-            f"stage 3  {made.decoded} tokens in {made.steps} steps",
+            f"stage 2  {transcript.kept} of {transcript.draft} draft tokens kept in {transcript.passes} passes",
+            f"stage 3  {transcript.decoded} tokens in {transcript.steps} steps",
         ]
     return "\n".join(lines)
 
@@ -175,9 +175,11 @@ def report(made: Transcript) -> str:
 def read_wave(path: Path) -> Floats:
     """Samples of a 16-bit mono WAV file at 16 kHz, in [-1, 1]."""
     with wave.open(str(path), "rb") as file:
-        found = (file.getframerate(), file.getnchannels(), 8 * file.getsampwidth())
-        if found != (RATE, 1, 16):
-            raise SystemExit(f"{path}: {found[0]} Hz, {found[1]} channels, {found[2]} bits; expected 16000 Hz, 1, 16")
+        actual = (file.getframerate(), file.getnchannels(), 8 * file.getsampwidth())
+        if actual != (RATE, 1, 16):
+            raise SystemExit(
+                f"{path}: {actual[0]} Hz, {actual[1]} channels, {actual[2]} bits; expected 16000 Hz, 1, 16"
+            )
         return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
 
 
@@ -331,20 +333,20 @@ def main(words: list[str] | None = None) -> None:
     running.add_argument("--lossless", action="store_true", help="say what the decoder alone would say")
     running.add_argument("-n", "--max-tokens", type=int, default=128)
     running.add_argument("--threads", type=int, metavar="N", help="CPU threads of the decoder (default: all cores)")
-    given = parser.parse_args(words)
-    if given.command == "prepare":
-        prepare(given.folder, given.ctc, given.decoder, given.projector)
+    arguments = parser.parse_args(words)
+    if arguments.command == "prepare":
+        prepare(arguments.folder, arguments.ctc, arguments.decoder, arguments.projector)
         return
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=given.max_tokens,
-        acceptance="lossless" if given.lossless else "relaxed",
-        likelihood_threshold=given.likelihood_threshold,
-        entropy_threshold=None if given.lossless else given.entropy_threshold,
+        max_tokens=arguments.max_tokens,
+        acceptance="lossless" if arguments.lossless else "relaxed",
+        likelihood_threshold=arguments.likelihood_threshold,
+        entropy_threshold=None if arguments.lossless else arguments.entropy_threshold,
     )
-    sound = read_wave(given.sound) if given.sound is not None else chirp()
-    with Engine.load(given.folder / "bundle", threads=given.threads) as engine:
-        print(report(transcribe(Encoder(given.folder), engine, sound, params)))
+    sound = read_wave(arguments.sound) if arguments.sound is not None else chirp()
+    with Engine.load(arguments.folder / "bundle", threads=arguments.threads) as engine:
+        print(report(transcribe(Encoder(arguments.folder), engine, sound, params)))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, read and checked: models, tokenizers, Medusa heads, MLP speculators."""
+"""Reading and checking of checkpoints: models, tokenizers, heads and drafts."""

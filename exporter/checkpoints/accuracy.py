@@ -1,4 +1,4 @@
-"""How often heads and stages are right, as training measures it and checkpoints store it."""
+"""The accuracy of heads and stages, as training measures and checkpoints store it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Rank = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class HeadAccuracy:
-    """How often heads, or the stages of an MLP speculator, are right over text they were not trained on.
+    """The accuracy of Medusa heads, or of the stages of an MLP speculator, over held-out text.
 
     Attributes:
         ranks: share of tokens that are each head's rank-r candidate, ``[heads][ranks]``.
-        paths: the most frequent paths of ranks, each with the share of positions after which its first heads were right
-            with those ranks, all of them: what token trees are chosen by. Heads are right together and wrong together,
-            so that products of ``ranks`` would misjudge them.
+        paths: the most frequent paths of ranks, each with the share of positions where its heads were all right with
+            those ranks. Token trees are chosen by them: as heads are right or wrong together, products of ``ranks``
+            would misjudge paths.
     """
 
     ranks: Sequence[Sequence[float]]
@@ -33,22 +33,22 @@ class HeadAccuracy:
     def chain_length(self) -> float:
         """Expected tokens a step of the longest chain, including the bonus token, over texts like the measured ones.
 
-        For greedy texts of the model itself decoding reaches it; other texts differ from what the model would say.
+        Greedy decoding reaches it on the model's own texts; other texts differ from the model's predictions.
         """
         return 1 + sum(self.paths.get((0,) * depth, 0.0) for depth in range(1, len(self.ranks) + 1))
 
 
 class MeasuredConfig(msgspec.Struct, kw_only=True):
-    """The part of a ``config.json`` that says how often heads or stages are right."""
+    """The fields of a ``config.json`` with the accuracy of heads or stages."""
 
     head_accuracy: list[list[_Share]] | None = None
     path_accuracy: list[tuple[list[_Rank], _Share]] | None = None
 
     def accuracy(self, path: Path, count: int, parts: str) -> HeadAccuracy | None:
-        """The accuracy of ``count`` heads or stages, if it is given.
+        """The accuracy of ``count`` heads or stages; None if not stored.
 
         Raises:
-            BuildError: it is of another number of them; names the file.
+            BuildError: it is for another number of them; names the file.
         """
         if self.head_accuracy is None or self.path_accuracy is None:
             return None
@@ -62,7 +62,7 @@ class MeasuredConfig(msgspec.Struct, kw_only=True):
 
 
 def accuracy_config(accuracy: HeadAccuracy | None) -> dict[str, Any]:
-    """Its entries in ``config.json``."""
+    """The accuracy's fields in ``config.json``."""
     if accuracy is None:
         return {}
     return {

@@ -1,6 +1,6 @@
-"""Adapters as peft saves them, merged into their model's weights one at a time as these are read.
+"""Adapters of peft, merged into their model's weights one by one as these are read.
 
-peft itself merges: into layers of the model that hold no numbers but those of the adapter.
+peft itself merges, into layers of a model on the meta device that have only the adapter's weights.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from specexport.exporter.checkpoints.stored import StoredTensor
 
 _HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the model's own weights as they are."""
+"""Values of ``init_lora_weights`` that do not change the model's own weights."""
 _KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
-"""Values of ``peft_type`` that stand for other numbers in the model's own matrices, and are tested."""
+"""Supported values of ``peft_type``: they only change the model's own matrices."""
 _NAME = "default"
 
 
 def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint with its adapter merged into them, in fp32, where it changes them.
+    """The tensors of a checkpoint; those that its adapter changes are merged, in fp32.
 
     Args:
-        folder: has the adapter.
-        make: makes the model of a folder, on torch's meta device.
+        folder: the adapter's folder.
+        make: creates the model of a folder on torch's meta device.
         tensors: the model's own.
 
     Raises:
-        BuildError: the adapter cannot be merged; names the file and what it is.
+        BuildError: the adapter cannot be merged; names the file and the reason.
     """
     state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("adapter_*")))
     model, changes = _changes(folder, state, make)
@@ -56,7 +56,7 @@ def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTe
 def _changes(
     folder: Path, _state: Any, make: Callable[[Path], Any]
 ) -> tuple[str, Mapping[str, Callable[[StoredTensor], torch.Tensor]]]:
-    """The prefix of the model's names, and what becomes of each tensor that an adapter changes, by its name."""
+    """The prefix of the model's names, and a function for each tensor that the adapter changes, by its name."""
     path = _named(folder)
     try:
         from peft import PeftConfig, PeftModel
@@ -79,34 +79,34 @@ def _changes(
         raise
     except Exception as error:  # peft raises many unrelated types
         raise BuildError(f"{path}: peft cannot put it on its model: {error}; {_HINT}") from error
-    found: dict[str, Callable[[StoredTensor], torch.Tensor]] = {}
+    changes: dict[str, Callable[[StoredTensor], torch.Tensor]] = {}
     lock = threading.Lock()
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             saved = module.modules_to_save[_NAME].state_dict()
-            found |= {f"{name}.{part}": partial(_instead, tensor.float()) for part, tensor in saved.items()}
+            changes |= {f"{name}.{part}": partial(_instead, tensor.float()) for part, tensor in saved.items()}
         elif isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), BaseTunerLayer):
-            found[f"{name.removesuffix('.token_adapter')}.weight"] = partial(_merge, path, name, module, lock)
+            changes[f"{name.removesuffix('.token_adapter')}.weight"] = partial(_merge, path, name, module, lock)
         elif name in tables and bool(module.weight.any()):
-            found[f"{name}.weight"] = partial(_instead, module.weight.data)
-    if tied and (changed := [name for name in tables if f"{name}.weight" in found]):
+            changes[f"{name}.weight"] = partial(_instead, module.weight.data)
+    if tied and (changed := [name for name in tables if f"{name}.weight" in changes]):
         raise BuildError(
             f"{path}: changes {changed[0]!r}, which the model uses as its embedding and as its head; {_HINT}, with "
             "tie_word_embeddings false"
         )
-    if not found:
+    if not changes:
         raise BuildError(f"{path}: changes no weights of its model; {_HINT}")
-    return model.base_model_prefix, found
+    return model.base_model_prefix, changes
 
 
 def _named(folder: Path) -> Path:
-    """The adapter's file for error messages: where it lies, not where it was linked to beside its model."""
+    """The adapter's file for error messages: its original path, not that of the link beside its model."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 
 
 def _require_mergeable(path: Path, config: Any) -> None:
-    """Refuses what is more than other numbers in the model's matrices, or needs the model's own to be read."""
+    """Refuses adapters that do more than change the model's matrices, or that depend on its original weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in _KINDS:
         raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_KINDS)}")
@@ -126,7 +126,7 @@ def _require_mergeable(path: Path, config: Any) -> None:
 
 
 def _hold_nothing(model: torch.nn.Module, tables: set[int]) -> None:
-    """Gives a model's parameters shapes on the CPU, without memory, but for tables that an adapter may bring along."""
+    """Replaces a model's parameters by shapes on the CPU without memory, except tables that an adapter may contain."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -139,17 +139,17 @@ def _instead(tensor: torch.Tensor, _own: StoredTensor) -> torch.Tensor:
     return tensor
 
 
-def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, own: StoredTensor) -> torch.Tensor:
-    """A layer's weight with the adapter in it."""
+def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: StoredTensor) -> torch.Tensor:
+    """A layer's weight with the adapter merged."""
     base = layer.get_base_layer()
     with lock:
-        # An adapter of a table brings along what it was trained on.
-        start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else own.read()
+        # An adapter of a table contains the table that it was trained on.
+        start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else tensor.read()
         nothing, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
         try:
             layer.merge(safe_merge=True)
             weight: torch.Tensor = base.weight.data
-        except Exception as error:  # some kinds of layers refuse to be merged
+        except Exception as error:  # some kinds of layers cannot be merged
             raise BuildError(f"{path}: cannot be merged into {name!r}: {error or type(error).__name__}") from error
         finally:
             base.weight = nothing

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face causal LM and finds out what the graphs need to know about it."""
+"""Loading of Hugging Face causal LMs and of the facts that graphs need about them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from specexport.graphs.rotary import freeze_frequencies
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
-"""Files of sentencepiece's; some are tiktoken's by the same name."""
+"""Names of sentencepiece files; tiktoken uses some of them too."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,20 @@ class Checkpoint:
     Its large matrices stay in their files (:mod:`specexport.exporter.checkpoints.streamed`).
 
     Attributes:
-        source: what the user named: a folder or a hub id.
+        source: the user's folder or hub id.
         path: the local folder.
         family: transformers' ``model_type``.
         model: the model, in evaluation mode.
         cache: heads and sizes of each layer with attention.
-        states: what each layer without it keeps, by its index among all layers.
+        states: the recurrent states of each layer without attention, by the layer's index.
         vocab_size: width of the logits.
         input_vocab: rows of the embedding.
-        max_positions: longest sequence the model was made for, and whose rotary frequencies do not depend on its
-            length.
+        max_positions: longest sequence that the model supports with rotary frequencies independent of the length.
         parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
-        generation: the model's own defaults of requests.
-        tensors: the checkpoint's, by name.
-        quantized_in: the format that its matrices are quantized in; empty for none.
+        generation: the model's defaults for requests.
+        tensors: the checkpoint's tensors by name.
+        quantized_in: the format of its quantized matrices; empty for none.
     """
 
     source: str
@@ -79,7 +78,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> int:
-        """How many decoder layers it has."""
+        """The number of decoder layers."""
         return int(self.model.config.num_hidden_layers)
 
 
@@ -112,9 +111,9 @@ def load_checkpoint(source: str) -> Checkpoint:
         raise BuildError(
             f"{path}: model family '{family}' is not supported: it does not use transformers' attention interface"
         ) from error
-    except Exception as error:  # transformers raises whatever the model's code raises
+    except Exception as error:  # model code raises exceptions of any kind
         raise BuildError(f"{path}: model family '{family}' could not be loaded: {error}") from error
-    if loaded["missing_keys"]:  # transformers would draw them at random
+    if loaded["missing_keys"]:  # transformers would initialize them at random
         raise BuildError(
             f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
             "expected the configuration that they were saved with"
@@ -150,7 +149,7 @@ def load_checkpoint(source: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def plain_transformers(model: Any) -> Iterator[None]:
-    """While active, a loaded model's attention and experts are transformers' own."""
+    """Context in which a loaded model uses transformers' own attention and experts."""
     model.set_attn_implementation("eager")
     mixture = model.config._experts_implementation == EXPERTS_NAME
     if mixture:
@@ -164,7 +163,7 @@ def plain_transformers(model: Any) -> Iterator[None]:
 
 
 def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
-    """Runs two tokens to learn what each layer keeps: works for every family, whatever its config calls things."""
+    """Runs two tokens to see what each layer caches: works for every family, whatever its configuration's names."""
     probe, states = Probe(), StateProbe()
     layers = int(model.config.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
@@ -192,13 +191,13 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLaye
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer as the runtime needs it.
+    """A tokenizer in the form that the runtime needs.
 
     Attributes:
         tokenizer: the fast tokenizer.
         chat_templates: the Jinja templates by name.
         special_tokens: ``bos_token`` and the like, for chat templates.
-        eos_token_id: its own token that ends a text.
+        eos_token_id: the tokenizer's own token that ends a text.
         split_special_tokens: whether special tokens in a text are read as text.
     """
 
@@ -210,19 +209,19 @@ class TokenizerFiles:
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles:
-    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer``, which neither cuts nor pads texts.
+    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer`` without truncation and padding.
 
     Raises:
         BuildError: there is none, or it has no fast form.
     """
-    read_model_config(path)  # transformers looks into it for the kind of tokenizer
+    read_model_config(path)  # transformers reads the kind of tokenizer from it
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
         broken = next((why for name in _TOKENIZER_FILES if (why := _not_an_object(path / name)) is not None), None)
-        said = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise BuildError(
-            _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {said}"
+            _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {reason}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
@@ -240,23 +239,23 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _not_an_object(path: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object; None where it does, or is not there."""
+    """The fault of a file that should hold a JSON object; None if there is none or no file."""
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         return f"{path}: not JSON: {error}"
-    return None if isinstance(found, dict) else f"{path}: holds {type(found).__name__}; expected an object"
+    return None if isinstance(document, dict) else f"{path}: holds {type(document).__name__}; expected an object"
 
 
 def _missing_reader(folder: Path) -> str | None:
-    """What is to be installed for a folder's tokenizer, of which transformers may name something else."""
+    """The package to install for a folder's tokenizer; transformers may name another."""
     if (folder / "tokenizer.json").is_file():
         return None
     for file in map(folder.joinpath, _SENTENCEPIECE):
         if file.is_file():
-            with file.open("rb") as stream:  # the other kind are lines of text
+            with file.open("rb") as stream:  # tiktoken's files are lines of text
                 library = "sentencepiece" if stream.read(1) == b"\n" else "tiktoken"
             if find_spec(library) is None:
                 return (

@@ -1,6 +1,6 @@
-"""A checkpoint's configurations and tensor shapes, checked before anything is made of them.
+"""Configurations and tensor shapes of checkpoints, checked before any model is created.
 
-transformers believes a configuration: a layer that the weights lack is drawn at random, and one of a billion is made.
+transformers trusts a configuration: it would initialize a missing layer at random, and allocate a billion layers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MAX_BYTES = 16 << 20
 _MAX_INDEX = 64 << 20
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
-"""Where models that read more than text keep their language model, and what a checkpoint of that alone says instead."""
+"""Prefixes of the language model in multimodal checkpoints, and those in a checkpoint of the language model alone."""
 
 
 def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without its weights, which only its configuration is read for; an adapter's is its base.
+    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
@@ -53,12 +53,13 @@ def meta_model(source: str | Path) -> Any:
 
 
 def outlined(model: Any, config: Any) -> ModelOutline:
-    """What a model is made of whose layers are configured like transformers' own."""
+    """The outline of a transformers model."""
     sizes, shares = text_sizes(config), _expert_shares(model, config)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
     parameters = (
-        Parameter(tuple(one.shape), id(one) in tables, one is head, shares.get(id(one))) for one in model.parameters()
+        Parameter(tuple(tensor.shape), id(tensor) in tables, tensor is head, shares.get(id(tensor)))
+        for tensor in model.parameters()
     )
     both = 2 * sizes.head_dim
     if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
@@ -75,21 +76,20 @@ def outlined(model: Any, config: Any) -> ModelOutline:
 
 
 def _expert_shares(model: Any, config: Any) -> dict[int, float]:
-    """The share of a mixture's weights that a token uses, top-k of all experts: by the id of their parameter."""
+    """The share of each mixture's weights that a token uses, top-k over experts, by the parameter's id."""
     stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
     used = config.num_experts_per_tok if stacks else 0
     return {id(p): min(1.0, used / len(p)) for module in stacks for p in module.parameters()}
 
 
 def read_model_config(folder: Path) -> Any:
-    """The configuration of a checkpoint's folder, as transformers reads it; code beside it is never run.
+    """Reads transformers' configuration of a checkpoint folder; code in the folder is never run.
 
-    Of a model that reads pictures or sound as well it is that of the language model, whose tensors
-    :func:`checkpoint_tensors` yields.
+    For a multimodal model it is that of the language model, whose tensors :func:`checkpoint_tensors` yields.
 
     Raises:
-        BuildError: it is no JSON object, of a family that transformers does not know, or a number in it is absurd;
-            names the file and the field.
+        BuildError: the file is not a JSON object, the family is unknown to transformers, or a number is absurd; names
+            the file and the field.
     """
     path = folder / CONFIG
     document = _document(path, _MAX_BYTES)
@@ -97,16 +97,16 @@ def read_model_config(folder: Path) -> Any:
     try:
         with quiet():
             return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
-    except Exception as error:  # transformers raises whatever the family's code raises
+    except Exception as error:  # family code raises exceptions of any kind
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
 def _language_model(config: Any, document: dict[str, Any]) -> Any:
-    """The configuration of the language model: the whole one, or the part of a model that reads more than text.
+    """The configuration of the language model: the whole configuration, or a part of a multimodal model's.
 
     Args:
-        config: as transformers reads it.
-        document: the file, which tells what was stated from what is a default.
+        config: transformers' configuration.
+        document: the file, which distinguishes stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -114,13 +114,13 @@ def _language_model(config: Any, document: dict[str, Any]) -> Any:
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', of which transformers has no causal LM")
     for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
-        if {name, f"torch_{name}"} & document.keys():  # what the whole model says holds for its parts
+        if {name, f"torch_{name}"} & document.keys():  # the whole model's setting holds for its parts
             setattr(text, name, getattr(config, name))
     return text
 
 
 class TextSizes(NamedTuple):
-    """Sizes of a language model that its family's configuration may leave out, or call by its own name."""
+    """Sizes of a language model that a family's configuration may leave out or rename."""
 
     key_value_heads: int
     head_dim: int
@@ -128,7 +128,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """The configuration's values, or the usual ones; transformers' ``attribute_map`` knows other names."""
+    """The configuration's sizes, or the usual ones; transformers' ``attribute_map`` resolves other names."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return TextSizes(
         getattr(config, "num_key_value_heads", None) or heads,
@@ -138,36 +138,36 @@ def text_sizes(config: Any) -> TextSizes:
 
 
 def layers_in(folder: Path) -> int:
-    """How many decoder layers a checkpoint's configuration says it has."""
+    """The number of decoder layers by a checkpoint's configuration."""
     return int(read_model_config(folder).num_hidden_layers)
 
 
 def require_stored(folder: Path, config: Any) -> None:
-    """Compares the sizes that a configuration gives with the tensors of the checkpoint, by the headers of its files.
+    """Compares a configuration's sizes with the tensors of the checkpoint, by the headers of its files.
 
     Raises:
-        BuildError: a file is missing, malformed or outside the folder, or the model would have layers, tensors or
-            shapes that the weights do not have; names the file, and the field or the tensor.
+        BuildError: a file is missing, malformed or outside the folder, or the weights lack layers, tensors or shapes
+            of the model; names the file, and the field or the tensor.
     """
     stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}
     path = folder / CONFIG
     layers = getattr(config, "num_hidden_layers", None)
     numbered = [int(match[1]) for name in stored if (match := re.search(r"\.(\d+)\.", f".{name}"))]
-    there = 1 + max(numbered, default=-1)
-    if isinstance(layers, int) and layers > there:
-        raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {there} layers")
+    stored_layers = 1 + max(numbered, default=-1)
+    if isinstance(layers, int) and layers > stored_layers:
+        raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {stored_layers} layers")
     try:
         with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     except Exception as error:  # as above
-        why = str(error or type(error).__name__)[:300]  # some list all families there are
+        why = str(error or type(error).__name__)[:300]  # some list all families
         raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {why}") from error
     for name, parameter in model.state_dict().items():
-        found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
-        if found is not None and found.shape != tuple(parameter.shape):
+        stored_tensor = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
+        if stored_tensor is not None and stored_tensor.shape != tuple(parameter.shape):
             raise BuildError(
                 f"{path}: its sizes make tensor {name!r} {list(parameter.shape)}, but the weights hold "
-                f"{list(found.shape)}; expected the configuration that the weights were saved with"
+                f"{list(stored_tensor.shape)}; expected the configuration that the weights were saved with"
             )
     described = sum(parameter.numel() for parameter in model.parameters())
     held = sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
@@ -176,26 +176,26 @@ def require_stored(folder: Path, config: Any) -> None:
 
 
 def stored_table(folder: Path, *, head: bool) -> StoredTensor:
-    """The matrix that a checkpoint looks its tokens up in, or, with ``head``, the one that its logits are made with.
+    """The embedding matrix of a checkpoint, or, with ``head``, that of its language-model head.
 
     Raises:
-        BuildError: the weights hold none.
+        BuildError: the weights have none.
     """
     model = _outline(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
-    found = next((tensor for tensor in checkpoint_tensors(folder) if tensor.name in names), None)
-    if found is None:
+    matching = next((tensor for tensor in checkpoint_tensors(folder) if tensor.name in names), None)
+    if matching is None:
         raise BuildError(f"{folder}: the weights lack {names[0]!r}; expected the files that save_pretrained writes")
-    return found
+    return matching
 
 
 def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
-    """The format that a checkpoint's matrices are quantized in, and the precision that holds them as they are.
+    """The format of a checkpoint's quantized matrices, and the precision that stores them unchanged.
 
     Raises:
-        BuildError: nothing here reads the format.
+        BuildError: the format is unsupported.
     """
     if (header := header_of(folder)) is not None:
         return format_of(header), "stored"
@@ -204,26 +204,26 @@ def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
 
 
 def load_causal_lm(
-    folder: Path, config: Any, *, streamed: bool = False, **how: Any
+    folder: Path, config: Any, *, streamed: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
-    """A model as transformers loads it, from safetensors; quantized matrices become floating-point ones.
+    """Loads a model with transformers, from safetensors; quantized matrices become floating-point ones.
 
     Args:
         folder: the checkpoint.
         config: its configuration.
-        streamed: leaves large matrices in their files; the model then runs within
+        streamed: leave large matrices in their files; the model then runs within
             :func:`~specexport.exporter.checkpoints.streamed.read_weights`.
-        how: more arguments of ``from_pretrained``.
+        options: more arguments of ``from_pretrained``.
 
     Returns:
-        The model, what transformers says about loading it, and the checkpoint's tensors by name.
+        The model, transformers' report of loading it, and the checkpoint's tensors by name.
 
     Raises:
-        BuildError: the files are wrong; transformers raises whatever else there is.
+        BuildError: the files are invalid; transformers may raise other exceptions.
     """
     if quantized_in(folder) is not None and hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
-        del config.quantization_config  # else transformers would ask for the library that made it
+        del config.quantization_config  # otherwise transformers would ask for the quantizer's library
     with quiet():
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
@@ -234,17 +234,16 @@ def load_causal_lm(
             stored[tensor.name] = tensor
             held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
         model, loaded = type(outline).from_pretrained(
-            None, state_dict=held, config=config, output_loading_info=True, **how
+            None, state_dict=held, config=config, output_loading_info=True, **options
         )
         stand_ins.find(model, stored)
         return model, loaded, stored
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of the files that transformers reads, quantized matrices as those they stand for.
+    """The tensors of the files that transformers reads, with quantized matrices dequantized on reading.
 
-    Of a model that reads pictures or sound as well only those of the language model, under the names that they have in
-    a checkpoint of that alone.
+    For a multimodal model, only those of the language model, under their names in a checkpoint of that alone.
     """
     if (header := header_of(folder)) is not None:
         return tensors_of(header, _outline(folder))
@@ -261,20 +260,20 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
         return merged(folder, _outline, tensors)
     if text_alone:
         return tensors
-    return (replace(one, name=name) for one in tensors if (name := _name_in_text(one.name)) is not None)
+    return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)
 
 
 def _outline(folder: Path) -> Any:
-    """A checkpoint's model on torch's meta device."""
+    """Creates a checkpoint's model on torch's meta device."""
     with quiet(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
 
 
 def _name_in_text(name: str) -> str | None:
-    """The name of a language model's tensor in a checkpoint of that alone; None for what is no part of it."""
-    for prefix, own in _TEXT_PREFIXES.items():
+    """A tensor's name in a checkpoint of the language model alone; None if it is not part of that."""
+    for prefix, text_prefix in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            return text_prefix + name.removeprefix(prefix)
     return None
 
 
@@ -299,10 +298,10 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A small JSON file's object.
+    """The object in a small JSON file.
 
     Raises:
-        BuildError: it is too large, no JSON or no object.
+        BuildError: the file is too large, not JSON or not an object.
     """
     return _document(path, _MAX_BYTES)
 
@@ -312,9 +311,9 @@ def _document(path: Path, most: int) -> dict[str, Any]:
     if size > most:
         raise BuildError(f"{path}: {size} bytes; expected at most {most}")
     try:
-        found = json.loads(path.read_bytes())  # not msgspec: Python, which wrote it, writes Infinity too
+        document = json.loads(path.read_bytes())  # not msgspec, as Python's json writes Infinity
     except (ValueError, RecursionError) as error:
         raise BuildError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(document, dict):
+        raise BuildError(f"{path}: holds {type(document).__name__}; expected an object")
+    return document

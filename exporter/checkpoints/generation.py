@@ -1,4 +1,4 @@
-"""A checkpoint's ``generation_config.json``: the defaults of requests, and the tokens that end a text."""
+"""A checkpoint's ``generation_config.json``: defaults for requests, and end tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Tokens = Token | list[Token] | None
 _Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 _LARGEST_VOCABULARY = 1 << 24
 _LARGEST_BIAS = 1e30
-"""Stands for infinity, which a manifest cannot say."""
+"""Represents infinity, which a manifest cannot store."""
 _RULES = {field.name for field in msgspec.structs.fields(GenerationRules)}
 _FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Rules that only matter where a token is drawn."""
+"""Rules that affect sampling only."""
 
 
 class _GenerationConfig(msgspec.Struct):
-    """Further keys; names are transformers'."""
+    """Further keys, with transformers' names."""
 
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
@@ -44,25 +44,25 @@ class _GenerationConfig(msgspec.Struct):
 
 
 def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
-    """The defaults of requests, and the tokens that end a text.
+    """Reads the defaults for requests, and the tokens that end a text.
 
     Args:
         folder: the checkpoint.
-        config: its configuration, which says what ends a text where ``generation_config.json`` does not.
+        config: its configuration, for end tokens that ``generation_config.json`` lacks.
 
     Raises:
-        BuildError: a field is of the wrong kind or out of its range; names the file and the field.
+        BuildError: a field has the wrong type or is out of range; names the file and the field.
     """
     path = folder / GENERATION
-    said = _said(read_document(path)) if path.is_file() else None
-    if said is None:  # transformers makes one of what older configurations say
+    fields = _said(read_document(path)) if path.is_file() else None
+    if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
         whole = read_document(path)
         part = whole.get("text_config")
-        said = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
-        said.pop("eos_token_id", None)
+        fields = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
+        fields.pop("eos_token_id", None)
     vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
-    defaults, ends = _defaults(path, said, vocab_size)
+    defaults, ends = _defaults(path, fields, vocab_size)
     if not ends and ends != 0:
         path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)
         try:

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies. Imports nothing heavy: what is built already is found without torch."""
+"""Locating of checkpoints. Imports nothing heavy, so that finding an existing bundle needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
 ADAPTER = "adapter_config.json"
-"""What says that a folder holds an adapter as peft saves it, alone or beside the model that it is for."""
+"""The file of an adapter of peft, alone or beside its model."""
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "processor_config.json", "additional_chat_templates/*.jinja",
@@ -28,19 +28,19 @@ _VOCABULARY = (
     "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "sentencepiece.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
-"""What a ``tokenizer.json`` is made of where there is none."""
+"""Files that a ``tokenizer.json`` is created from, if there is none."""
 _SETTINGS = (CONFIG, "generation_config.json", INDEX, ADAPTER)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = "pytorch_model.bin"
 _FEW_LAYERS = 4
-"""Most layers of heads and drafts that are read from a pickled file; models are not."""
+"""Maximum number of layers of heads and drafts read from a pickled file; models never are."""
 
 
 def locate(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint, with its configuration; see :func:`find`.
 
     Raises:
-        BuildError: see :func:`find`; a GGUF file is damaged, or of a family that transformers does not read.
+        BuildError: see :func:`find`; a GGUF file is damaged, or transformers does not read its family.
     """
     path = find(source, weights=weights)
     if not (path / CONFIG).is_file():
@@ -53,16 +53,16 @@ def locate(source: str, *, weights: bool = True) -> Path:
 def find(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
-    A GGUF file, and an adapter that lies alone, are put into a folder of this process: links to the file, or to those
-    of the adapter and its model.
+    For a GGUF file, and for an adapter without its model, it is a temporary folder of this process with links to the
+    file, or to those of the adapter and its model.
 
     Args:
         source: a folder, a hub id, a GGUF file, or one of a hub id's: ``owner/name/FILE.gguf``.
-        weights: whether they are needed, or only what describes the model.
+        weights: whether the weights are needed, or only the files that describe the model.
 
     Raises:
-        BuildError: it is neither a folder with a ``config.json`` and weights, or with one GGUF model, nor a reachable
-            hub id.
+        BuildError: the source is neither a folder with a ``config.json`` and weights, or with one GGUF model, nor a
+            reachable hub id.
     """
     path = _folder(source, None, weights)
     if any(path.glob(f"*{GGUF}")) and not any(path.glob("*.safetensors")):
@@ -78,20 +78,20 @@ def find(source: str, *, weights: bool = True) -> Path:
     if not (path / CONFIG).is_file():
         raise BuildError(f"{path}: neither {CONFIG} nor specexport.json; expected a model folder or a bundle")
     if weights and not any(path.glob("*.safetensors")) and not (path / _PICKLED).is_file():
-        found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
-        raise BuildError(f"{path}: {unreadable(found)}")
+        stored = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
+        raise BuildError(f"{path}: {unreadable(stored)}")
     return path
 
 
 def _folder(source: str, revision: str | None, weights: bool) -> Path:
-    """The folder of a source as it is, ``revision`` being a hub id's."""
+    """The folder of a source; ``revision`` applies to hub ids."""
     path = expanded(source)
-    there = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
+    files = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
     if path.suffix == GGUF and path.is_file():
-        return _beside_nothing(path.parent, split_files(source, path.name, there))
+        return _beside_nothing(path.parent, split_files(source, path.name, files))
     if path.is_dir():
-        if there and not any(path.glob("*.safetensors")):
-            return _beside_nothing(path, only_model(source, there))
+        if files and not any(path.glob("*.safetensors")):
+            return _beside_nothing(path, only_model(source, files))
         return path
     of_hub = not source.startswith((".", "/", "~")) and not path.exists()
     if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
@@ -103,7 +103,7 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
 
 
 def only_model(source: str, names: list[str]) -> list[str]:
-    """The files of the only GGUF model among some; those that only project pictures or sound are none.
+    """The files of the only GGUF model among some; projectors of pictures or sound do not count.
 
     Raises:
         BuildError: there are several; lists them.
@@ -122,10 +122,10 @@ def only_model(source: str, names: list[str]) -> list[str]:
 
 
 def split_files(source: str, name: str, names: list[str]) -> list[str]:
-    """All the files that a GGUF model was split into, of which one is named.
+    """All parts of a split GGUF model, from the name of one.
 
     Raises:
-        BuildError: some are missing.
+        BuildError: parts are missing.
     """
     match = _SPLIT.search(name)
     if match is None:
@@ -137,16 +137,16 @@ def split_files(source: str, name: str, names: list[str]) -> list[str]:
     return wanted
 
 
-def unreadable(found: str) -> str:
-    """Why a model's weights are not read, of which other files than safetensors were found."""
+def unreadable(files: str) -> str:
+    """The error message for a model whose weights are not safetensors."""
     return (
-        f"found {found}, expected *.safetensors. Pickled weights of models are not read, as they can run code; convert "
+        f"found {files}, expected *.safetensors. Pickled weights of models are not read, as they can run code; convert "
         "them with model.save_pretrained(..., safe_serialization=True) where you trust them"
     )
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """The model that an adapter is for, and its revision.
+    """The base model of an adapter, and its revision.
 
     Raises:
         BuildError: the adapter names none.
@@ -160,7 +160,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
-    """The folder of a hub id: what describes the model, and its weights in one form; nothing of other programs."""
+    """Downloads a hub id: the model's description and its weights in one format, without other programs' files."""
     source, _, file = source.partition("/")[0] + "/" + source.split("/")[1], "", "/".join(source.split("/")[2:])
     try:
         from huggingface_hub import list_repo_files, snapshot_download
@@ -171,15 +171,15 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         ) from error
 
     def fetch(*wanted: str) -> Path:
-        # Without a folder a pattern means files at the top: "*" would match those of subfolders as well.
-        ignored = [] if any("/" in one for one in wanted) else ["*/*", "consolidated*"]
+        # Patterns without a folder mean files at the top level, but "*" would match those of subfolders too.
+        ignored = [] if any("/" in pattern for pattern in wanted) else ["*/*", "consolidated*"]
         folder = snapshot_download(
             source, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored, cache_dir=hub_cache()
         )
         return Path(folder)
 
     def fetch_gguf() -> Path | None:
-        """The one GGUF model of the repository, or the one that was named; None where there is none."""
+        """The only GGUF model of the repository, or the named one; None if there is none."""
         names = sorted(name for name in list_repo_files(source, revision=revision) if name.endswith(GGUF))
         if not names and not file:
             return None
@@ -232,34 +232,34 @@ def _layers(config: Path) -> int:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise BuildError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BuildError(f"{path}: holds {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(document, dict):
+        raise BuildError(f"{path}: holds {type(document).__name__}; expected an object")
+    return document
 
 
 def _beside(adapter: Path, base: Path) -> Path:
-    """A folder with the files of an adapter and of its model: the tokenizer is the adapter's, where it has one."""
+    """A folder with the files of an adapter and of its model; the tokenizer is the adapter's, if it has one."""
     if (base / ADAPTER).is_file():
         raise BuildError(
             f"{adapter / ADAPTER}: its model, {base}, is an adapter or has one; merge them with peft first "
             "(merge_and_unload), and build from what it saves"
         )
-    own = _matching(adapter, *_TOKENIZER, *_VOCABULARY)
-    if not any(file.name in ("tokenizer.json", "tokenizer_config.json", *_VOCABULARY) for file in own):
-        own = []
-    replaced = {file.relative_to(base) for file in _matching(base, *_TOKENIZER, *_VOCABULARY)} if own else set()
+    matching = _matching(adapter, *_TOKENIZER, *_VOCABULARY)
+    if not any(file.name in ("tokenizer.json", "tokenizer_config.json", *_VOCABULARY) for file in matching):
+        matching = []
+    replaced = {file.relative_to(base) for file in _matching(base, *_TOKENIZER, *_VOCABULARY)} if matching else set()
     files = {file.relative_to(base): file for file in base.rglob("*") if file.is_file()}
     files = {place: file for place, file in files.items() if place not in replaced}
-    for file in (*own, *_matching(adapter, "generation_config.json", ADAPTER, *_ADAPTERS)):
+    for file in (*matching, *_matching(adapter, "generation_config.json", ADAPTER, *_ADAPTERS)):
         files[file.relative_to(adapter)] = file
     return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
 
 
 def _beside_nothing(folder: Path, names: list[str]) -> Path:
-    """A folder of the files of a GGUF model alone: what else lies there is of other models."""
+    """A folder with only the files of a GGUF model, as others beside them belong to other models."""
     files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
     states = [file.stat() for _, file in files]
     stamp = tuple((state.st_size, state.st_mtime_ns, state.st_ino) for state in states)
@@ -272,7 +272,7 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 
 @functools.cache
 def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
-    """A folder of links to files, by their places in it; another for another ``stamp``. It goes with the process."""
+    """A folder of links to files by relative path, one per ``stamp``, deleted when the process ends."""
     del stamp
     folder = Path(tempfile.mkdtemp(prefix="specexport-checkpoint-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -283,6 +283,6 @@ def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
 
 
 def hub_cache() -> Path | None:
-    """Where the hub's client keeps its files, None for where it does by itself: not below a folder called ``~``."""
-    told = any(map(os.environ.get, ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")))
-    return None if told or home() is not None else passing_folder() / "hub"
+    """The cache folder for the hub's client, None for its default; avoids a folder literally named ``~``."""
+    configured = any(map(os.environ.get, ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")))
+    return None if configured or home() is not None else passing_folder() / "hub"

@@ -1,7 +1,7 @@
-"""What a model is made of, by its ``config.json`` alone: for ``suggest`` and ``plan``, which answer without torch.
+"""Parameters of a model by its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
 
-Families of usual layers are listed here, and tests compare each with transformers' own modules. Of others, and where a
-configuration leaves a size to its family's default, transformers makes the model, without its weights.
+Families with usual layers are listed here; tests compare each with transformers' modules. For others, and if a
+configuration leaves a size to its family's default, transformers creates the model without weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from specexport.exporter.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Fields of a configuration that say how many such layers there are."""
+"""Configuration fields with the number of such layers."""
 _LARGEST = 1 << 24
 
 
@@ -24,10 +24,10 @@ class Parameter(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-        shape: of it; tied ones are one parameter.
-        table: whether rows are looked up in it.
-        head: whether logits are made with it.
-        share: what a token uses of a stack of experts; None of what is none.
+        shape: its shape; tied parameters count once.
+        table: whether it is an embedding table.
+        head: whether it projects to logits.
+        share: the share of a stack of experts that a token uses; None for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class ModelOutline:
     Attributes:
         parameters: all of them, tied ones once.
         hidden: width of the residual stream.
-        intermediate: width of a layer's inner products.
-        vocab: tokens.
-        layers: decoder layers.
-        layer_types: kinds of layers that the configuration names.
+        intermediate: width of the MLPs.
+        vocab: size of the vocabulary.
+        layers: number of decoder layers.
+        layer_types: kinds of layers in the configuration.
         row: bytes of a token's keys and values in all layers, at 16 bits.
     """
 
@@ -68,22 +68,24 @@ class ModelOutline:
 
     @property
     def active(self) -> int:
-        """How many parameters a token uses."""
-        return round(sum((1 if one.share is None else one.share) * one.numel for one in self.parameters))
+        """The number of parameters that a token uses."""
+        return round(
+            sum((1 if parameter.share is None else parameter.share) * parameter.numel for parameter in self.parameters)
+        )
 
 
 class _Family(NamedTuple):
-    """How the layers of a family differ from Llama's.
+    """The differences of a family's layers from Llama's.
 
     Attributes:
-        norms: vectors of the hidden size in a layer.
+        norms: number of norm vectors of the hidden size in a layer.
         norm_bias: whether norms have biases.
-        head_norms: what queries and keys are normed with: vectors of a head's size, of all heads, or none.
-        qkv_bias: whether there is one, or the key of the configuration that says so; likewise the others.
-        true: keys that are where the configuration does not name them.
-        gated: whether a gate multiplies what goes up.
-        head_dim: where the configuration names none; None for the hidden size by the heads.
-        experts: the keys of how many there are and of their width, where layers are mixtures.
+        head_norms: norms of queries and keys: vectors of a head's size, of all heads, or none.
+        qkv_bias: whether there is a bias, or the configuration's key for it; likewise the others.
+        true: keys that are true by default.
+        gated: whether the MLP has a gate.
+        head_dim: default head size; None for the hidden size over the heads.
+        experts: the keys of the number and width of experts, if layers are mixtures.
     """
 
     norms: int = 2
@@ -129,15 +131,15 @@ FAMILIES: dict[str, _Family] = {
 
 
 class UnknownSizesError(Exception):
-    """A configuration does not say all that there is to know."""
+    """A configuration does not determine all sizes."""
 
 
 def outline(source: str | Path) -> ModelOutline:
-    """A checkpoint's model without its weights, which only its configuration is read for; an adapter's is its base.
+    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
-        ImportError: it takes transformers, which is not installed.
+        ImportError: transformers is needed and not installed.
     """
     folder = locate(str(source), weights=False)
     try:
@@ -154,13 +156,13 @@ def outline(source: str | Path) -> ModelOutline:
 
 
 def described(document: Mapping[str, Any]) -> ModelOutline:
-    """The model of a ``config.json`` that says everything.
+    """The model of a ``config.json`` that determines all sizes.
 
     Raises:
         UnknownSizesError: it does not.
     """
     text = document.get("text_config")
-    if isinstance(text, dict):  # what the whole model says holds for its parts
+    if isinstance(text, dict):  # the whole model's setting holds for its parts
         tied = document.get("tie_word_embeddings")
         document = text if tied is None else {**text, "tie_word_embeddings": tied}
     family = FAMILIES.get(str(document.get("model_type")))
@@ -180,26 +182,26 @@ def described(document: Mapping[str, Any]) -> ModelOutline:
 
 
 def has_mtp(folder: Path, layers: int) -> bool:
-    """Whether a checkpoint holds one layer behind the target's last that drafts, by the names of its tensors."""
+    """Whether a checkpoint has exactly one MTP layer, by the names of its tensors."""
     try:
         counts = (json.loads((folder / CONFIG).read_bytes()).get(field) for field in MTP_COUNTS)
         if any(isinstance(count, int) and count > 1 for count in counts):
             return False
         if (folder / SINGLE).is_file():
-            # Imported here: what runs bundles does not need it.
+            # Imported here, as running bundles does not need it.
             from safetensors import safe_open
 
             with safe_open(folder / SINGLE, framework="numpy") as file:
                 names = list(file.keys())
         else:
             names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
-    except Exception:  # a build says what is wrong with a file
+    except Exception:  # a build will report the file
         return False
     return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
 
 
 class _Sizes:
-    """The sizes that a configuration states."""
+    """The sizes stated in a configuration."""
 
     def __init__(self, document: Mapping[str, Any], family: _Family) -> None:
         self._document, self._family = document, family

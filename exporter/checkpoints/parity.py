@@ -1,7 +1,7 @@
-"""Checks, before anything is traced, that a model computes the same through our lowering as in plain transformers.
+"""Checks before tracing that a model computes the same through our lowering as in plain transformers.
 
-transformers' interfaces are kept by most families and bent by some. A family that bends them must be refused by name,
-not exported wrong, so every build runs a prefill, a chain step and a branching tree both ways.
+Most families keep to transformers' interfaces, some do not. Such a family must be refused by name rather than exported
+incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 TOLERANCE = 1e-3
-"""Largest difference of a logit, relative to the largest logit; rounding of deep models stays ten times below."""
+"""Maximum difference of a logit, relative to the largest logit; rounding in deep models stays ten times below."""
 
 _PROMPT, _ROWS = 9, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
 _UNREAD = 1e3
-"""Stands in embeddings that are not to be read."""
+"""Value of embeddings that must not be read."""
 
 
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
-    With ``embeds`` the step module is given the model's own embeddings instead of every other token.
+    With ``embeds`` the step module gets the model's own embeddings instead of every other token.
 
     Raises:
-        BuildError: they differ; it names the family.
+        BuildError: they differ; names the family.
     """
     model, vocab = checkpoint.model, min(checkpoint.vocab_size, checkpoint.input_vocab)
     generator = torch.Generator().manual_seed(0)
@@ -54,13 +54,13 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
                 theirs = _through_eager(model, prompt, chain, tree, _compared(checkpoint))
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
-    except Exception as error:  # whatever the model's code raises
+    except Exception as error:  # model code raises exceptions of any kind
         raise BuildError(
             f"{checkpoint.source}: model family '{checkpoint.family}' is not supported: comparing it with plain "
             f"transformers failed ({type(error).__name__}: {error})"
         ) from error
     scale = max(1.0, float(theirs.abs().max()))
-    # Another shape: the logits did not come from the head's own forward, where the rows asked for are taken.
+    # With another shape, the logits bypass the head's forward, where the requested rows are selected.
     worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
     if not worst <= TOLERANCE:
         refused, through = (
@@ -95,24 +95,24 @@ def _through_lowering(
         (chain, chains[1], 0),
         (tree, _compared(checkpoint), 0),
     ):
-        ids, *given = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
+        ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
-        known = count if done == 0 else 1  # what follows is taken for draft tokens
+        known = count if done == 0 else 1  # the tokens after these count as draft tokens
         cells = kept.cells(slot, [done], count)
-        own = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
-        own |= {name: kept.arrays[name].copy() for name in signature.states(layers)}
+        state_inputs = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
+        state_inputs |= {name: kept.arrays[name].copy() for name in signature.states(layers)}
         out = step(
             ids,
             torch.from_numpy(shape.depths)[None] + done,
             torch.from_numpy(shape.mask)[None],
             torch.tensor([done]),
             torch.arange(first_row, count)[None],
-            [*past, *(torch.from_numpy(array) for array in own.values())],
-            *given,
+            [*past, *(torch.from_numpy(array) for array in state_inputs.values())],
+            *embeds_inputs,
         )
         logits.append(out[0][0])
-        made = out[1 : 1 + len(past)]
-        past = list(made) if lowering == "native" else _with_rows(past, made, done)
+        rows = out[1 : 1 + len(past)]
+        past = list(rows) if lowering == "native" else _with_rows(past, rows, done)
         blocks, parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
             parts[name][:] = new.numpy()
@@ -123,14 +123,14 @@ def _through_lowering(
 
 
 def _half_embedded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, embeddings and where they are read, every other position, so that they say what the tokens say."""
+    """Token ids, embeddings equal to every other token's, and a mask of the positions that read them."""
     mask = (torch.arange(tokens.shape[1]) % 2 == 0)[None]
     embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_UNREAD))
     return torch.where(mask, 0, tokens), embeds, mask
 
 
 def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int) -> list[torch.Tensor]:
-    """The caches with new rows behind the ``done`` there are."""
+    """The caches with new rows after the ``done`` existing ones."""
     return [
         torch.cat([cache[:, :, :done], new, cache[:, :, done + new.shape[2] :]], 2)
         for cache, new in zip(past, rows, strict=True)
@@ -138,16 +138,16 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
 
 
 def _compared(checkpoint: Checkpoint) -> TokenTree:
-    """The tree that is compared; layers without attention know chains alone."""
+    """The tree to compare; layers without attention support only chains."""
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 
 def _through_eager(
     model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
 ) -> torch.Tensor:
-    """The same logits, each path of the tree to a leaf as a text of its own, all in one run."""
+    """The same logits from one run over a separate text for each path of the tree to a leaf."""
     start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
-    after = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]  # what is behind a leaf is not looked at
+    after = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]  # padding after a leaf is not compared
     texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(after)]], dim=1)
     logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
     place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}

@@ -1,7 +1,7 @@
-"""Checkpoints whose matrices are quantized already: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
+"""Quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
 
-A matrix is read as the fp32 numbers that its integers stand for, together with the scales and zero points that give the
-same integers again, so that the exporter need not round a second time.
+A matrix is read as dequantized fp32 numbers, together with the scales and zero points that reproduce its integers, so
+that the exporter need not round again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _UNREAD = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
-"""How a step's activations and cache would be rounded, which transformers' own reading computes in floating point."""
+"""Settings for rounding activations and the cache, which transformers computes in floating point."""
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column that each four bits of an AWQ word hold, from the lowest bits on."""
+"""The column of each four bits of an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the magnitudes that the three lower bits of an MXFP4 number stand for."""
+"""Twice the magnitudes of the three lower bits of an MXFP4 number."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers ``[...,G,N]`` that are products of fewer numbers and small integers, as a checkpoint holds them.
+    """Numbers ``[...,G,N]`` stored as products of fewer numbers and small integers.
 
     Attributes:
         coarse: fp16 or fp32 ``[...,S,N]``, each for ``G/S`` neighbours.
-        fine: int8 ``[...,G,N]``; None where all are 1.
+        fine: int8 ``[...,G,N]``; None if all are 1.
     """
 
     coarse: npt.NDArray[np.floating[Any]]
@@ -47,32 +47,31 @@ class Factors:
 
     def values(self) -> npt.NDArray[np.float32]:
         """The products, exact in fp32."""
-        found: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
+        values: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
         if self.fine is not None:
-            found = np.repeat(found, self.fine.shape[-2] // found.shape[-2], axis=-2) * self.fine
-        return found
+            values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
+        return values
 
     def turned(self) -> Factors:
-        """Those of the transposed matrix, whose last axis is that of the blocks."""
+        """The factors of the transposed matrix, from those with the blocks on the last axis."""
         fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
         return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
 
     def of_expert(self, index: int) -> Factors:
-        """Those of a matrix of a stack."""
+        """The factors of one matrix of a stack."""
         return Factors(self.coarse[index], None if self.fine is None else self.fine[index])
 
 
 @dataclass(frozen=True)
 class Scales:
-    """How a matrix ``[...,K,N]`` of a graph is made of integers: ``scale * (integer - zero) + offset``.
+    """The quantization of a matrix ``[...,K,N]`` of a graph: ``scale * (integer - zero) + offset``.
 
     Attributes:
-        kind: the fewest bits that hold its integers, with their sign unless there are offsets; ``fp8`` for
-            float8_e4m3fn numbers.
-        group: neighbouring rows that share their scales; K where each column has one.
+        kind: the smallest type of its integers, signed unless there are offsets; ``fp8`` for float8_e4m3fn numbers.
+        group: number of neighbouring rows that share scales; K for one scale per column.
         scale: ``[...,K/group,N]``.
-        zero: int8 like ``scale``; None where all are 0.
-        offset: like ``scale``; None where all are 0.
+        zero: int8 like ``scale``; None if all are 0.
+        offset: like ``scale``; None if all are 0.
     """
 
     kind: Kind
@@ -82,7 +81,7 @@ class Scales:
     offset: Factors | None = None
 
     def of_expert(self, index: int) -> Scales:
-        """Those of a matrix of a stack."""
+        """The factors of one matrix of a stack."""
         zero = None if self.zero is None else self.zero[index]
         offset = None if self.offset is None else self.offset.of_expert(index)
         return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
@@ -90,11 +89,11 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor(StoredTensor):
-    """A quantized matrix, by the name and shape that it has in the model.
+    """A quantized matrix, by its name and shape in the model.
 
     Attributes:
-        scales: reads what it is made of: None where rows that share a scale are not neighbours.
-        kind: the fewest bits that hold its integers, where that is known without reading it.
+        scales: reads its quantization; returns None if rows that share a scale are not neighbours.
+        kind: the smallest type of its integers, if known without reading it.
     """
 
     scales: Callable[[], Scales | None]
@@ -112,7 +111,7 @@ class _Group(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is read of ``quantization_config``; other keys are left alone."""
+    """The fields read from ``quantization_config``; other keys are ignored."""
 
     quant_method: str
     bits: int | None = None
@@ -125,23 +124,23 @@ class _Config(msgspec.Struct):
 
     @property
     def blocks(self) -> set[tuple[int, int]]:
-        """The blocks ``(outputs, inputs)`` that share a scale, as any matrix has them."""
-        found = {group.weights.block_structure for group in self.config_groups.values() if group.weights is not None}
-        return {one for one in (*found, self.weight_block_size) if one is not None}
+        """The sizes of blocks ``(outputs, inputs)`` that share a scale, in any matrix."""
+        sizes = {group.weights.block_structure for group in self.config_groups.values() if group.weights is not None}
+        return {size for size in (*sizes, self.weight_block_size) if size is not None}
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
-    """The format that a checkpoint is quantized in, and the precision that holds its numbers as they are.
+    """The format of a quantized checkpoint, and the precision that stores its numbers unchanged.
 
     Args:
         path: its ``config.json``, for messages.
-        document: what that holds.
+        document: the file's content.
 
     Returns:
-        None where it is not quantized.
+        None if it is not quantized.
 
     Raises:
-        BuildError: nothing here reads the format.
+        BuildError: the format is unsupported.
     """
     config = _config(path, document)
     if config is None:
@@ -167,7 +166,7 @@ def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | Non
     if method == "fp8":
         return "FP8", "fp8"
     if method == "mxfp4":
-        return "MXFP4", "int8"  # its fifteen values are whole numbers up to 12: too large for four bits
+        return "MXFP4", "int8"  # its fifteen values are integers up to 12 after doubling: too large for four bits
     details = [
         f"{name} {value}" for name, value in msgspec.structs.asdict(config).items() if isinstance(value, str | int)
     ]
@@ -186,19 +185,19 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
 
 
 def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a quantized checkpoint as its model has them, from the headers of its files.
+    """The model's tensors of a quantized checkpoint, from the headers of its files.
 
     Args:
         path: its ``config.json``.
-        document: what that holds.
-        tensors: of its files.
+        document: the file's content.
+        tensors: the tensors of its files.
 
     Raises:
-        BuildError: a part of a matrix is missing, or its shape or type does not fit the others; reading one raises it
-            for scales that are not finite, and for groups that are not there.
+        BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
+            are not finite or groups do not exist.
     """
-    found, config = quantization(path, document), _config(path, document)
-    if found is None or config is None:
+    document_, config = quantization(path, document), _config(path, document)
+    if document_ is None or config is None:
         yield from tensors
         return
     held = {tensor.name: tensor for tensor in tensors}
@@ -207,12 +206,12 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
         stem, _, last = name.rpartition(".")
         parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", held, used)
         if last == "qweight":
-            yield _awq(parts) if found[0] == "AWQ" else _gptq(parts, config)
+            yield _awq(parts) if document_[0] == "AWQ" else _gptq(parts, config)
         elif last == "weight_packed":
             yield _packed(parts)
         elif last == "weight" and held[name].dtype in ("F8_E4M3", "I8"):
             yield _scaled(parts, config.blocks)
-        elif last.endswith("_blocks") and found[0] == "MXFP4":
+        elif last.endswith("_blocks") and document_[0] == "MXFP4":
             matrix = name.removesuffix("_blocks")
             yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, held, used))
     yield from (tensor for name, tensor in held.items() if name not in used and name.rpartition(".")[2] not in _UNREAD)
@@ -220,14 +219,14 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tensors that a quantized matrix consists of.
+    """The stored parts of a quantized matrix.
 
     Attributes:
-        folder: of the checkpoint.
-        prefix: what their names begin with.
+        folder: the checkpoint's folder.
+        prefix: the common prefix of the parts' names.
         name: of the matrix in the model.
-        held: every tensor of the checkpoint.
-        used: the names of those that were taken.
+        held: all tensors of the checkpoint.
+        used: the names of tensors that were used.
     """
 
     folder: Path
@@ -240,7 +239,7 @@ class _Parts:
         return f"{self.prefix}{part}" in self.held
 
     def take(self, part: str, *types: str, rank: int | None = None) -> StoredTensor:
-        """A part that must be there, in one of these types of safetensors."""
+        """A required part, of one of these safetensors types."""
         tensor = self.held.get(f"{self.prefix}{part}")
         if tensor is None:
             raise BuildError(
@@ -256,7 +255,7 @@ class _Parts:
         return tensor
 
     def need(self, holds: bool, tensor: StoredTensor, expected: object) -> None:
-        """Raises unless a part has the shape it should."""
+        """Checks the shape of a part."""
         if not holds:
             raise BuildError(
                 f"{self.folder}: tensor {tensor.name!r} has shape {list(tensor.shape)}; expected {expected}, as the "
@@ -264,7 +263,7 @@ class _Parts:
             )
 
     def optional(self, part: str, shape: tuple[int, ...], *types: str) -> StoredTensor | None:
-        """A part that may be there, of this shape."""
+        """An optional part of this shape."""
         if not self.has(part):
             return None
         tensor = self.take(part, *types)
@@ -272,13 +271,13 @@ class _Parts:
         return tensor
 
     def matrix(self, shape: tuple[int, ...], read: Callable[[], _Read]) -> QuantizedTensor:
-        """The matrix that numbers, scales and zero points make."""
+        """The matrix of numbers, scales and zero points."""
         return QuantizedTensor(self.name, shape, "F32", lambda: _load(read())[0], scales=lambda: _load(read())[1])
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Numbers ``[...,K,N]``, their scales and zero points ``[...,G,N]``, and the group of each row, if not in order."""
+    """Numbers ``[...,K,N]``, scales and zero points ``[...,G,N]``, and each row's group if they are not contiguous."""
 
     kind: Kind
     numbers: npt.NDArray[Any]
@@ -290,7 +289,7 @@ class _Read:
 
 
 def _rows(read: _Read, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """One row of scales or zero points for each row of numbers."""
+    """Expands scales or zero points to one row for each row of numbers."""
     if read.groups is not None:
         return array[..., read.groups, :]
     return np.repeat(array, read.numbers.shape[-2] // array.shape[-2], axis=-2)
@@ -313,7 +312,7 @@ def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
 
 
 def _awq(parts: _Parts) -> QuantizedTensor:
-    """AWQ's GEMM layout: words of eight columns, in an order of their own (AutoAWQ)."""
+    """AWQ's GEMM layout: words of eight interleaved columns (AutoAWQ)."""
     words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
     scales = parts.take("scales", *_SCALES, rank=2)
     (rows, wide), groups = words.shape, scales.shape[0]
@@ -331,7 +330,7 @@ def _awq(parts: _Parts) -> QuantizedTensor:
 
 
 def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
-    """GPTQ: words of neighbouring rows; zero points less one in the first version of the format (AutoGPTQ)."""
+    """GPTQ: words of neighbouring rows; zero points minus one in the first version of the format (AutoGPTQ)."""
     bits = config.bits or 4
     each = 32 // bits
     words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
@@ -354,7 +353,7 @@ def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
 
 
 def _packed(parts: _Parts) -> QuantizedTensor:
-    """compressed-tensors' ``pack-quantized``: words of neighbouring inputs, with half their range added."""
+    """compressed-tensors' ``pack-quantized``: words of neighbouring inputs, offset by half their range."""
     words, shape = parts.take("weight_packed", "I32", rank=2), parts.take("weight_shape", *_INDICES, rank=1)
     scales = parts.take("weight_scale", *_SCALES, rank=2)
     parts.need(shape.shape == (2,), shape, [2])
@@ -381,17 +380,17 @@ def _packed(parts: _Parts) -> QuantizedTensor:
 
 
 def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
-    """Bytes with a scale for the matrix, each output, each group of inputs, or each block ``(outputs, inputs)``."""
+    """8-bit numbers with a scale for the matrix, each output, each group of inputs, or each block."""
     weight = parts.take("weight", "F8_E4M3", "I8", rank=2)
     scales = parts.take("weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale", *_SCALES)
     columns, rows = weight.shape
     tall, wide = (*scales.shape, 1, 1)[:2]
     parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
-    # An uneven last block is smaller: the shapes alone do not say how large the others are.
+    # The last block may be smaller, so the shapes alone do not determine the block size.
     declared = [(min(high, columns), min(long, rows)) for high, long in sorted(blocks)]
     whole, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
     even = [(columns // tall, rows // wide)] if whole or grouped else []
-    fitting = [one for one in (*declared, *even) if (tall, wide) == (-(-columns // one[0]), -(-rows // one[1]))]
+    fitting = [size for size in (*declared, *even) if (tall, wide) == (-(-columns // size[0]), -(-rows // size[1]))]
     parts.need(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
     high, long = fitting[0]
     zeros = parts.optional("weight_zero_point", scales.shape, "I8")
@@ -411,19 +410,19 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
 
 
 def _mxfp4(parts: _Parts) -> QuantizedTensor:
-    """MXFP4 experts, as gpt-oss has them: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
+    """gpt-oss's MXFP4 experts: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
     blocks, scales = parts.take("blocks", "U8", rank=4), parts.take("scales", "U8", rank=3)
     experts, columns, groups, held = blocks.shape
     parts.need(held == 16, blocks, "blocks of 16 bytes")
     parts.need(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
 
     def read() -> _Read:
-        found, exponents = blocks.read().numpy(), scales.read().numpy()
+        packed, exponents = blocks.read().numpy(), scales.read().numpy()
         if exponents.max() == 0xFF:
             raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is no number in E8M0")
-        four = np.stack([found & 0xF, found >> 4], axis=-1).reshape(experts, columns, groups * 32)
+        four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
-        scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # half, of numbers that are doubled
+        scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled
         return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), turned=False)
 
     return parts.matrix((experts, groups * 32, columns), read)
@@ -435,18 +434,18 @@ def _finite(parts: _Parts, scales: StoredTensor) -> npt.NDArray[np.float32]:
 
 
 def _groups(parts: _Parts, index: StoredTensor | None, groups: int) -> npt.NDArray[np.int64] | None:
-    """The group of each row."""
+    """Reads the group of each row."""
     if index is None:
         return None
-    found = index.read().numpy().astype(np.int64)
-    if found.min() < 0 or found.max() >= groups:
-        wrong = int(found.min() if found.min() < 0 else found.max())
+    order = index.read().numpy().astype(np.int64)
+    if order.min() < 0 or order.max() >= groups:
+        wrong = int(order.min() if order.min() < 0 else order.max())
         raise BuildError(f"{parts.folder}: tensor {index.name!r} holds {wrong}; expected 0 to {groups - 1}")
-    return found
+    return order
 
 
 def _unpack(words: StoredTensor, bits: int, axis: int) -> npt.NDArray[np.int8]:
-    """The integers in words ``[R,C]``, lowest bits first, side by side along ``axis``, less half their range."""
+    """Unpacks the integers of words ``[R,C]`` along ``axis``, lowest bits first, minus half their range."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     stored = np.expand_dims(words.read().numpy().view(np.uint32), axis + 1)
     parts = (stored >> np.expand_dims(shifts, 1 - axis)) & np.uint32((1 << bits) - 1)

@@ -1,4 +1,4 @@
-"""Around torch: silence, as its exporter says much about its own insides, and no collector."""
+"""Contexts around torch: without its messages, and without the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what torch and its exporter say about their own insides; errors still raise."""
+    """Silences the messages of torch and its exporter about internals; errors still raise."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -25,8 +25,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keeps Python's collector away: imports and traces make objects by the million, hardly any of them garbage, and
-    walking them over and over is up to a quarter of their time.
+    """Pauses the garbage collector: imports and traces create millions of objects, hardly any of them garbage, and
+    scanning them again and again takes up to a quarter of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The original models, run plainly by transformers: what graphs are compared with."""
+"""The original models in plain transformers, for comparison with graphs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Array = npt.NDArray[Any]
 
 
 def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
-    """Loads a checkpoint in fp32 as plain transformers runs it.
+    """Loads a checkpoint in fp32 with plain transformers.
 
     Args:
         path: the checkpoint.
-        described: what it must be.
+        described: the bundle's description, which it must fit.
         layers: number of its first layers to keep; None for all.
 
     Raises:
-        BundleError: it is not the model that was described.
+        BundleError: it does not fit the description.
     """
     config = read_model_config(path)
     model, *_ = load_causal_lm(path, config, dtype=torch.float32, attn_implementation="eager")
@@ -44,14 +44,14 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
 
 
 def reference_logits(model: Any, text: Array) -> Array:
-    """What a model says after each token of a text, float32 ``[N,V]``."""
+    """A model's logits after each token of a text, float32 ``[N,V]``."""
     with torch.no_grad():
         logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
     return logits
 
 
 def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model says after each token of a text, ``[N,V]``, and what its head made that of, ``[N,H]``."""
+    """A model's logits after each token of a text, ``[N,V]``, and the inputs of its head, ``[N,H]``."""
     taken: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
     try:
@@ -62,13 +62,13 @@ def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tenso
 
 
 def reference_embeds(model: Any, text: Array) -> Array:
-    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model takes them in their place."""
+    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model accepts them instead of tokens."""
     with torch.no_grad():
         embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
     return embeds
 
 
 def as_read(tokens: list[int], model: Any) -> Array:
-    """Tokens as a graph reads them: one that only the target has is read as the last one."""
+    """Tokens as a graph reads them: those beyond the embedding are read as its last token."""
     read: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
     return read

@@ -1,8 +1,7 @@
-"""Every setting that transformers reads beside a model's configuration and weights, and what becomes of it here.
+"""All settings that transformers reads besides a model's configuration and weights, and their handling.
 
-The one list of them: what is honoured, what is refused, what is named in a warning by ``build`` and ``inspect``
-because it changes transformers' text and not ours, and what changes no text. ``python -m scripts.settings`` makes the
-table in docs/settings.md of it.
+A setting is honoured, refused, named in a warning by ``build`` and ``inspect`` as it changes transformers' text but not
+ours, or has no effect on texts. ``python -m scripts.docs`` writes the table in docs/settings.md from this list.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from specexport.exporter.checkpoints.stored import CONFIG
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]
-"""The JSON files of a checkpoint's folder, by name; those that are missing or no objects are empty."""
+"""The JSON files of a checkpoint's folder by name; missing files, and those without an object, are empty."""
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Setting(NamedTuple):
-    """Settings of a file that are handled alike.
+    """Settings of a file with the same handling.
 
     Attributes:
         file: the file's name.
-        keys: of its top level; of a text file, what is meant.
+        keys: top-level keys; for a text file, a description.
         handling: see the module.
-        note: what is done, or what transformers does with it.
-        neutral: values that change nothing, beside null.
-        changes: of a setting that is named: whether a value changes transformers' text, by all files; None for any
-            value that is not neutral.
+        note: the effect here, or in transformers.
+        neutral: values besides null that change nothing.
+        changes: for named settings, whether a value changes transformers' text, given all files; None if every value
+            that is not neutral does.
     """
 
     file: str
@@ -46,7 +45,7 @@ class Setting(NamedTuple):
 
 
 def _cleans_up(value: Any, documents: Documents) -> bool:
-    """Whether transformers takes spaces out of decoded text: of BPE tokenizers it does so only if told twice."""
+    """Whether transformers removes spaces from decoded text; for BPE tokenizers two settings must ask for it."""
     model = documents[TOKENIZER].get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     return bool(value) and (kind != "BPE" or bool(documents[TOKENIZER_CONFIG].get(_CLEAN_BPE)))
@@ -249,27 +248,27 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def read_documents(folder: Path) -> Documents:
-    """The JSON files of a checkpoint that settings are read from."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Reads the JSON files with a checkpoint's settings."""
+    documents: dict[str, Mapping[str, Any]] = {}
     for name in dict.fromkeys(setting.file for setting in SETTINGS):
-        found[name] = {}
+        documents[name] = {}
         if name.endswith(".json") and (folder / name).is_file():
             try:
                 document = json.loads((folder / name).read_bytes())
             except (OSError, ValueError, RecursionError):
-                continue  # whoever needs the file says what is wrong with it
+                continue  # the code that needs the file reports its faults
             if isinstance(document, dict):
-                found[name] = document
-    return found
+                documents[name] = document
+    return documents
 
 
 def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
-    """What a checkpoint's files say that changes transformers' text and not ours, or the other way round.
+    """Warnings about settings of a checkpoint that change transformers' text but not ours, or the other way round.
 
     Args:
         folder: the checkpoint.
-        end: the tokenizer's own token that ends a text.
-        ends: those that end one by the model's configurations.
+        end: the tokenizer's own end token.
+        ends: the end tokens by the model's configurations.
     """
     documents = read_documents(folder)
     notes = []

@@ -1,8 +1,8 @@
-"""Splits a model among ranks, each of which computes a share of every layer: tensor parallelism.
+"""Tensor parallelism: splits a model among ranks, each of which computes a share of every layer.
 
 As in Megatron-LM (Shoeybi et al. 2019), the first product of a pair keeps a share of its columns and the second the
-same share of its rows, so that ranks meet once a pair, to add up what they made. Which products are pairs is what
-transformers says of a family (its ``tp_plan``).
+same share of its rows, so that ranks synchronize once per pair to sum their results. transformers' ``tp_plan`` of a
+family tells the pairs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Summed(torch.nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
-        made: torch.Tensor = sum_of_ranks(self.part(*given, **named))
-        return made
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        output: torch.Tensor = sum_of_ranks(self.part(*arguments, **named))
+        return output
 
 
 class _Joined(torch.nn.Module):
@@ -44,12 +44,12 @@ class _Joined(torch.nn.Module):
         self.ranks = ranks
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = join_of_ranks(self.part(rows), self.ranks)
-        return made
+        output: torch.Tensor = join_of_ranks(self.part(rows), self.ranks)
+        return output
 
 
 class _SplitEmbedding(torch.nn.Module):
-    """Rows of a table from ``first`` on; a rank that has not a token's row has zeros."""
+    """The rows of a table from ``first``; a rank without a token's row contributes zeros."""
 
     def __init__(self, part: torch.nn.Module, first: int, count: int) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class _SplitEmbedding(torch.nn.Module):
         self.count = count
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        own = ids - self.first
-        here = (own >= 0) & (own < self.count)
-        made: torch.Tensor = sum_of_ranks(torch.where(here[..., None], self.part(torch.where(here, own, 0)), 0.0))
-        return made
+        local = ids - self.first
+        here = (local >= 0) & (local < self.count)
+        output: torch.Tensor = sum_of_ranks(torch.where(here[..., None], self.part(torch.where(here, local, 0)), 0.0))
+        return output
 
 
 class _Part:
@@ -71,11 +71,13 @@ class _Part:
         self.rank = rank
         self.ranks = ranks
         tensors = [*model.parameters(), *model.buffers()]
-        self.model = copy.deepcopy(model, {id(one): one for one in tensors})  # the modules, with the same tensors
+        self.model = copy.deepcopy(
+            model, {id(tensor): tensor for tensor in tensors}
+        )  # the modules, with the same tensors
         self._made: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
 
     def share(self, whole: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
-        """This rank's slice of a parameter; ``packed`` ones are two matrices side by side, each with a slice."""
+        """This rank's slice of a parameter; ``packed`` parameters are two concatenated matrices, sliced separately."""
         known = self._made.get((id(whole), axis, packed))
         if known is not None:  # tied weights stay tied
             return known
@@ -95,19 +97,19 @@ class _Part:
         self._made[id(whole), axis, packed] = part
         return part
 
-    def require(self, count: int, what: str) -> None:
+    def require(self, count: int, name: str) -> None:
         if count % self.ranks:
-            raise BuildError(f"it has {count} {what}; choose a number that divides them")
+            raise BuildError(f"it has {count} {name}; choose a number that divides them")
 
     def columns(self, module: Any, name: str) -> None:
-        """A product keeps a share of its columns: rows of a weight ``[N,K]``."""
+        """Keeps a share of a product's columns: rows of a weight ``[N,K]``."""
         self.require(module.out_features, f"columns of {name}")
         module.weight = self.share(module.weight, 0)
         module.bias = module.bias if module.bias is None else self.share(module.bias, 0)
         module.out_features //= self.ranks
 
     def rows(self, module: Any, name: str) -> torch.nn.Module:
-        """A product keeps a share of its rows, and the ranks add up; one of them has its bias."""
+        """Keeps a share of a product's rows; the ranks sum their results, and one of them adds the bias."""
         self.require(module.in_features, f"rows of {name}")
         module.weight = self.share(module.weight, 1)
         module.in_features //= self.ranks
@@ -116,7 +118,7 @@ class _Part:
         return _Summed(module)
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
-        """Every rank has a share of each expert's columns, as of any other product's."""
+        """Keeps a share of each expert's columns, as of any other product's."""
         for key, whole in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
@@ -131,35 +133,35 @@ class _Part:
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a causal LM of transformers; the model stays as it is, and shares what is not split.
+    """One rank's share of a transformers causal LM; the model is unchanged and shares the parts that are not split.
 
-    Its heads, the products of its MLPs and of its experts, and, where their number divides, the rows of its embedding
-    and of its head.
+    Split are the attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the
+    embedding and of the head.
 
     Raises:
-        BuildError: transformers does not say how to split the family, or a number does not divide.
+        BuildError: transformers does not tell how to split the family, or a number is not divisible.
     """
     part = _Part(model, rank, ranks)
-    made = part.model
-    embedding, head = made.get_input_embeddings(), made.get_output_embeddings()
+    model_part = part.model
+    embedding, head = model_part.get_input_embeddings(), model_part.get_output_embeddings()
     layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
     if not layers:
         raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
-    for name, module in list(made.named_modules()):
-        found = next((said for pattern, said in patterns.items() if pattern.fullmatch(name)), None)
-        if found is None or found[1] in ("replicated_with_grad_allreduce", "replicate"):
+    for name, module in list(model_part.named_modules()):
+        split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
+        if split_kind is None or split_kind[1] in ("replicated_with_grad_allreduce", "replicate"):
             continue
-        pattern, style = found
-        above, _, own = name.rpartition(".")
+        pattern, style = split_kind
+        above, _, leaf = name.rpartition(".")
         short = re.sub(r"^.*\.\d+\.", "", name)
         if style == "colwise" and isinstance(module, torch.nn.Linear):
             part.columns(module, short)
         elif style == "rowwise" and isinstance(module, torch.nn.Linear):
-            setattr(made.get_submodule(above), own, part.rows(module, short))
+            setattr(model_part.get_submodule(above), leaf, part.rows(module, short))
         elif style == "moe_tp_experts":
             inner = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
-            setattr(made.get_submodule(above), own, part.experts(module, short, inner))
+            setattr(model_part.get_submodule(above), leaf, part.experts(module, short, inner))
         else:
             raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
     if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:
@@ -168,16 +170,16 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         head.weight = part.share(head.weight, 0)
         if getattr(head, "bias", None) is not None:
             head.bias = part.share(head.bias, 0)
-        made.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
-        made.set_output_embeddings(_Joined(head, ranks))
-    return made
+        model_part.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
+        model_part.set_output_embeddings(_Joined(head, ranks))
+    return model_part
 
 
 def split_checkpoint(whole: Checkpoint, rank: int, ranks: int) -> Checkpoint:
     """One rank's share of a loaded target; see :func:`split`.
 
     Raises:
-        BuildError: it cannot be split so; names the family.
+        BuildError: it cannot be split; names the family.
     """
     refused = f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: "
     if whole.states:
@@ -198,7 +200,7 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
     """Compares the logits of a model with those of its ranks, each in a thread.
 
     Raises:
-        BuildError: they differ, so that the family is not split as transformers says; or see :func:`split_checkpoint`.
+        BuildError: they differ, so transformers' plan for the family is wrong; or see :func:`split_checkpoint`.
     """
     generator = torch.Generator().manual_seed(0)
     vocab = min(whole.vocab_size, whole.input_vocab)
@@ -207,18 +209,18 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
     barrier, meeting = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def logits(rank: int) -> torch.Tensor:
-        def meet(own: torch.Tensor, join: bool) -> torch.Tensor:
-            meeting[rank] = own
+        def meet(part: torch.Tensor, join: bool) -> torch.Tensor:
+            meeting[rank] = part
             barrier.wait()
-            made = torch.cat(meeting, -1) if join else torch.stack(meeting).sum(0)
+            combined = torch.cat(meeting, -1) if join else torch.stack(meeting).sum(0)
             barrier.wait()
-            return made
+            return combined
 
         met_by(meet)
         try:
             with torch.no_grad():
-                made: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()
-                return made
+                output: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()
+                return output
         except BaseException:
             barrier.abort()
             raise
@@ -230,13 +232,13 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
             stack.enter_context(plain_transformers(part))
             stack.enter_context(read_weights(part))
         try:
-            found, *_ = pool.map(logits, range(ranks))
-        except Exception as error:  # whatever the model's code raises
+            split_logits, *_ = pool.map(logits, range(ranks))
+        except Exception as error:  # model code raises exceptions of any kind
             raise BuildError(
                 f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: its ranks failed "
                 f"in transformers ({type(error).__name__}: {error})"
             ) from error
-    worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    worst = float((split_logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not worst <= TOLERANCE:
         raise BuildError(
             f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: their logits are "

@@ -1,4 +1,4 @@
-"""What checkpoints of heads and speculators have in common: a small ``config.json``, and tensors read one at a time."""
+"""Reading of a small ``config.json`` and of single tensors, for checkpoints of models, heads and drafts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _Config = TypeVar("_Config")
 
 
 def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
-    """Reads a ``config.json``, of which other fields than those of ``kind`` are left alone.
+    """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
 
     Args:
-        path: the file; it is there.
-        kind: what it must hold.
-        what: what it configures, for error messages.
+        path: the file, which must exist.
+        kind: a struct with the fields.
+        what: the described object, for error messages.
 
     Raises:
-        BuildError: it is too large, no JSON, or a field is not what it should be.
+        BuildError: the file is too large or not JSON, or a field is invalid.
     """
     if path.stat().st_size > _MAX_CONFIG:
         raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
@@ -45,10 +45,10 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses a model's configuration with absurd numbers, before anything is made of it.
+    """Refuses absurd numbers in a model's configuration, before the model is created.
 
     Raises:
-        BuildError: names the file and the field.
+        BuildError: a number is absurd; names the file and the field.
     """
     for name, value in _integers(document):
         most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
@@ -57,9 +57,9 @@ def require_sane(path: Path, document: dict[str, Any]) -> None:
 
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number, with the name of the field it is in."""
+    """All integers with the names of their fields."""
     left: list[tuple[str, Any]] = list(document.items())
-    while left:  # no recursion: it may be nested as deeply as JSON is read
+    while left:  # no recursion, as JSON may be nested deeply
         name, value = left.pop()
         if isinstance(value, dict):
             left += value.items()
@@ -75,10 +75,10 @@ class StoredTensor:
 
     Attributes:
         name: in the file.
-        shape: of it.
-        dtype: what safetensors calls its type.
-        read: reads it as it is stored.
-        form: tells apart matrices that cannot be joined and still be stored as they are here.
+        shape: its shape.
+        dtype: safetensors' name of its type.
+        read: reads it as stored.
+        form: identifies the representation; matrices of different forms cannot be joined without rounding again.
     """
 
     name: str
@@ -89,14 +89,14 @@ class StoredTensor:
 
     @property
     def floating(self) -> bool:
-        """Whether its numbers are floating-point ones."""
+        """Whether it holds floating-point numbers."""
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
         """Reads it in fp32.
 
         Raises:
-            BuildError: a number is not finite; names the tensor, and ``path`` as where it is.
+            BuildError: a number is not finite; names the tensor and ``path``.
         """
         tensor = self.read().to(torch.float32)
         if not bool(tensor.isfinite().all()):
@@ -105,15 +105,15 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file; only its header is read.
+    """The tensors of a safetensors file, of which only the header is read.
 
     Raises:
-        BuildError: it is no safetensors file.
+        BuildError: it is not a safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            known = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+            known = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{path}: not a safetensors file: {error}") from error
     return [StoredTensor(name, *described, partial(_read, path, name)) for name, described in known.items()]
@@ -126,10 +126,10 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def head_tensors(folder: Path) -> list[StoredTensor]:
-    """The tensors of heads or of a draft: of a folder's safetensors, or of ``pytorch_model.bin`` where it has none.
+    """The tensors of heads or of a draft: from a folder's safetensors, or else from ``pytorch_model.bin``.
 
     Raises:
-        BuildError: a file is not what its name says.
+        BuildError: a file does not have the format of its name.
     """
     if files := sorted(folder.glob("*.safetensors")):
         return [tensor for file in files for tensor in stored_tensors(file)]
@@ -137,13 +137,13 @@ def head_tensors(folder: Path) -> list[StoredTensor]:
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a file that torch pickled, memory-mapped, so that unused ones are not read. Nothing in it is run.
+    """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it is run.
 
     Raises:
-        BuildError: it holds anything but tensors by name.
+        BuildError: it holds anything other than named tensors.
     """
     try:
-        mapped = zipfile.is_zipfile(path)  # files of old versions of torch are not
+        mapped = zipfile.is_zipfile(path)  # files of old versions of torch cannot be mapped
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # pickle and zip errors of many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

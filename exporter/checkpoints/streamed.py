@@ -1,7 +1,7 @@
-"""Large matrices of a model that stay in the checkpoint's files: each is read when it is needed, and let go.
+"""Large matrices of a model that stay in the checkpoint's files: each is read when needed, and then released.
 
-In its place the model holds a stand-in of the same shape that takes no memory and is no number (NaN), so that what
-reads one unnoticed cannot pass for a result.
+The model holds a stand-in of the same shape instead, which takes no memory and consists of NaN, so that accidental use
+shows in the results.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from specexport.exporter.checkpoints.stored import StoredTensor
 
 LARGE = 1 << 18
-"""Numbers of a tensor that stays in its file, at least."""
+"""Minimum number of elements of a tensor that stays in its file."""
 NARROW = 16
-"""And rows and columns of its matrices."""
+"""Minimum number of rows and columns of such a matrix."""
 _STORED, _FORM = "stored_tensor", "stored_form"
 
 
 class StandIns:
-    """Makes stand-ins for what a model has of its checkpoint, and finds them in it once it is loaded.
+    """Creates stand-ins for the tensors of a checkpoint, and finds them in the loaded model.
 
     Args:
-        outline: the model without weights. Only tensors that it has by name and shape get stand-ins: what transformers
-            makes of several others has to be read.
+        outline: the model without weights. Only tensors that it has by name and shape get stand-ins: those that
+            transformers composes from several stored ones have to be read.
     """
 
     def __init__(self, outline: Any) -> None:
         parameters = outline.named_parameters(remove_duplicate=False)
-        self._shapes = {name: tuple(one.shape) for name, one in parameters}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._prefix = f"{outline.base_model_prefix}."
         self._stored: dict[int, StoredTensor] = {}
 
     def held(self, tensor: StoredTensor) -> torch.Tensor:
-        """What to load instead of a tensor: a stand-in for a large one."""
+        """The tensor to load: a stand-in for a large one."""
         known = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
-        # What is narrow is a convolution's, whose weights are read by the module around it.
+        # Narrow ones belong to convolutions, whose weights are read by the module around them.
         matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
         if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in known:
             return tensor.read()
@@ -48,7 +48,7 @@ class StandIns:
         return stand_in
 
     def find(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
-        """Notes on each parameter that is a stand-in what it stands for, and on others in what form they are stored."""
+        """Records on each stand-in its stored tensor, and on other parameters the form of the stored tensor."""
         for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
                 stand_for(parameter, self._stored[parameter.data_ptr()])
@@ -58,27 +58,31 @@ class StandIns:
 
 
 def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
-    """Notes on a stand-in what it stands for."""
+    """Records the stored tensor of a stand-in."""
     setattr(parameter, _STORED, tensor)
 
 
 def stored(parameter: torch.Tensor) -> StoredTensor | None:
-    """What a parameter stands for; None where it holds its numbers."""
-    found: StoredTensor | None = getattr(parameter, _STORED, None)
-    return found
+    """The stored tensor of a stand-in; None for an ordinary parameter."""
+    tensor: StoredTensor | None = getattr(parameter, _STORED, None)
+    return tensor
 
 
 def form_of(parameter: torch.Tensor) -> str:
-    """In what form the checkpoint stores a parameter; empty where that is of no account."""
+    """The form of a parameter's stored tensor, see :class:`StoredTensor`; empty if it does not matter."""
     return str(getattr(parameter, _FORM, ""))
 
 
 @contextlib.contextmanager
 def read_weights(model: torch.nn.Module) -> Iterator[None]:
-    """While active, a module that runs has its own weights instead of stand-ins."""
+    """Context in which running modules have their weights instead of stand-ins."""
     handles = []
     for module in model.modules():
-        held = {name: one for name, one in module._parameters.items() if one is not None and stored(one)}
+        held = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and stored(parameter)
+        }
         if held:
             handles.append(module.register_forward_pre_hook(functools.partial(_read, held)))
             handles.append(module.register_forward_hook(functools.partial(_let_go, held), always_call=True))

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints, compared. Imports nothing heavy."""
+"""Comparison of tokenizers. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specexport.contract.errors import BuildError
 
 
 def stored_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint's ``tokenizer.json``, or what transformers makes of its other files.
+    """The tokenizer of a checkpoint's ``tokenizer.json``, or transformers' conversion of its other files.
 
     Raises:
         BuildError: there is none.
-        ImportError: it takes transformers, which is not installed.
+        ImportError: transformers is needed and not installed.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -26,12 +26,12 @@ def stored_tokenizer(folder: Path) -> Tokenizer:
         return load_tokenizer(folder).tokenizer
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises plain ones
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
-    """Checks that two tokenizers give every token the same id; padding beyond both does not matter.
+    """Checks that two tokenizers give every token the same id, except padding of the vocabularies.
 
     Raises:
         BuildError: they differ; it names the first token that does.
@@ -54,7 +54,7 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides how text becomes tokens, without what only dresses sequences up."""
+    """The parts of a tokenizer that determine tokenization, without those that only add tokens around sequences."""
     parts = json.loads(tokenizer.to_str())
     return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
         "merges": parts.get("model", {}).get("merges")

@@ -1,11 +1,11 @@
-"""DFlash drafts as ``z-lab`` and as the ``speculators`` library publish them.
+"""DFlash checkpoints in the layouts of ``z-lab`` and of the ``speculators`` library.
 
 A folder holds ``config.json`` and safetensors: ``fc.weight``, ``hidden_norm.weight``, ``norm.weight`` and a Qwen3's
 decoder layers ``layers.{i}.*``; see :mod:`specexport.methods.hidden_states.checkpoint` for the rest. Embedding and head
-are the target's, but for the head of a draft that proposes only some of its tokens.
+are the target's; a draft with a smaller vocabulary has its own head.
 
-The first layout describes the layers in the configuration itself, and the block there or in ``dflash_config``; the
-other one describes them in ``transformer_layer_config``.
+z-lab describes the layers at the top level of the configuration, and the block there or in ``dflash_config``;
+speculators describes the layers in ``transformer_layer_config``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from specexport.methods.hidden_states.checkpoint import (
 )
 
 _BLOCK = 16
-"""Tokens of a block by default."""
+"""The default block size in tokens."""
 _Block = Annotated[int, Meta(ge=2, le=MAX_BLOCK)]
 _Token = Annotated[int, Meta(ge=0, le=2**24)]
 _Above = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class _Drafting(msgspec.Struct, kw_only=True):
-    """What z-lab's configurations say in ``dflash_config`` or beside it."""
+    """Fields of z-lab's configurations, in ``dflash_config`` or at the top level."""
 
     block_size: _Block | None = None
     mask_token_id: _Token | None = None
@@ -62,7 +62,7 @@ class _Nested(_Drafting, kw_only=True):
 
 
 class _Config(_Drafting, kw_only=True):
-    """What is read of ``config.json`` beside the layers; other keys are left alone."""
+    """The fields read from ``config.json``, except those of the layers; other keys are ignored."""
 
     dflash_config: _Nested | None = None
     transformer_layer_config: Layer | None = None
@@ -82,9 +82,9 @@ class DFlashOutline(OwnFilesOutline):
     """A DFlash checkpoint's configuration.
 
     Attributes:
-        block_size: tokens of the longest block, its root among them.
-        mask_token: what stands for a token to be drafted.
-        causal: of each layer, whether a row of a block sees only those before it and itself.
+        block_size: tokens of the longest block, including its root.
+        mask_token: placeholder for a token to draft.
+        causal: per layer, whether a row of a block sees only itself and the rows before it.
         embedding_scale: see :class:`~specexport.methods.dflash.graph.DFlashShape`.
         logit_scale: likewise.
         logit_softcap: likewise.
@@ -124,7 +124,7 @@ class DFlashOutline(OwnFilesOutline):
 
 
 def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees the residual stream by default (z-lab)."""
+    """The layer counts after which a draft reads the target's residual stream by default (z-lab)."""
     if draft_layers == 1:
         return (layers // 2 + 1,)
     apart = (layers - 4) / (draft_layers - 1)
@@ -132,10 +132,10 @@ def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
 
 
 def read_dflash(source: str) -> DFlashOutline:
-    """Reads what draft a folder or hub id holds, without reading its weights.
+    """Reads a draft's configuration from a folder or hub id, without its weights.
 
     Raises:
-        BuildError: something is missing or malformed, or not known; names the file and the field.
+        BuildError: a field is missing, malformed or unsupported; names the file and the field.
     """
     folder = locate(source)
     path, what = folder / CONFIG, "a DFlash draft"
@@ -145,7 +145,7 @@ def read_dflash(source: str) -> DFlashOutline:
         raise BuildError(
             f"{path}: speculators_model_type is {kind!r}; expected 'dflash' with a transformer_layer_config, or neither"
         )
-    # Their layers are a Qwen3's whatever they are called.
+    # Their layers are Qwen3's, whatever model_type says.
     kinds = {"qwen3"} if layer is None else {"llama", "qwen3"}
     layer = layer or read_config(path, Layer, what)
     nested = config.dflash_config or _Nested()
@@ -160,8 +160,8 @@ def read_dflash(source: str) -> DFlashOutline:
         raise BuildError(
             f"{path}: sliding_window is {layer.sliding_window}; expected at least the block_size, which is {block}"
         )
-    said = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
-    # z-lab's names a layer by what it makes, speculators' by how many come before the state.
+    causal = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
+    # z-lab numbers the layer that outputs the state, speculators counts the layers before it.
     ids, more = (known["target_layer_ids"], 1) if kind is None else (config.aux_hidden_state_layer_ids, 0)
     return DFlashOutline(
         path=folder,
@@ -169,11 +169,11 @@ def read_dflash(source: str) -> DFlashOutline:
         vocab=layer.vocab_size,
         draft_vocab=config.draft_vocab_size or layer.vocab_size,
         target_hidden=config.target_hidden_size or layer.hidden_size,
-        states=None if ids is None else tuple(one + more for one in ids),
+        states=None if ids is None else tuple(kind_ + more for kind_ in ids),
         tied=False,
         block_size=block,
         mask_token=mask,
-        causal=tuple(one == "sliding_attention" if said is None else said for one in types),
+        causal=tuple(kind_ == "sliding_attention" if causal is None else causal for kind_ in types),
         embedding_scale=known["input_embedding_scale"] or 1.0,
         logit_scale=known["output_multiplier"] or 1.0,
         logit_softcap=known["final_logit_softcapping"] or None,
@@ -185,31 +185,31 @@ def _first(*values: Any) -> Any:
 
 
 def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
-    """Refuses drafts that do not propose as DFlash's do."""
-    for field, found, expected in (
+    """Refuses variants that propose differently from DFlash."""
+    for field, value, expected in (
         ("projector_type", config.projector_type, "dflash"),
         ("sample_from_anchor", config.sample_from_anchor, False),
         ("shift_label", config.shift_label or False, False),
         ("dflash_config.use_swa", nested.use_swa, False),
         ("dflash_config.use_aux_hidden_state", nested.use_aux_hidden_state, True),
     ):
-        if found != expected:
+        if value != expected:
             raise BuildError(
-                f"{path}: {field} is {found!r}; expected {expected!r}, as of a DFlash draft whose root proposes nothing"
+                f"{path}: {field} is {value!r}; expected {expected!r}, as of a DFlash draft whose root proposes nothing"
             )
 
 
 def save_dflash(
     folder: Path, draft: DFlashDraft, states: Sequence[int], layers: int, *, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Writes a draft as ``z-lab`` publishes them, without embedding and head, which are the target's.
+    """Writes a draft in z-lab's layout, without the embedding and head, which are the target's.
 
     Args:
-        folder: made if it is not there.
-        draft: of full attention, which proposes all of the target's tokens.
-        states: after how many of the target's layers it sees the residual stream, at least one.
-        layers: the target's.
-        dtype: of the stored tensors.
+        folder: created if missing.
+        draft: with full attention and the target's whole vocabulary.
+        states: layer counts, each at least 1, after which it reads the target's residual stream.
+        layers: number of the target's layers.
+        dtype: dtype of the stored tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape, layer = draft.shape, draft.shape.config.to_dict()

@@ -1,4 +1,4 @@
-"""A DFlash draft in a bundle: its propose graph, and what the checkpoint says, run plainly."""
+"""Export of DFlash drafts: the propose graph and a reference implementation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ from specexport.methods.hidden_states.export import StatesDraftExporter
 
 
 class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
-    """A few layers that draft a block in one pass."""
+    """Exports a few layers that draft a block in one pass."""
 
     stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block, by measured costs
+    default_sizes: ClassVar[tuple[int, ...]] = (
+        DEFAULT_DRAFT_TOKENS,
+        7,
+        15,
+    )  # up to its block size; measured costs choose
     read = staticmethod(read_dflash)
 
     def built(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
@@ -47,10 +51,10 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         return trace_dflash(draft, cache, kind)
 
-    def said(
+    def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
     ) -> Sequence[torch.Tensor]:
-        """See :class:`StatesDraftExporter`; the context's rows are made again for every block."""
+        """See :class:`StatesDraftExporter`; recomputes the context's rows for every block."""
         model: DFlashDraft = draft.model
         config: Any = model.shape.config
         empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim)

@@ -1,9 +1,10 @@
 """DFlash: a few decoder layers draft a whole block of tokens in one pass (arXiv 2602.06036; z-lab/dflash).
 
-The draft has a row in its cache of each token of the text: in every layer a key and a value of the target's states at
-that token, which ``fc`` and ``hidden_norm`` fuse into one vector. A block is the text's last token, the *root*, and one
-mask for each token to be drafted. Its rows see all the context and one another; row i says what comes i tokens after
-the root, whatever the others say. They are dropped after each pass.
+The draft's cache has a row for each token of the text: in every layer a key and a value computed from the target's
+states at that token, which ``fc`` and ``hidden_norm`` fuse into one vector. A block is the text's last token, the
+*root*, followed by a mask for each token to draft. Its rows attend to the whole context and to each other; row i
+predicts the token i positions after the root, independently of the other predictions. Block rows are dropped after each
+pass.
 
 Parameters are named as in ``z-lab``'s checkpoints.
 """
@@ -30,19 +31,19 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """What a draft is made of.
+    """Sizes and switches of a draft.
 
     Attributes:
-        config: of its layers, a Qwen3's; ``hidden_size`` is H, ``vocab_size`` the number of tokens it reads.
+        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
         target_hidden: the target's hidden size.
-        states: how many of the target's layers it sees.
+        states: number of the target's layers it reads.
         draft_vocab: tokens it may propose.
-        block_size: tokens of the longest block, its root among them.
-        mask_token: what stands for a token to be drafted.
-        causal: of each layer, whether a row of a block sees only those before it and itself.
-        embedding_scale: what embeddings are multiplied by.
-        logit_scale: what logits are multiplied by.
-        logit_softcap: their bound then, by tanh; None for no bound.
+        block_size: tokens of the longest block, including its root.
+        mask_token: placeholder for a token to draft.
+        causal: per layer, whether a row of a block sees only itself and the rows before it.
+        embedding_scale: factor of the embeddings.
+        logit_scale: factor of the logits.
+        logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
 
     config: PretrainedConfig
@@ -58,10 +59,10 @@ class DFlashShape:
 
 
 class DFlashDraft(torch.nn.Module):
-    """The draft's parameters, and what they compute.
+    """The draft's parameters and computations.
 
     Attributes:
-        target_ids: int64 ``[draft_vocab]``, the target's number of each token it may propose; None where alike.
+        target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
     """
 
     target_ids: torch.Tensor | None
@@ -83,14 +84,14 @@ class DFlashDraft(torch.nn.Module):
         self.register_buffer("target_ids", None, persistent=False)
 
     def context(self, states: torch.Tensor) -> torch.Tensor:
-        """The context ``[B,T,H]`` of the target's states, those of all layers side by side."""
+        """Fuses the target's states ``[B,T,n*H]``, all layers concatenated, into the context ``[B,T,H]``."""
         context: torch.Tensor = self.hidden_norm(self.fc(states))
         return context
 
     def block(self, roots: torch.Tensor, rows: int) -> torch.Tensor:
-        """Blocks of so many rows, int64 ``[N,rows]``, behind the roots ``[N]``."""
+        """Blocks that begin with the roots ``[N]``, int64 ``[N,rows]``."""
         masks = torch.full((roots.shape[0], rows - 1), self.shape.mask_token, device=roots.device)
-        # A token that only the target's logits know is read as the last one.
+        # Tokens beyond the embedding, which only the target's logits have, are read as its last token.
         return torch.cat([roots.clamp(max=self.embed_tokens.num_embeddings - 1)[:, None], masks], 1)
 
     def forward(
@@ -100,18 +101,20 @@ class DFlashDraft(torch.nn.Module):
 
         Args:
             block: int64 ``[B,R]``, see :meth:`block`.
-            context: ``[B,T,H]``, see :meth:`context`; rows that are not in the cache yet.
+            context: ``[B,T,H]``, see :meth:`context`; rows not yet in the cache.
             block_positions: int64 ``[B,R]``.
-            positions: int64 ``[B,T+R]``, those of the context before them.
+            positions: int64 ``[B,T+R]``, of the context and then of the block.
 
         Returns:
-            What :meth:`logits` reads, ``[B,R,H]``.
+            The input of :meth:`logits`, ``[B,R,H]``.
         """
         hidden = self.embed_tokens(block) * self.shape.embedding_scale
-        own, every = self.rotary_emb(hidden, block_positions), self.rotary_emb(hidden, positions)
+        block_rotary, all_rotary = self.rotary_emb(hidden, block_positions), self.rotary_emb(hidden, positions)
         layer: Any
         for layer in self.layers:
-            hidden = hidden + _attended(layer.self_attn, layer.input_layernorm(hidden), context, own, every)
+            hidden = hidden + _attended(
+                layer.self_attn, layer.input_layernorm(hidden), context, block_rotary, all_rotary
+            )
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         output: torch.Tensor = self.norm(hidden)
         return output
@@ -125,17 +128,19 @@ class DFlashDraft(torch.nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _attended(attention: Any, hidden: torch.Tensor, context: torch.Tensor, own: Rotary, every: Rotary) -> torch.Tensor:
-    """Attention of a block's rows over the context and themselves; keys and values are made by one product each."""
+def _attended(
+    attention: Any, hidden: torch.Tensor, context: torch.Tensor, block_rotary: Rotary, all_rotary: Rotary
+) -> torch.Tensor:
+    """Attention of a block's rows over the context and the block, with one product each for keys and values."""
     batch, rows, _ = hidden.shape
     heads = (batch, -1, attention.head_dim)
     both = torch.cat([context, hidden], 1)
     query = attention.q_norm(attention.q_proj(hidden).view(batch, rows, *heads[1:])).transpose(1, 2)
     key = attention.k_norm(attention.k_proj(both).view(batch, both.shape[1], *heads[1:])).transpose(1, 2)
     value = attention.v_proj(both).view(batch, both.shape[1], *heads[1:]).transpose(1, 2)
-    # By its module's name, as tracing puts another function in its place. Of both results one is needed.
-    query, _ = qwen3.apply_rotary_pos_emb(query, query, *own)
-    key, _ = qwen3.apply_rotary_pos_emb(key, key, *every)
+    # Looked up in its module, as tracing replaces the function there.
+    query, _ = qwen3.apply_rotary_pos_emb(query, query, *block_rotary)
+    key, _ = qwen3.apply_rotary_pos_emb(key, key, *all_rotary)
     window = attention.sliding_window
     attended, _ = attend(attention, query, key, value, None, scaling=attention.scaling, sliding_window=window)
     output: torch.Tensor = attention.o_proj(attended.flatten(2))
@@ -143,7 +148,7 @@ def _attended(attention: Any, hidden: torch.Tensor, context: torch.Tensor, own: 
 
 
 class EachLayer:
-    """A lowering made of one for each layer."""
+    """A lowering that delegates to one lowering per layer."""
 
     def __init__(self, layers: list[TwoPartLowering]) -> None:
         self._layers = layers
@@ -151,7 +156,7 @@ class EachLayer:
     @property
     def returned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """See :class:`~specexport.graphs.attention.TwoPartLowering`."""
-        return [one.returned[layer] for layer, one in enumerate(self._layers)]
+        return [lowering.returned[layer] for layer, lowering in enumerate(self._layers)]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return self._layers[call.layer].attend(call)
@@ -166,26 +171,26 @@ def block_lowering(
     T: int,
     rows: int,
 ) -> tuple[EachLayer, torch.Tensor, torch.Tensor]:
-    """What the rows of blocks see, of caches, T rows of the context behind these, and as many rows of their own.
+    """The attention of blocks over the caches, T new rows of the context and the block's own rows.
 
     Args:
-        causal: of each layer, whether a row of a block sees only those before it and itself.
+        causal: per layer, whether a row of a block sees only itself and the rows before it.
         past: caches.
-        past_length: int64 ``[B]``, see :class:`DFlashModule` as for all that follow.
+        past_length: int64 ``[B]``; see :class:`DFlashModule` for this and the following.
         last_row: int64 ``[B]``.
         block_rows: int64 ``[B]``.
-        T: rows of the context.
-        rows: of each block, padding among them.
+        T: new rows of the context.
+        rows: rows of each block, including padding.
 
     Returns:
-        The lowering, and the positions that :class:`DFlashDraft` is given: of blocks, and of all new rows.
+        The lowering, and the positions of the blocks and of all new rows, as :class:`DFlashDraft` takes them.
     """
-    at, own = torch.arange(T), torch.arange(rows)
-    block_positions = (past_length + last_row + 1)[:, None] + own
+    at, block = torch.arange(T), torch.arange(rows)
+    block_positions = (past_length + last_row + 1)[:, None] + block
     positions = torch.cat([past_length[:, None] + at, block_positions], 1)
-    # All rows of a block see the same of the context and of the block, or none behind themselves.
-    real = torch.cat([at <= last_row[:, None], own < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
-    behind = torch.cat([torch.zeros_like(at), own])[None, :] > own[:, None]
+    # All rows of a block see the same rows, except that causal layers hide later ones.
+    real = torch.cat([at <= last_row[:, None], block < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
+    behind = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
     return each_layer(causal, past, past_length, real, behind, positions), block_positions, positions
 
 
@@ -197,18 +202,19 @@ def each_layer(
     behind: torch.Tensor,
     positions: torch.Tensor,
 ) -> EachLayer:
-    """A lowering of layers, see :class:`~specexport.graphs.attention.TwoPartLowering`.
+    """A lowering per layer, see :class:`~specexport.graphs.attention.TwoPartLowering`.
 
-    In layers that are ``causal`` rows do not see what is ``behind`` them, bool ``[T,F]``.
+    In ``causal`` layers, rows do not see those ``behind`` them, bool ``[T,F]``.
     """
     kinds = {
-        one: TwoPartLowering(past, past_length, seen & ~behind if one else seen, positions) for one in sorted({*causal})
+        causal_layer: TwoPartLowering(past, past_length, seen & ~behind if causal_layer else seen, positions)
+        for causal_layer in sorted({*causal})
     }
-    return EachLayer([kinds[one] for one in causal])
+    return EachLayer([kinds[causal_layer] for causal_layer in causal])
 
 
 class DFlashModule(torch.nn.Module):
-    """The propose graph: context rows for the cache and a block behind them, in one pass."""
+    """The propose graph: computes context rows for the cache and a block after them, in one pass."""
 
     def __init__(self, draft: DFlashDraft, kind: LoweredAs) -> None:
         super().__init__()
@@ -234,19 +240,19 @@ class DFlashModule(torch.nn.Module):
         Args:
             input_ids: int64 ``[B,1]``, the roots.
             layer_states: float32 ``[B,T,n*H]``, of the text's tokens that have no row in the cache yet.
-            last_row: int64 ``[B]``, the last of the T that is no padding.
+            last_row: int64 ``[B]``, index of the last of the T rows that is not padding.
             past_length: int64 ``[B]``, valid rows of the cache.
-            block_rows: int64 ``[B]``, rows of each slot's block; others of the 1 + K are not seen.
+            block_rows: int64 ``[B]``, rows of each slot's block; the rest of the 1 + K are masked.
             uniform: float32 ``[B,K]``.
-            temperature: ``[B]`` as all that follow; see :func:`~specexport.graphs.propose.draw_candidate`.
+            temperature: ``[B]``, like the following; see :func:`~specexport.graphs.propose.draw_candidate`.
             top_k: likewise.
             top_p: likewise.
             min_p: likewise.
             past: caches.
 
         Returns:
-            ``(token [K,B], ids [K,B,M], probs [K,B,M], caches...)``, tokens as the target numbers them. Lowered
-            portably, rows ``[B,Hkv,T+K-1,D]`` in the place of caches; those of the context come first.
+            ``(token [K,B], ids [K,B,M], probs [K,B,M], caches...)`` with the target's token ids. The portable lowering
+            returns rows ``[B,Hkv,T+K-1,D]`` instead of caches, those of the context first.
         """
         T, rows = layer_states.shape[1], uniform.shape[1] + 1
         active, block_positions, positions = block_lowering(
@@ -261,8 +267,8 @@ class DFlashModule(torch.nn.Module):
         )
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
-        # As many rows as other drafts return; beyond the context's they are the block's, which nobody keeps.
-        made = [new[:, :, : T + rows - 2] for new in flat(active.returned)]
+        # As many rows as other drafts return; those after the context's are the block's and are discarded.
+        returned = [new[:, :, : T + rows - 2] for new in flat(active.returned)]
         if self.kind == "native":
-            made = [tensor_scatter(cache, new, past_length) for cache, new in zip(past, made, strict=True)]
-        return (token.transpose(0, 1), ids.transpose(0, 1), probs.transpose(0, 1), *made)
+            returned = [tensor_scatter(cache, new, past_length) for cache, new in zip(past, returned, strict=True)]
+        return (token.transpose(0, 1), ids.transpose(0, 1), probs.transpose(0, 1), *returned)

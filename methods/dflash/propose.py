@@ -13,22 +13,22 @@ from specexport.runtime.proposers import Opening
 
 
 class DFlashProposer(StatesProposer):
-    """Fills a tree with what the rows of a block say, each of the tokens at its own depth.
+    """Fills a tree with the candidates of a block's rows, one row per depth.
 
-    A row's q does not depend on the tokens drafted before it, so that below each token of a tree there may be the same
-    ones, and acceptance stays exact. One call makes the context's rows of what was accepted and those of the block.
+    A row's q does not depend on the tokens drafted before it. So every node of a depth may have the same children, and
+    acceptance stays exact. One call computes the context's rows of the accepted tokens and those of the block.
     """
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`StatesProposer`; a block is as long as its own tree takes, whatever else is in the batch."""
+        """See :class:`StatesProposer`; each block is as long as its own tree needs, whatever the rest of the batch."""
         slots = super().ask(views, tokens, drafts)
-        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:
-            given[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1
+            inputs[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1
         return slots
 
-    def _write_tokens(self, given: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        given[tensors.INPUT_IDS][at] = view.tokens[-1]
+    def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
+        inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
 
 
 def open_proposer(method: DFlash, opening: Opening) -> DFlashProposer:

@@ -22,20 +22,20 @@ from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
 
 _AT_ONCE = 32
-"""Blocks of a window that are measured together."""
+"""Blocks of a window that are evaluated together."""
 
 
 def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
-    """Trains a draft and writes it as ``z-lab`` publishes them, without embedding and head, which are the target's.
+    """Trains a draft and writes it in z-lab's layout, without the embedding and head, which are the target's.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
-        The record that the output holds as ``training.json``: ``accuracy``, of each drafted token the share that was
-        the draft's candidate of each rank, and ``acceptance_length`` of a chain.
+        The record written to ``training.json``: ``accuracy``, for each drafted position the share of tokens
+        that were the draft's candidate of each rank, and ``acceptance_length`` of a chain.
 
     Raises:
-        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+        SpecExportError: an option, the data or a checkpoint is invalid; names it.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
@@ -60,15 +60,15 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
 def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
     """A draft with the attention heads of a target, drawn from torch's global generator.
 
-    Its embedding and its head are the target's and stay so.
+    Its embedding and head are the target's and are not trained.
 
     Raises:
-        TrainError: the target's embedding and head are of different sizes, or it has no token of the mask's number.
+        TrainError: the target's embedding and head differ in size, or the mask token is not in its vocabulary.
     """
     table, head = target.tables()
     vocab, hidden = head.shape
     mask = options.mask_token_id
-    if mask is None:  # one that no text goes on after
+    if mask is None:  # texts never continue after it
         spare = (target.tokenizer.mask_token_id, target.tokenizer.pad_token_id, *target.ends, vocab - 1)
         mask = next(token for token in spare if token is not None)
     within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
@@ -81,8 +81,8 @@ def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, 
 
 
 def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.Tensor:
-    """The last tokens of the context before so many blocks of each window, int64 ``[B,A]``, by a batch's number."""
-    learnt = batch.learnt_from(2).cpu()  # what comes after the root
+    """Random anchors, the last context tokens of a window's blocks, int64 ``[B,A]``, seeded by the batch's number."""
+    learnt = batch.learnt_from(2).cpu()  # the tokens after the root
     drawn = torch.rand(learnt.shape, generator=seeded(seed, number)) + learnt
     return drawn.topk(min(count, learnt.shape[1])).indices.sort().values.to(batch.ids.device)
 
@@ -92,8 +92,8 @@ def draft_loss(
 ) -> Loss:
     """Σ decay^i · CE_i over the tokens of blocks whose contexts end at the anchors ``[B,A]``.
 
-    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions on, given the text before
-    it. As the draft sees none of the tokens between, what it learns is that distribution over all the ways there.
+    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, given the text
+    before it. As the draft sees none of the tokens between, it learns that distribution marginalized over them.
     """
     return weighted(_losses(draft, model, states, batch, anchors), decay)
 
@@ -101,7 +101,7 @@ def draft_loss(
 def draft_accuracy(
     draft: DFlashDraft, model: Any, states: tuple[int, ...], windows: Windows, place: Place
 ) -> HeadAccuracy:
-    """Measures each token of a block, over windows the draft was not trained on, behind every token of them."""
+    """Measures each position of a block after every token of windows that the draft was not trained on."""
 
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         every = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
@@ -113,29 +113,29 @@ def draft_accuracy(
 def _losses(
     draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each token of a block what :func:`summed_loss` gives, of the anchors where ``learnt_from(2 + i)`` says."""
+    """The losses of :func:`summed_loss` for each position i of a block, over anchors in ``learnt_from(2 + i)``."""
     rows = batch.learnt_from(1)
     with torch.no_grad(), noted_states(model, states) as noted:
         _, logits = run_model(model, batch.ids, rows)
     context = draft.context(torch.cat([noted[count] for count in states], -1))
-    made = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
-    output = torch.cat(made, 1)
+    blocks = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
+    output = torch.cat(blocks, 1)
     at = rows.flatten().cumsum(0).view_as(rows) - 1
     for ahead in range(output.shape[2]):
         learnt = batch.learnt_from(2 + ahead).gather(1, anchors)
-        told = at.roll(-1 - ahead, dims=1).gather(1, anchors)[learnt]
+        targets = at.roll(-1 - ahead, dims=1).gather(1, anchors)[learnt]
         labels = batch.ids.roll(-2 - ahead, dims=1).gather(1, anchors)[learnt]
 
-        def taught(rows: torch.Tensor, told: torch.Tensor = told) -> torch.Tensor:
-            return logits[told[rows]].float().softmax(-1)
+        def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+            return logits[targets[rows]].float().softmax(-1)
 
         yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.shape.draft_vocab, taught)
 
 
 def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """What ``logits`` reads of the tokens of blocks, ``[B,A,R-1,H]``, of the context ``[B,L,H]`` and anchors ``[B,A]``.
+    """The outputs of the blocks' drafted positions, ``[B,A,R-1,H]``, for the context ``[B,L,H]`` and anchors ``[B,A]``.
 
-    All blocks of a window are rows of one run, of which each sees its own, and the context up to its anchor.
+    All blocks of a window run together; each row sees its own block and the context up to its anchor.
     """
     (batch, length), count, rows = ids.shape, anchors.shape[1], draft.shape.block_size
     roots = ids.gather(1, (anchors + 1).clamp(max=length - 1))

@@ -1,4 +1,4 @@
-"""A smaller model in a bundle: its propose graph, and that graph compared with the model."""
+"""Export of draft models: the propose graph, and its comparison with the model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ C = TypeVar("C", bound=ChainDraft)
 
 
 class ChainDraftExporter(MethodExporter[O, C]):
-    """Whatever drafts a chain, a pass a token."""
+    """Base of drafts that propose a chain, one pass per token."""
 
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # by measured costs any of them
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs choose
 
     def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         return plan.propose_points(method)
@@ -46,21 +46,21 @@ class ChainDraftExporter(MethodExporter[O, C]):
         vocab: int,
         layers: int | None,
     ) -> tuple[str, Agreement] | None:
-        """Each draft token must be the original's most probable one after those before it."""
+        """Checks that each draft token is the original model's most probable one after those before it."""
         (draft,) = method.models.values()
-        made = run.drafted(method, texts)
-        if not made:
+        drafts = run.drafted(method, texts)
+        if not drafts:
             return None
         model = load_reference(checkpoint, draft, layers)
         agreement = run.agreement(draft.precision.weights)
-        for text, drafted in made:
+        for text, drafted in drafts:
             tokens = as_read([*text, *drafted[:-1]], model)
             agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
         return "the draft graph proposes the draft model's own token", agreement
 
 
 class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
-    """A smaller model with the target's tokenizer."""
+    """Exports a smaller model with the target's tokenizer."""
 
     stage: ClassVar[str | None] = "draft"
 
@@ -83,9 +83,9 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
 
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
-    """Traces one pass of a draft, puts it into a loop, and writes it; ``vocab`` are the tokens it may propose."""
+    """Traces one pass of a draft, wraps it in a loop, and writes it; it may propose the first ``vocab`` tokens."""
     lowering, points = build.options.lowering, build.plan.propose_points(method)
-    # A text is at least a token longer when it is drafted for again; where it is not, that costs no second reading.
+    # A text is at least one token longer at the next call; if it is not, that costs no second reading.
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
 

@@ -19,16 +19,16 @@ from specexport.runtime.proposers import Opening
 from specexport.runtime.reader import Reader, ReadingProposer
 
 Dynamic = Literal["spine", "any"]
-"""Which nodes of a dynamic tree may have children: those of a chain alone, or any."""
+"""Which nodes of a dynamic tree may have children: only those of a chain, or any."""
 _TOGETHER = 8
-"""Most tokens of a text that are read along in a run of several slots."""
+"""Maximum of unread tokens that a run of several slots reads while drafting."""
 
 
 class DraftModelProposer(ReadingProposer):
     """A smaller model drafts a chain of tokens in one graph call.
 
-    The draft's cache holds rows for the tokens it was given and for the drafts it made, all committed at once; those of
-    the drafts that are accepted are right, the rest are overwritten. Which are right is read off the slot's tokens.
+    The draft's cache holds rows for its input tokens and for its drafts, all committed at once. Rows of accepted drafts
+    stay valid, the others are overwritten; comparing with the slot's tokens tells them apart.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
@@ -42,23 +42,23 @@ class DraftModelProposer(ReadingProposer):
         return self
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; a text of one token has nothing to catch up on and is left out.
+        """See :class:`Proposer`; texts of one token are left out.
 
-        So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
+        So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
         """
-        # All slots of a run are as wide as the one that misses most.
+        # All slots of a run are as wide as the one with most unread tokens.
         most = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
         waiting = self._reader.catch_up({view.slot: view.tokens[:-most] for view in views})
         left = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         proposals: dict[int, Proposal] = {}
-        while left:  # once, but where a text is shorter than what is missing of another
+        while left:  # once, unless a text is shorter than another's unread part
             T = self._width(left)
             proposals |= self._draft([view for view in left if len(view.tokens) >= T], T)
             left = [view for view in left if len(view.tokens) < T]
         return proposals
 
     def _width(self, views: Sequence[SlotView]) -> int:
-        """T of a run that reads what is missing of all texts: a power of 2, for there to be few shapes."""
+        """T of a run that reads the unread tokens of all texts: a power of 2, as that limits the number of shapes."""
         missing = max(map(self._missing, views))
         rounded = min(1 << (missing - 1).bit_length(), self.reads_along)
         return rounded if all(len(view.tokens) >= rounded for view in views) else missing
@@ -69,16 +69,16 @@ class DraftModelProposer(ReadingProposer):
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
         slots = self.ask(ready, T, K)
-        made = self.graph.run(T, drafts=K, slots=slots)
+        outputs = self.graph.run(T, drafts=K, slots=slots)
         proposals = {}
         for view in ready:
             at = view.slot - slots.start
-            self._keep(view, T, made[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
-            proposals[view.slot] = chain_proposal(view, made, at)
+            self._keep(view, T, outputs[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
+            proposals[view.slot] = chain_proposal(view, outputs, at)
         return proposals
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the draft has read all of a text that it needs to go on with it."""
+        """Whether the draft has read enough of a text to draft in one call."""
         return self._missing(view) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
@@ -86,27 +86,27 @@ class DraftModelProposer(ReadingProposer):
         longest = max(len(view.tokens) for view in views)
         self.graph.reserve(longest + drafts - 1)
         slots = window([view.slot for view in views], self.graph.sizes)
-        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         self.graph.protect_rows(tokens, drafts=drafts, slots=slots)
         for view in views:
             at = view.slot - slots.start
-            given[tensors.INPUT_IDS][at] = view.tokens[-tokens:]
-            given[tensors.PAST_LENGTH][at] = len(view.tokens) - tokens
-            given[tensors.LAST_ROW][at] = tokens - 1
-            if tensors.KNOWN_TOKENS in given:
-                given[tensors.KNOWN_TOKENS][at] = 0  # the last two come again
-            write_sampling(given, at, view.params)
+            inputs[tensors.INPUT_IDS][at] = view.tokens[-tokens:]
+            inputs[tensors.PAST_LENGTH][at] = len(view.tokens) - tokens
+            inputs[tensors.LAST_ROW][at] = tokens - 1
+            if tensors.KNOWN_TOKENS in inputs:
+                inputs[tensors.KNOWN_TOKENS][at] = 0  # the last two are read again
+            write_sampling(inputs, at, view.params)
             if not view.params.greedy:
-                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+                # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
                 depth = view.tree.depth
-                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
+                inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run: those of the text, and of the tokens it drafted and was then given."""
+        """Keeps the rows of a run: those of the text and of the drafted tokens that were also inputs."""
         self._keep(view, CATCH_UP_TOKENS, drafted)
 
     def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
@@ -114,43 +114,44 @@ class DraftModelProposer(ReadingProposer):
         self._reader.note(view.slot, [*view.tokens, *drafted])
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; all but the last two tokens are read."""
+        """See :class:`Proposer`; reads all tokens except the last two."""
         return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         slots, T = range(slot, slot + 1), self.graph.chunk(self._chunk, len(tokens))
         self.graph.reserve(past + T)
-        given = self.graph.inputs(T, drafts=1, slots=slots)
-        given[tensors.INPUT_IDS][0, : len(tokens)] = tokens
-        given[tensors.PAST_LENGTH][0] = past
-        given[tensors.LAST_ROW][0] = len(tokens) - 1
-        if tensors.KNOWN_TOKENS in given:
-            given[tensors.KNOWN_TOKENS][0] = len(tokens)
+        inputs = self.graph.inputs(T, drafts=1, slots=slots)
+        inputs[tensors.INPUT_IDS][0, : len(tokens)] = tokens
+        inputs[tensors.PAST_LENGTH][0] = past
+        inputs[tensors.LAST_ROW][0] = len(tokens) - 1
+        if tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][0] = len(tokens)
         self.graph.run(T, drafts=1, slots=slots)
         self.graph.commit(slot, past, range(len(tokens)))
 
 
 def chain_rows(tree: TokenTree) -> Ints:
-    """Of each node but the root the row of a chain's draft that says its q, int64 ``[N-1]``: that of its depth."""
+    """The row of a chain's draft that holds the q of each node except the root, int64 ``[N-1]``: by its depth."""
     rows: Ints = tree.depths[1:] - 1
     return rows
 
 
-def chain_proposal(view: SlotView, made: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:
-    """What a propose graph drafted for the slot at a place of the window, with other likely tokens beside the chain.
+def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:
+    """The proposal of a propose graph's outputs for the slot at index ``at`` of the window.
 
-    Dynamic trees have nodes of their own in each step. Where any node may have children, which they are follows from q
-    alone, and so not from what was drawn; beside a chain, which is whole, they have none. See docs/trees.md.
+    Other likely tokens stand beside the drafted chain. A dynamic tree chooses its nodes in each step: if any node may
+    have children, by q alone, independently of the drawn tokens; beside a chain, only the chain's nodes have children.
+    See docs/trees.md.
     """
     tree = view.tree
-    ids = made[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
-    probs = made[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
-    drafted = made[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
+    ids = outputs[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
+    probs = outputs[tensors.DRAFT_PROBS][: tree.depth, at].astype(np.float32)
+    drafted = outputs[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
     if dynamic == "any":
         tree = most_probable_tree(tree, probs, spine=False)
         ids, probs, drafted = ids[: tree.depth], probs[: tree.depth], drafted[: tree.depth]
     elif dynamic == "spine":
-        order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # as drawn() ranks them
+        order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # the ranks that drawn() uses
         tree = most_probable_tree(tree, np.take_along_axis(probs, order, 1), spine=True)
     if view.params.greedy:
         return Proposal(fill(tree, ids), tree, None, ids)

@@ -1,4 +1,4 @@
-"""``specexport train draft``: from a target and data to a draft model that speaks as it does."""
+"""``specexport train draft``: distils a target into a draft model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
-        The record that the output holds as ``training.json``; its ``acceptance`` are mean tokens a step for one to six
-        draft tokens, before and after.
+        The record written to ``training.json``; ``acceptance`` has the mean tokens a step for one to six
+        draft tokens, before and after training.
 
     Raises:
-        SpecExportError: an option, the data, a model or a checkpoint is wrong; says which.
+        SpecExportError: an option, the data, a model or a checkpoint is invalid; names it.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
@@ -78,7 +78,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
 
 
 def _own_texts(run: Run[DraftOptions], draft: TrainingModel, number: int) -> Windows:
-    """A batch of what the draft says now."""
+    """A batch of texts sampled from the draft at this step."""
     rows = run.options.batch_size
     generator = seeded(run.options.seed, 700_000 + number)
     temperatures = mixed_temperatures(rows, generator).to(run.place.device)
@@ -112,13 +112,13 @@ def new_llama(
 
 
 def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> TrainingModel:
-    """The draft to train: one that is there, whose tokenizer is the target's, or a new one."""
+    """The draft to train: an existing model with the target's tokenizer, or a new one."""
     if options.draft is not None:
         draft = load_model(options.draft, place, frozen=False)
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
         require_same_tokenizer(ours, theirs, target.path, draft.path)
         return draft
-    assert options.layers is not None and options.hidden is not None  # as DraftOptions.check saw
+    assert options.layers is not None and options.hidden is not None  # DraftOptions.check requires them
     heads = -(-options.hidden // 64)
     vocab = int(target.model.get_output_embeddings().weight.shape[0])
     positions = min(target.max_positions, 1 << 17)
@@ -140,7 +140,7 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
 
 
 class _Acceptance:
-    """How many of a draft's tokens the target takes, over its own continuations of held-out prompts."""
+    """How many draft tokens the target accepts, over its own continuations of held-out prompts."""
 
     def __init__(self, run: Run[DraftOptions], draft: Any) -> None:
         self._run, self._draft = run, draft
@@ -156,7 +156,7 @@ class _Acceptance:
         }  # fmt: skip
 
     def length(self, temperature: float, draft_tokens: int) -> float:
-        """The acceptance length as the draft is now."""
+        """The acceptance length of the draft in its present state."""
         return acceptance_length(self._accepted(temperature), draft_tokens)
 
     def table(self) -> dict[str, list[float]]:

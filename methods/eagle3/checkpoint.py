@@ -1,9 +1,9 @@
-"""EAGLE-3 drafts as ``SafeAILab/EAGLE`` and as the ``speculators`` library publish them.
+"""EAGLE-3 checkpoints in the layouts of ``SafeAILab/EAGLE`` and of the ``speculators`` library.
 
 A folder holds ``config.json`` and safetensors: ``fc.weight``, ``norm.weight``, ``lm_head.weight`` and a decoder layer,
 ``midlayer.*`` or ``layers.0.*``, with ``hidden_norm.weight`` and projections of twice the width.
 
-The first layout describes the layer in the configuration itself, the other one in ``transformer_layer_config``.
+The former describes the layer at the top level of the configuration, the latter in ``transformer_layer_config``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Nested(_Switches, kw_only=True):
 
 
 class _Config(_Switches, kw_only=True):
-    """What is read of ``config.json`` beside the layer; other keys are left alone."""
+    """The fields read from ``config.json``, except those of the layer; other keys are ignored."""
 
     transformer_layer_config: Layer | None = None
     eagle_config: _Nested | None = None
@@ -94,15 +94,15 @@ class Eagle3Outline(OwnFilesOutline):
 
 
 def usual_states(layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers a draft sees the residual stream by default."""
+    """The layer counts after which a draft reads the target's residual stream by default."""
     return 2, layers // 2, layers - 3
 
 
 def read_eagle3(source: str) -> Eagle3Outline:
-    """Reads what draft a folder or hub id holds, without reading its weights.
+    """Reads a draft's configuration from a folder or hub id, without its weights.
 
     Raises:
-        BuildError: something is missing or malformed, or not known; names the file and the field.
+        BuildError: a field is missing, malformed or unsupported; names the file and the field.
     """
     folder = locate(source)
     path, what = folder / CONFIG, "an EAGLE-3 draft"
@@ -126,7 +126,7 @@ def read_eagle3(source: str) -> Eagle3Outline:
         raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
     states = config.eagle_aux_hidden_state_layer_ids
     if states is None and nested.eagle_aux_hidden_state_layer_ids is not None:
-        # There, a layer's number stands for what it makes (SpecForge, SGLang).
+        # Here ids number the layers that output the states (SpecForge, SGLang).
         states = [layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids]
     return Eagle3Outline(
         path=folder,
@@ -143,14 +143,14 @@ def read_eagle3(source: str) -> Eagle3Outline:
 def save_eagle3(
     folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Writes a draft of one Llama layer as ``SafeAILab/EAGLE`` publishes them, without its embedding, the target's.
+    """Writes a draft of one Llama layer in EAGLE's layout, without the embedding, which is the target's.
 
     Args:
-        folder: made if it is not there.
-        draft: without switches.
-        states: after how many of the target's layers it sees the residual stream.
-        tied: the head is the target's and left out too.
-        dtype: of the stored tensors.
+        folder: created if missing.
+        draft: with all switches off.
+        states: the layer counts after which it reads the target's residual stream.
+        tied: leave out the head too, as it is the target's.
+        dtype: dtype of the stored tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layer: Any = draft.shape.config
@@ -164,7 +164,7 @@ def save_eagle3(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(states),
     }
-    if min(states) > 0:  # as SpecForge and SGLang count; vLLM reads the other one
+    if min(states) > 0:  # SpecForge and SGLang count this way; vLLM reads the top-level field
         below = [count - 1 for count in states]
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": below}
     left_out = {EMBEDDING, *({HEAD} if tied else ())}

@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft in a bundle."""
+"""Export of EAGLE-3 drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specexport.methods.hidden_states.export import OwnStateExporter
 
 
 class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
-    """A layer that goes on from states between the target's layers."""
+    """Exports a layer that drafts from states between the target's layers."""
 
     stage: ClassVar[str | None] = "eagle3"
     title: ClassVar[str] = "EAGLE-3 draft"

@@ -1,8 +1,8 @@
-"""EAGLE-3: one decoder layer that goes on from states between the target's layers (arXiv 2503.01840).
+"""EAGLE-3: one decoder layer that drafts from states between the target's layers (arXiv 2503.01840).
 
-A row of the draft belongs to a token of the text and sees two things: the target's states at that token, fused into one
-vector by ``fc``, and the embedding of the token after it. It says what comes after that one. Where the target has not
-been yet, the draft's own output takes the place of the fused states.
+A row of the draft belongs to a token of the text and has two inputs: the target's states at that token, fused into one
+vector by ``fc``, and the embedding of the next token. It predicts the token after that one. For tokens that the target
+has not read yet, the draft's own output replaces the fused states.
 
 Parameters are named as in checkpoints of the ``speculators`` library; those of ``SafeAILab/EAGLE`` call the first layer
 ``midlayer``.
@@ -22,17 +22,17 @@ from specexport.graphs.attention import PassThroughCache
 from specexport.methods.hidden_states.graph import OwnStateModule
 
 LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
-"""What a draft's layers are, by ``model_type``."""
+"""Layer classes by ``model_type``."""
 
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """What a draft is made of.
+    """Sizes and switches of a draft.
 
     Attributes:
-        config: of its layers; ``hidden_size`` is H, ``vocab_size`` the number of tokens it reads.
+        config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
         target_hidden: the target's hidden size.
-        states: how many of the target's layers it sees.
+        states: number of the target's layers it reads.
         draft_vocab: tokens it may propose.
         norm_before_residual: the residual of the first layer is the normed state.
         norm_before_fc: one norm over all of the target's states (``input_norm``).
@@ -51,7 +51,7 @@ class Eagle3Shape:
 
 
 class Eagle3Draft(OwnStateModule):
-    """The draft's parameters, and what a row of it computes."""
+    """The draft's parameters and the computation of its rows."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Eagle3Draft(OwnStateModule):
         first.hidden_norm = LlamaRMSNorm(H, eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(first.self_attn, name)
-            made = torch.nn.Linear(2 * H, narrow.out_features, bias=narrow.bias is not None)
-            setattr(first.self_attn, name, made)
+            wide_projection = torch.nn.Linear(2 * H, narrow.out_features, bias=narrow.bias is not None)
+            setattr(first.self_attn, name, wide_projection)
         self.norm = LlamaRMSNorm(H, eps)
         self.lm_head = torch.nn.Linear(H, shape.draft_vocab, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -93,7 +93,7 @@ class Eagle3Draft(OwnStateModule):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # A token that only the target's logits know is read as the last one.
+        # Tokens beyond the embedding, which only the target's logits have, are read as its last token.
         embedded = self.embed_tokens(input_ids.clamp(max=self.embed_tokens.num_embeddings - 1))
         rotary, cache = self.rotary_emb(embedded, position_ids), PassThroughCache(len(self.layers))
         first: Any = self.layers[0]

@@ -1,4 +1,4 @@
-"""EAGLE-3: a draft whose rows are made of the target's states at the tokens of the text."""
+"""EAGLE-3: a draft whose rows are computed from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from specexport.runtime.proposers import Opening
 
 
 class Eagle3Proposer(StatesProposer):
-    """Drafts a chain from what the target said at each token of the text; see ``hidden_states/graph.py``.
+    """Drafts a chain from the target's states at each token of the text; see ``hidden_states/graph.py``.
 
-    The draft's row of a token is made of the target's states there and of the token after it. Rows that the draft makes
-    of its own output are dropped after each call.
+    The row of a token is computed from the target's states there and from the next token. Rows computed from the
+    draft's own output are dropped after each call.
     """
 
-    def _write_tokens(self, given: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        given[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
+    def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
+        inputs[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
 
 def open_proposer(method: OwnStateDraft, opening: Opening) -> Eagle3Proposer:

@@ -26,26 +26,26 @@ from specexport.training.run import Place, TrainingModel, choose_place, layer_si
 
 
 def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
-    """Trains a draft and writes it as ``SafeAILab`` publishes them, without the embedding, which is the target's.
+    """Trains a draft and writes it in EAGLE's layout, without the embedding, which is the target's.
 
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
-        The record that the output holds as ``training.json``: ``accuracy``, of each drafted token after right ones the
-        share that was the draft's candidate of each rank, and ``acceptance_length`` of a chain.
+        The record written to ``training.json``: ``accuracy``, for each drafted position after correct drafts
+        the share of tokens that were the draft's candidate of each rank, and ``acceptance_length`` of a chain.
 
     Raises:
-        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+        SpecExportError: an option, the data or a checkpoint is invalid; names it.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     layers = int(target.model.config.num_hidden_layers)
-    given = None if options.draft is None else given_draft(options, target, layers)
-    states = seen_states(options.states or usual_states(layers), layers) if given is None else given[1]
+    initial = None if options.draft is None else initial_draft(options, target, layers)
+    states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(target, options.self_distill)
-        draft = new_draft(options, target, states, run.windows) if given is None else given[0]
+        draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]
 
         def accuracy_of(windows: Windows) -> HeadAccuracy:
             return draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place)
@@ -71,11 +71,11 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
 def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
     """A draft with the attention heads of a target, drawn from torch's global generator.
 
-    Its embedding is the target's and stays so. Its head begins as the target's, or stays so too; where it proposes some
-    of the tokens only, these are the most frequent ones of what is learnt in the windows.
+    Its embedding is the target's and is not trained. Its head is initialized with the target's, or fixed to it. A
+    smaller vocabulary consists of the most frequent tokens to learn in the windows.
 
     Raises:
-        TrainError: the target's embedding and head are of different sizes, or it has fewer tokens than asked for.
+        TrainError: the target's embedding and head differ in size, or it has fewer tokens than the draft should have.
     """
     table, head = target.tables()
     vocab, hidden = head.shape
@@ -93,14 +93,14 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     return draft
 
 
-def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
-    """The draft to start from, for a target of so many layers, and after how many of these it sees the states.
+def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
+    """The draft to start from, and the layer counts after which it reads states of a target with ``layers`` layers.
 
-    An MLP that is to be narrower keeps the units whose three rows of weights have the largest product of norms.
+    A narrower MLP keeps the units whose three weight rows have the largest product of norms.
 
     Raises:
-        BuildError: there is none, or not of this target.
-        TrainError: it is not of the kind that is written, or its MLP is not as wide as asked for.
+        BuildError: there is no draft, or it does not fit this target.
+        TrainError: drafts of its kind cannot be written, or its MLP is narrower than requested.
     """
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
     outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
@@ -113,10 +113,8 @@ def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> t
         f"states of {layer.hidden_size}": layer.hidden_size != head.shape[1],
     }
     if any(more.values()):
-        found = ", ".join(name for name, on in more.items() if on)
-        raise TrainError(
-            f"{outline.path}: has {found}; expected what is written: one plain layer of a llama, as wide as the target"
-        )
+        unsupported = ", ".join(name for name, on in more.items() if on)
+        raise TrainError(f"{outline.path}: has {unsupported}; expected one plain llama layer as wide as the target")
     draft = outline.load(target.path, layers, target.max_positions).to(head.device)
     draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
     if options.tie_lm_head:
@@ -138,10 +136,10 @@ def given_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> t
 def draft_loss(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
 ) -> Loss:
-    """Σ decay^i · CE_i over the tokens that the draft drafts from each token of a text, each after the text's own.
+    """Σ decay^i · CE_i over the tokens drafted from each token of a text, each after the text's true tokens.
 
-    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions on, cut to the tokens
-    that the draft may propose, where the target's most probable one is among these (arXiv 2503.01840, and SpecForge).
+    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, restricted to the
+    draft's vocabulary, over positions where that has the target's most probable token (arXiv 2503.01840, SpecForge).
     """
     return weighted(_losses(draft, model, states, batch, steps), decay)
 
@@ -149,18 +147,20 @@ def draft_loss(
 def _losses(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each step of the training-time test what :func:`summed_loss` gives, where ``learnt_from(2 + step)`` says.
+    """The losses of :func:`summed_loss` for each step of the training-time test, over ``learnt_from(2 + step)``.
 
-    Row t of step 0 sees the target's states at token t and the token after it. Row t of each further step stands for
-    the next one in a draft that begins at t: it sees the draft's own state, and, by :class:`_TrainingTimeTest`, what it
-    would see then.
+    Row t of step 0 reads the target's states at token t and the next token. Row t of a later step continues the draft
+    that began at t: it reads the draft's own state and attends to the rows that it would see when drafting
+    (:class:`_TrainingTimeTest`).
     """
     rows = batch.learnt_from(1)
     with torch.no_grad(), noted_states(model, states) as noted:
         _, logits = run_model(model, batch.ids, rows)
     ids, vocab = draft.target_ids, draft.lm_head.out_features
-    own = torch.arange(vocab, device=logits.device) if ids is None else ids
-    number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(0, own, torch.arange(vocab).to(own))
+    target_ids = torch.arange(vocab, device=logits.device) if ids is None else ids
+    number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(
+        0, target_ids, torch.arange(vocab).to(target_ids)
+    )
     known = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
     at = rows.flatten().cumsum(0).view_as(rows) - 1
@@ -171,11 +171,11 @@ def _losses(
         with lowering(attention):
             hidden, output = draft(batch.ids.roll(-1 - step, dims=1), hidden, positions + step)
         learnt = batch.learnt_from(2 + step)
-        told = at.roll(-1 - step, dims=1)[learnt]
+        targets = at.roll(-1 - step, dims=1)[learnt]
         labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
 
-        def taught(rows: torch.Tensor, told: torch.Tensor = told) -> torch.Tensor:
-            return logits[told[rows]].float().softmax(-1) * known[told[rows], None]
+        def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+            return logits[targets[rows]].float().softmax(-1) * known[targets[rows], None]
 
         total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
         yield total, torch.where(labels >= 0, ranks, vocab)
@@ -184,36 +184,36 @@ def _losses(
 def draft_accuracy(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
 ) -> HeadAccuracy:
-    """Measures each drafted token, after right ones, over windows the draft was not trained on."""
+    """Measures each drafted position, after correct drafts, over windows that the draft was not trained on."""
     return measured(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
 
 
 class _TrainingTimeTest:
-    """Attention of rows that are made at each token of a text, and then, all at once, of those that go on from each.
+    """Attention of the rows of each token, and then, call by call, of the rows that continue from each of them.
 
-    Row t of call s sees the first call's rows 0 to t, and of the calls after it up to its own those at t.
+    Row t of call s attends to rows 0 to t of the first call, and to row t of each later call up to s.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See :class:`~specexport.graphs.attention.Lowering`; scores are made again for the backward pass."""
-        made = self._made[call.layer]
-        made.append((call.key, call.value))
-        rows = [row for pair in made for row in pair]
+        """See :class:`~specexport.graphs.attention.Lowering`; scores are recomputed for the backward pass."""
+        step_rows = self._rows[call.layer]
+        step_rows.append((call.key, call.value))
+        rows = [row for pair in step_rows for row in pair]
         attended: torch.Tensor = recomputed(_attend, call.query, call.group, call.scaling, *rows, use_reentrant=False)
         return attended
 
 
 def _attend(query: torch.Tensor, group: int, scaling: float, *rows: torch.Tensor) -> torch.Tensor:
-    (first, *own), (first_value, *own_values) = rows[::2], rows[1::2]
+    (first, *own_keys), (first_value, *own_values) = rows[::2], rows[1::2]
     batch, heads, tokens, size = first.shape
     query = query.view(batch, heads, group, tokens, size)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
     scores = (query @ first[:, :, None].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
-    beside = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own]
-    weights = (torch.cat([scores, *beside], -1) * scaling).softmax(-1).to(query.dtype)
+    own_scores = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own_keys]
+    weights = (torch.cat([scores, *own_scores], -1) * scaling).softmax(-1).to(query.dtype)
     attended = weights[..., :tokens] @ first_value[:, :, None]
     for at, value in enumerate(own_values):
         attended = attended + weights[..., tokens + at, None] * value[:, :, None]

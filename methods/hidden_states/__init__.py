@@ -1,1 +1,1 @@
-"""What drafts over the target's hidden states share: EAGLE-3, DFlash and MTP. Not a method of its own."""
+"""Code shared by EAGLE-3, DFlash and MTP, which draft over the target's hidden states; not a method."""

@@ -1,8 +1,8 @@
-"""What the checkpoints of EAGLE-3 and of DFlash drafts, and of MTP layers, have in common.
+"""Reading of EAGLE-3, DFlash and MTP checkpoints.
 
-A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft that proposes only some of the
-target's tokens has ``d2t``, of each how far its number there is above its own, and ``t2d``, which of the target's they
-are. What it shares with the target may be left out: ``embed_tokens.weight`` and ``lm_head.weight``.
+A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
+the target's has ``d2t``, the offset of each token's id in the target, and ``t2d``, a mask of the target's tokens that
+it has. ``embed_tokens.weight`` and ``lm_head.weight`` may be left out if they are the target's.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from specexport.graphs.rotary import freeze_frequencies
 from specexport.methods.hidden_states.spec import MAX_STATES
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-"""Configurations of layers by ``model_type``."""
+"""Configuration classes by ``model_type``."""
 D2T, T2D, EMBEDDING, HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _MAX_LAYERS = 16
 _UNREAD = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""What training leaves behind, and what follows from the configuration."""
+"""Ends of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
 
 
 class Layer(msgspec.Struct, kw_only=True):
-    """What is read of a layer's configuration, a Llama's or a Qwen3's."""
+    """The fields read from the configuration of Llama or Qwen3 layers."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -70,9 +70,9 @@ class DraftOutline(ABC):
 
     Attributes:
         path: the folder.
-        layer: the layers' configuration, as transformers reads it.
-        vocab: of the target it was trained for.
-        draft_vocab: tokens it may propose.
+        layer: transformers' configuration of the layers.
+        vocab: vocabulary size of the target it was trained for.
+        draft_vocab: number of tokens it may propose.
         target_hidden: the target's hidden size.
     """
 
@@ -83,69 +83,68 @@ class DraftOutline(ABC):
     target_hidden: int
 
     def cache(self, draft: Any) -> tuple[CacheLayer, ...]:
-        """Heads and sizes of the keys and values of each of a draft's layers."""
+        """The cache of each layer: heads, and sizes of keys and values."""
         size = self.layer.head_dim
         row = CacheLayer(heads=self.layer.num_key_value_heads, key_size=size, value_size=size)
         return (row,) * int(self.layer.num_hidden_layers)
 
     @abstractmethod
     def seen(self, layers: int) -> tuple[int, ...]:
-        """After how many of a target's ``layers`` it sees the residual stream.
+        """The layer counts after which it reads the residual stream of a target with ``layers`` layers.
 
         Raises:
-            BuildError: the target has fewer.
+            BuildError: the target has too few layers.
         """
 
     @abstractmethod
     def make(self, layers: int) -> Any:
-        """A draft of these sizes for a target of ``layers`` layers, on torch's meta device."""
+        """A draft of these sizes for a target with ``layers`` layers, on torch's meta device."""
 
     @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        """Checks a draft against a target's hidden size, width of logits and layers, by the headers of its files.
+        """Checks a draft against a target's hidden size, vocabulary and layers, by the headers of its files.
 
         Raises:
-            BuildError: a tensor is missing, of another shape or type or none of a draft's, or it was made for another
+            BuildError: a tensor is missing, unknown, or of another shape or type, or the draft was trained for another
                 target; names the file and the tensor or field.
         """
 
     @abstractmethod
     def load(self, target: Path, layers: int, positions: int) -> Any:
-        """Reads a draft that :meth:`require_fit` let pass, in fp32 and for evaluation.
+        """Loads a draft that has passed :meth:`require_fit`, in fp32 and evaluation mode.
 
         Args:
-            target: the target's folder, for what the draft shares with it.
-            layers: the target's.
-            positions: the longest text; the rotary frequencies of drafts that change them for long ones are those of
-                the beginning.
+            target: the target's folder, for the tensors that the draft shares with it.
+            layers: number of the target's layers.
+            positions: length of the longest text; rotary frequencies that would change for longer texts are fixed.
 
         Raises:
-            BuildError: numbers are not finite, or the target has no tensor to share; names the tensor.
+            BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
         """
 
 
 @dataclass(frozen=True)
 class OwnFilesOutline(DraftOutline):
-    """The configuration of a draft with a checkpoint of its own.
+    """The configuration of a draft in a separate checkpoint.
 
     Attributes:
-        states: after how many of the target's layers it sees the residual stream; None for the usual ones.
-        tied: its head are rows of its embedding.
+        states: the layer counts after which it reads the target's residual stream; None for the default.
+        tied: whether its head consists of rows of its embedding.
     """
 
     states: tuple[int, ...] | None
     tied: bool
 
     what: ClassVar[str]
-    """Its description for error messages, with names of some of its tensors."""
+    """The expected kind of draft for error messages, with example tensor names."""
     keys: ClassVar[str]
-    """Fields of the configuration that name ``states``."""
+    """The configuration fields that ``states`` comes from."""
     same: ClassVar[Mapping[str, str]] = {}
     """See :func:`parts_of`."""
 
     @abstractmethod
     def usual_states(self, layers: int) -> tuple[int, ...]:
-        """The default ``states`` for a target of ``layers`` layers."""
+        """The default ``states`` for a target with ``layers`` layers."""
 
     def seen(self, layers: int) -> tuple[int, ...]:
         seen = self.usual_states(layers) if self.states is None else self.states
@@ -158,13 +157,13 @@ class OwnFilesOutline(DraftOutline):
         return seen
 
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        for field, found, wanted in (
+        for field, value, expected in (
             ("target_hidden_size", self.target_hidden, hidden),
             ("vocab_size", self.vocab, vocab),
         ):
-            if found != wanted:
+            if value != expected:
                 raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this draft was trained "
+                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this draft was trained "
                     "for another model"
                 )
         shared = {EMBEDDING, HEAD} if self.layer.hidden_size == hidden else {HEAD} if self.tied else set()
@@ -172,68 +171,70 @@ class OwnFilesOutline(DraftOutline):
         require_parts(self, parts_of(self, self.same), shapes, shared, self.what, same=self.same)
 
     def load(self, target: Path, layers: int, positions: int) -> Any:
-        made = self.make(layers)
-        fill(made, self, parts_of(self, self.same), target, positions, tied=self.tied)
-        return made
+        draft = self.make(layers)
+        fill(draft, self, parts_of(self, self.same), target, positions, tied=self.tied)
+        return draft
 
 
-def layer_config(path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), made: str | None = None) -> Any:
-    """The configuration of layers as transformers has it.
+def layer_config(
+    path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), built_as: str | None = None
+) -> Any:
+    """Converts the configuration of layers to transformers' own.
 
     Args:
         path: the file it was read from.
-        layer: what was read.
-        kinds: values of ``model_type`` that are known.
-        made: the one that the layers are of whatever is written; None for the one that is.
+        layer: the fields read.
+        kinds: supported values of ``model_type``.
+        built_as: the ``model_type`` to use instead of the file's; None for the file's.
 
     Raises:
-        BuildError: it is of another kind, or transformers refuses it; names the file.
+        BuildError: the kind is unsupported, or transformers refuses the configuration; names the file.
     """
     if layer.model_type not in kinds:
         raise BuildError(f"{path}: model_type is {layer.model_type!r}; expected one of {', '.join(sorted(kinds))}")
-    kind = made or layer.model_type
-    given = {name: value for name, value in msgspec.structs.asdict(layer).items() if value is not None}
+    kind = built_as or layer.model_type
+    fields = {name: value for name, value in msgspec.structs.asdict(layer).items() if value is not None}
     windows = "sliding_attention" in (layer.layer_types or ())
     if windows and (kind != "qwen3" or layer.sliding_window is None):
         raise BuildError(f"{path}: layer_types has 'sliding_attention'; expected it with a sliding_window in a qwen3")
-    given |= {"num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads}
-    given |= {
+    fields |= {"num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads}
+    fields |= {
         "head_dim": layer.head_dim or layer.hidden_size // layer.num_attention_heads,
         "use_sliding_window": windows,
     }
-    del given["model_type"]
+    del fields["model_type"]
     try:
         with quiet():
-            config = CONFIGS[kind](**given, attn_implementation=ATTENTION_NAME)
+            config = CONFIGS[kind](**fields, attn_implementation=ATTENTION_NAME)
             LlamaRotaryEmbedding(config)
             return config
-    except Exception as error:  # transformers raises whatever it finds wrong
+    except Exception as error:  # transformers raises exceptions of any kind
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
 def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, StoredTensor]:
-    """The tensors by what a draft's modules call them; ``same`` are beginnings of names, and what they stand for.
+    """The tensors by the names of the draft's modules; ``same`` maps prefixes of stored names to these.
 
     Raises:
-        BuildError: a part is there twice; names the tensors.
+        BuildError: two tensors are the same part; names them.
     """
-    found: dict[str, StoredTensor] = {}
+    parts: dict[str, StoredTensor] = {}
     for tensor in head_tensors(outline.path):
         name = tensor.name.removeprefix("model.")
         for start, stands_for in same.items():
             name = stands_for + name.removeprefix(start) if name.startswith(start) else name
         if name.endswith(_UNREAD):
             continue
-        if name in found:
+        if name in parts:
             raise BuildError(
-                f"{outline.path}: tensors {found[name].name!r} and {tensor.name!r} are the same part; expected one"
+                f"{outline.path}: tensors {parts[name].name!r} and {tensor.name!r} are the same part; expected one"
             )
-        found[name] = tensor
-    return found
+        parts[name] = tensor
+    return parts
 
 
 def shapes_of(draft: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a draft's tensors by name; it may lie on torch's meta device."""
+    """The shapes of a draft's tensors by name; the meta device is enough."""
     return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
 
 
@@ -242,27 +243,27 @@ def require_parts(
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]],
     shared: AbstractSet[str],
-    what: str,
+    description: str,
     *,
     same: Mapping[str, str] = {},
 ) -> None:
-    """Checks that a draft's tensors are all there, and nothing else, by the headers of its files.
+    """Checks that a draft has all of its tensors and no others, by the headers of its files.
 
     Args:
-        outline: of the draft.
+        outline: the draft's configuration.
         stored: its tensors.
-        shapes: of the tensors of its modules; see :func:`shapes_of`.
-        shared: what may be left out, as the target has it.
-        what: its description for error messages, with names of some tensors.
+        shapes: the expected shapes, see :func:`shapes_of`.
+        shared: names of tensors that may be left out, as the target has them.
+        description: the expected kind of draft for error messages, with example tensor names.
         same: see :func:`parts_of`.
 
     Raises:
-        BuildError: a tensor is missing, of another shape or type or none of a draft's; names it.
+        BuildError: a tensor is missing, unknown, or of another shape or type; names it.
     """
     maps = {D2T: (outline.draft_vocab,), T2D: (outline.vocab,)}
     for name, tensor in stored.items():
         if name not in shapes and name not in maps:
-            raise BuildError(f"{outline.path}: tensor {tensor.name!r} is no part of {what}")
+            raise BuildError(f"{outline.path}: tensor {tensor.name!r} is no part of {description}")
         shape = shapes.get(name) or maps[name]
         if tensor.shape != shape:
             raise BuildError(
@@ -284,10 +285,10 @@ def require_parts(
 
 
 def _target_ids(outline: DraftOutline, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
-    """The target's number of each of the draft's tokens, int64 ``[draft_vocab]``; None where they are alike.
+    """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same.
 
     Raises:
-        BuildError: it is none of the target's, or not one that ``t2d`` says; names the tensor.
+        BuildError: an id is not in the target's vocabulary, or contradicts ``t2d``; names the tensor.
     """
     if D2T not in stored or outline.draft_vocab == outline.vocab:
         return None
@@ -310,18 +311,18 @@ def _target_ids(outline: DraftOutline, stored: Mapping[str, StoredTensor]) -> to
 def fill(
     draft: Any, outline: DraftOutline, stored: Mapping[str, StoredTensor], target: Path, positions: int, *, tied: bool
 ) -> None:
-    """Gives a draft on torch's meta device its numbers, in fp32 and for evaluation.
+    """Loads the weights of a draft on torch's meta device, in fp32 and evaluation mode.
 
     Args:
         draft: with ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``.
-        outline: of it.
-        stored: its tensors, which :func:`require_parts` let pass.
-        target: the target's folder, for what the draft shares with it.
+        outline: the draft's configuration.
+        stored: its tensors, checked by :func:`require_parts`.
+        target: the target's folder, for the tensors that the draft shares with it.
         positions: see :meth:`DraftOutline.load`.
-        tied: its head are rows of its embedding.
+        tied: whether its head consists of rows of its embedding.
 
     Raises:
-        BuildError: numbers are not finite, or the target has no tensor to share; names the tensor.
+        BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
     """
     ids = _target_ids(outline, stored)
     state = {name: stored[name].finite(outline.path) for name in draft.state_dict() if name in stored}
@@ -331,7 +332,9 @@ def fill(
         rows = state[EMBEDDING] if tied else _table(target, outline, head=True)
         state[HEAD] = rows if ids is None else rows[ids]
     draft.load_state_dict(state, assign=True)
-    draft.rotary_emb = type(draft.rotary_emb)(outline.layer)  # computed, not stored: on meta it has no numbers
+    draft.rotary_emb = type(draft.rotary_emb)(
+        outline.layer
+    )  # computed rather than stored, so it must be rebuilt off the meta device
     draft.target_ids = ids
     freeze_frequencies(draft, positions)
     draft.eval().requires_grad_(False)
@@ -351,9 +354,9 @@ def _table(target: Path, outline: DraftOutline, *, head: bool) -> torch.Tensor:
 def as_checkpoint(
     outline: DraftOutline, family: str, source: str, draft: torch.nn.Module, positions: int
 ) -> Checkpoint:
-    """A draft as a model to write beside the target, whose longest sequence has ``positions`` tokens.
+    """A draft as a model to write beside the target, for texts of at most ``positions`` tokens.
 
-    ``source`` is what the user named.
+    ``source`` is the user's name for it.
     """
     return Checkpoint(
         source=source,

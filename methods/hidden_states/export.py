@@ -1,4 +1,4 @@
-"""What drafts have in common that go on from the target's states, and those that go on from their own too."""
+"""Export of drafts over the target's states, and of those that also read their own state."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ O = TypeVar("O", bound=OwnStateDraft)
 
 
 class StatesDraftExporter(ChainDraftExporter[P, S]):
-    """A draft of the target's whose rows are made of states between its layers."""
+    """Exports a draft whose rows are computed from states between the target's layers."""
 
     title: ClassVar[str]
-    """What it is, in words."""
+    """The kind of draft, for reports."""
 
     def source(self, method: P | S, target: str) -> str:
-        """The folder or hub id that holds it."""
+        """The folder or hub id of the draft."""
         return str(getattr(method, "model", target))
 
     @abstractmethod
@@ -55,25 +55,25 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
 
     @abstractmethod
     def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        """Its propose graph."""
+        """Traces the propose graph."""
 
     @abstractmethod
-    def said(
+    def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
     ) -> Sequence[torch.Tensor]:
-        """What a draft says of each drafted token, ``[draft_vocab]``, made anew without a cache.
+        """The draft's logits ``[draft_vocab]`` for each drafted token, computed without a cache.
 
         Args:
-            draft: as a model.
+            draft: the draft as a model.
             text: N tokens.
-            states: the target's at all of them but the last, ``[1,N-1,n*H]``.
-            drafted: tokens that were drafted behind it.
+            states: the target's states at all of them except the last, ``[1,N-1,n*H]``.
+            drafted: the tokens drafted after the text.
         """
 
     # --- the build ----------------------------------------------------------------------------------------------------
     @abstractmethod
     def built(self, options: P, outline: Any, **fields: Any) -> S:
-        """The method of options and what its checkpoint says of itself; ``fields`` are those of every such draft."""
+        """The method for these options and this checkpoint; ``fields`` are common to all such drafts."""
 
     def outline(self, options: P, target: TargetOutline) -> S:
         outline = self.read(self.source(options, str(target.path)))
@@ -114,64 +114,64 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         with torch.device("meta"):
             cache = read.cache(draft)
         row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
-        made = dataclasses.replace(outlined(draft, read.layer), row=row)
-        return MetaDraft(f"{source}, {options.name}", made)
+        meta = dataclasses.replace(outlined(draft, read.layer), row=row)
+        return MetaDraft(f"{source}, {options.name}", meta)
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
-        """See :class:`MethodExporter`; each token must be the one that the draft, run over the whole text, says."""
+        """See :class:`MethodExporter`; each token must be the choice of the draft when run over the whole text."""
         manifest, (model,) = run.bundle.manifest, method.models.values()
         target = run.source(None)
         source = run.source(method) if method.sources else target
-        made = run.recorded(method)
+        recorded = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
         loaded = outline.load(target, layers_in(target), positions)
         draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
-        for text, drafted in made:
+        for text, drafted in recorded:
             with noted_states(original, method.states) as noted:
                 reference_logits(original, np.array(text[:-1]))
             states = torch.cat([noted[count] for count in method.states], -1).float()
             with torch.no_grad():
-                said = torch.stack(list(self.said(draft, text, states, drafted.tolist())))
+                expected = torch.stack(list(self.reference_logits(draft, text, states, drafted.tolist())))
             chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
-            agreement.count(said.numpy(), chosen.numpy())
+            agreement.count(expected.numpy(), chosen.numpy())
         return "the draft's graph proposes the original draft's own token", agreement
 
 
 class OwnStateExporter(StatesDraftExporter[P, O]):
-    """One that goes on from its own state where the target has not been yet."""
+    """Exports a draft that reads its own state at tokens that the target has not read yet."""
 
     def trace(self, method: O, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         first, one_pass = trace_own_state(draft, cache, kind)
         return propose_graph(one_pass, cache, kind, first)
 
-    def said(
+    def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
     ) -> Sequence[torch.Tensor]:
-        """See :class:`StatesDraftExporter`; all rows are made again for every token."""
-        model, said = draft.model, []
+        """See :class:`StatesDraftExporter`; recomputes all rows for every token."""
+        model, logits = draft.model, []
         hidden, ids = model.fused(states), [*text[1:], *drafted]
         empty = [
-            (torch.zeros(1, one.heads, 0, one.key_size), torch.zeros(1, one.heads, 0, one.value_size))
-            for one in draft.cache
+            (torch.zeros(1, layer.heads, 0, layer.key_size), torch.zeros(1, layer.heads, 0, layer.value_size))
+            for layer in draft.cache
         ]
         for _ in drafted:
             rows = torch.arange(hidden.shape[1])
             seen = (rows[None, :] <= rows[:, None])[None]
             with lowering(TwoPartLowering(empty, torch.zeros(1).long(), seen, rows[None])):
                 state, output = model(torch.tensor([ids[: len(rows)]]), hidden, rows[None])
-            said.append(model.lm_head(output[0, -1]))
+            logits.append(model.lm_head(output[0, -1]))
             hidden = torch.cat([hidden, state[:, -1:]], 1)
-        return said
+        return logits
 
 
 def trace_own_state(
     draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ir.Model, ir.Model]:
-    """What the first pass of a draft is handed, and one pass, to be put into a loop.
+    """Traces the inputs of a draft's first pass, and one pass for the body of the loop.
 
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """

@@ -1,7 +1,7 @@
-"""A chain drafted from the target's states, and where the target has not been yet from the draft's own.
+"""Drafts that read the target's states, and their own state at tokens that the target has not read yet.
 
-A row of such a draft belongs to a token of the text and sees two things: what the target says at that token, and the
-embedding of the token after it. It says what comes after that one.
+A row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
+embedding of the next token. It predicts the token after that one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from specexport.graphs.step import flat, pairs
 
 
 class OwnStateModule(torch.nn.Module, ABC):
-    """What a row of a draft computes.
+    """Base of the torch modules of such drafts.
 
     Attributes:
-        embed_tokens: of the tokens that it reads.
-        layers: decoder layers as transformers has them.
-        lm_head: makes its logits.
-        reads: how wide the target's states are side by side.
-        hidden: H, the width of its own.
-        target_ids: int64 ``[draft_vocab]``, the target's number of each token it may propose; None where alike.
+        embed_tokens: embedding of the input tokens.
+        layers: transformers' decoder layers.
+        lm_head: projection to the draft's logits.
+        reads: width of the target's concatenated states.
+        hidden: H, width of the draft's state.
+        target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
     """
 
     embed_tokens: torch.nn.Embedding
@@ -37,7 +37,7 @@ class OwnStateModule(torch.nn.Module, ABC):
 
     @abstractmethod
     def fused(self, states: torch.Tensor) -> torch.Tensor:
-        """What a row sees of the target, ``[B,T,H]``, of the states of all layers side by side, ``[B,T,reads]``."""
+        """Fuses the target's states, all layers concatenated, ``[B,T,reads]`` to ``[B,T,H]``."""
 
     @abstractmethod
     def forward(
@@ -46,16 +46,16 @@ class OwnStateModule(torch.nn.Module, ABC):
         """Runs rows under the lowering in force.
 
         Args:
-            input_ids: int64 ``[B,T]``, of each row the token after its own.
-            hidden: ``[B,T,H]``, :meth:`fused` states, or what this returned for the row before.
+            input_ids: int64 ``[B,T]``, the token after each row's own.
+            hidden: ``[B,T,H]``, :meth:`fused` states, or the state returned for the previous row.
             position_ids: int64 ``[B,T]``.
 
         Returns:
-            What the next rows may see instead of fused states, and what ``lm_head`` reads, ``[B,T,H]`` each.
+            The states that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
         """
 
     def cache(self) -> tuple[CacheLayer, ...]:
-        """Heads and sizes of each layer's keys and values, learnt by a run of two rows."""
+        """The cache of each layer: heads, and sizes of keys and values, as seen in a run of two rows."""
         probe, weight = Probe(), self.lm_head.weight
         ids = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
         with torch.no_grad(), lowering(probe):
@@ -64,7 +64,7 @@ class OwnStateModule(torch.nn.Module, ABC):
 
 
 class OwnStateStart(torch.nn.Module):
-    """What the first pass is given: fused states, and that no row was made before."""
+    """Computes the inputs of the first pass: fused states, and an empty mask of earlier rows."""
 
     def __init__(self, draft: OwnStateModule) -> None:
         super().__init__()
@@ -73,18 +73,18 @@ class OwnStateStart(torch.nn.Module):
     def forward(
         self, layer_states: torch.Tensor, own_state: torch.Tensor, reads_own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States ``[B,T,n*H]``, or where bool ``[B]`` says so the draft's own ``[B,H]``, to ``[B,T,H]``; and ``[B,0]``.
+        """Maps states ``[B,T,n*H]``, or the draft's own ``[B,H]`` where ``reads_own``, to ``[B,T,H]`` and ``[B,0]``.
 
-        See :class:`OwnStatePass`. Where it reads its own, the first row is the only one that is no padding.
+        See :class:`OwnStatePass`. In slots that read the draft's own state, all rows except the first are padding.
         """
         hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fused(layer_states))
         return hidden, layer_states[:, :0, 0]
 
 
 class OwnStatePass(torch.nn.Module):
-    """One pass of the draft, as :class:`~specexport.graphs.propose.DraftPass`, with a state carried from pass to pass.
+    """One pass of the draft, like :class:`~specexport.graphs.propose.DraftPass`, with a state carried between passes.
 
-    Its rows may be padded: each slot has as many as the target's last step accepted tokens for it.
+    Rows may be padding: each slot has as many rows as the target's last step committed tokens for it.
     """
 
     def __init__(self, draft: OwnStateModule) -> None:
@@ -106,16 +106,16 @@ class OwnStatePass(torch.nn.Module):
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Runs rows that follow the cache and the R rows not in it yet.
+        """Runs rows after the cache and after the R rows not in it yet.
 
         Args:
             input_ids: int64 ``[B,T]``, see :meth:`OwnStateModule.forward`.
-            last_row: int64 ``[B]``, the last of the T that is no padding.
+            last_row: int64 ``[B]``, index of the last of the T rows that is not padding.
             uniform: float32 ``[B]``.
             past_length: int64 ``[B]``, valid rows of the cache.
             hidden: float32 ``[B,T,H]``.
-            real: float32 ``[B,R]``, 1 for rows made before, 0 for padding.
-            temperature: ``[B]`` as all that follow; see :func:`~specexport.graphs.propose.draw_candidate`.
+            real: float32 ``[B,R]``, 1 for earlier rows, 0 for padding.
+            temperature: ``[B]``, like the following; see :func:`~specexport.graphs.propose.draw_candidate`.
             top_k: likewise.
             top_p: likewise.
             min_p: likewise.
@@ -123,8 +123,7 @@ class OwnStatePass(torch.nn.Module):
             rows: the R rows, ``[B,Hkv,R,D]``.
 
         Returns:
-            ``(token [B], ids [B,M], probs [B,M], hidden [B,1,H], real [B,R+T], rows...)``, tokens as the target
-            numbers them.
+            ``(token [B], ids [B,M], probs [B,M], hidden [B,1,H], real [B,R+T], rows...)`` with the target's token ids.
         """
         tokens = input_ids.shape[1]
         real = torch.cat([real, (torch.arange(tokens) <= last_row[:, None]).float()], 1)

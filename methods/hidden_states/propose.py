@@ -1,4 +1,4 @@
-"""What drafts have in common whose rows are made of the target's states at the tokens of the text."""
+"""Proposers over the target's hidden states."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from specexport.runtime.sampling import Floats
 
 @dataclass
 class _Shown:
-    """What the target said at some tokens of a slot's text.
+    """The target's states at consecutive tokens of a slot's text.
 
     Attributes:
-        start: position of the first.
+        start: position of the first token.
         states: float32 ``[N,n*H]``.
     """
 
@@ -40,14 +40,14 @@ class _Shown:
 
 
 class StatesProposer(Proposer):
-    """A draft that has a row of each token of a text but the last, made of the target's states there.
+    """A draft with a row for each token of a text except the last, computed from the target's states there.
 
-    The row of a token may depend on the token after it. So the rows of texts that begin alike are the same as far as
-    both go, and which are right is read off the tokens.
+    The row of a token may depend on the next token. Texts with a common prefix therefore share the rows of that prefix,
+    and comparing tokens tells which rows are still valid.
 
-    States are kept until the draft has read them, and it reads whenever a chunk of them is there. What it has not been
-    shown, as another request's text was taken over by the target, the target reads once more: the last token of a text
-    that begins alike, and all of one that the draft never saw.
+    States are kept until the draft has read them, which it does as soon as a chunk is complete. If the target reused
+    another request's cache, the draft lacks states, and the target reads their tokens again: the last one of a shared
+    prefix, or all tokens of a text that the draft has never read.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: StatesDraft) -> None:
@@ -63,7 +63,7 @@ class StatesProposer(Proposer):
         self._texts: dict[int, list[int]] = {}
         self._shown: dict[int, _Shown] = {}
 
-    # --- what the target says -----------------------------------------------------------------------------------------
+    # --- the target's states ------------------------------------------------------------------------------------------
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
         states: Floats = np.concatenate([outputs[name][list(rows)] for name in self._names], 1)
         before = self._shown.get(view.slot)
@@ -72,7 +72,7 @@ class StatesProposer(Proposer):
             self._shown[view.slot] = _Shown(before.start, np.concatenate([kept, states]))
         else:
             self._shown[view.slot] = _Shown(past, states)
-        # However long it is not asked to propose, no more than a chunk of states is kept.
+        # At most a chunk of states is kept, however long the request decodes without this method.
         while self._unread(view) >= self._chunk:
             self._read(view)
 
@@ -81,12 +81,12 @@ class StatesProposer(Proposer):
         return shown.end if shown is not None and shown.start <= row <= shown.end else row
 
     def _next_row(self, view: SlotView) -> int:
-        """How many rows of a text the draft has; the last one is made again, as a run makes one at least."""
-        alike = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
-        return max(0, min(alike, self.graph.filled(view.slot), len(view.tokens) - 2))
+        """How many rows of a text the draft has; the last one is recomputed, as a run computes at least one."""
+        shared = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
+        return max(0, min(shared, self.graph.filled(view.slot), len(view.tokens) - 2))
 
     def _unread(self, view: SlotView) -> int:
-        """How many rows can be made next, of those there are no states missing before."""
+        """How many rows can be computed next, up to the first token without states."""
         row, shown = self._next_row(view), self._shown.get(view.slot)
         if shown is None or not shown.start <= row:
             return 0
@@ -94,21 +94,21 @@ class StatesProposer(Proposer):
 
     @property
     def device_draft(self) -> DeviceDraft | None:
-        # A device's step is laid out for a tree before it drafts.
+        # A step on the device needs its tree before drafting.
         return self if self._dynamic is None else None
 
     # --- the draft's runs ---------------------------------------------------------------------------------------------
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; what a call of any slot may take together with drafting is left in any case."""
+        """See :class:`Proposer`; always leaves as many tokens as a drafting call of any slot can read."""
         most = max(max_deferred, self._width)
         if self._unread(view) > most:
             self._read(view)
         return self._unread(view) > most
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; texts of one token, and those whose states were not all shown, are left out.
+        """See :class:`Proposer`; texts of one token, and texts with missing states, are left out.
 
-        So are slots that the draft is far behind in, as after plain steps: it reads one chunk of one of them.
+        So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
         """
         left = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
         known = [view for view in views if 0 < left[view.slot] == self._unread(view)]
@@ -121,28 +121,28 @@ class StatesProposer(Proposer):
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        # A run makes the rows of padding too, where its graph takes no other width.
+        # If the graph accepts only one width, a run computes padding rows too.
         T = max(map(self._unread, ready)) if self.graph.any_width else self._width
-        if self._width < T:  # for there to be few shapes
+        if self._width < T:  # keeps the number of shapes small
             T = self.graph.chunk(self._chunk, T)
         if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
         slots = self.ask(ready, T, K)
-        made = self.graph.run(T, drafts=K, slots=slots)
+        outputs = self.graph.run(T, drafts=K, slots=slots)
         for view in ready:
             self._keep(view, self._unread(view))
-        return {view.slot: self._proposal(view, made, view.slot - slots.start) for view in ready}
+        return {view.slot: self._proposal(view, outputs, view.slot - slots.start) for view in ready}
 
-    def _proposal(self, view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
-        """What a run drafted for the slot at a place of its window."""
-        return chain_proposal(view, made, at, self._dynamic)
+    def _proposal(self, view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
+        """The proposal of a run's outputs for the slot at index ``at`` of its window."""
+        return chain_proposal(view, outputs, at, self._dynamic)
 
     def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
-        """Of a cache for a run that makes T rows of texts and drafts."""
+        """The cache rows needed by a run that computes T rows of the texts and drafts K tokens."""
         return max(map(self._next_row, ready)) + T + K - 1
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether one run makes all rows that are missing, and drafts; see :class:`DeviceDraft`."""
+        """Whether one run can compute all missing rows and draft; see :class:`DeviceDraft`."""
         left = len(view.tokens) - 1 - self._next_row(view)
         room = self._rows([view], self._width, view.tree.depth) <= self.graph.cache_sizes[-1]
         return 0 < left == self._unread(view) <= self._width and room
@@ -150,29 +150,29 @@ class StatesProposer(Proposer):
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`."""
         slots = window([view.slot for view in views], self.graph.sizes)
-        given = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
+        inputs = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
         for view in views:
             at = view.slot - slots.start
-            write_sampling(given, at, view.params)
+            write_sampling(inputs, at, view.params)
             if not view.params.greedy:
-                # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
+                # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
                 depth = view.tree.depth
-                given[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
+                inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
             elif self._dynamic is not None:
-                # The most probable token is drawn without noise, and top-k of 1 would hide how probable others are.
-                write_sampling(given, at, SamplingParams())
-                given[tensors.UNIFORM][at] = 0.0
+                # Without noise the most probable token is drawn; top-k of 1 would hide the probabilities of the others.
+                write_sampling(inputs, at, SamplingParams())
+                inputs[tensors.UNIFORM][at] = 0.0
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run but those of drafted tokens, which were not made of the target's states."""
+        """Keeps a run's rows, except those of drafted tokens, which were not computed from the target's states."""
         self._keep(view, self._unread(view))
 
     def _read(self, view: SlotView) -> None:
-        """Makes as many of a text's next rows as a chunk holds."""
+        """Computes the next rows of a text, at most a chunk."""
         slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
         T = self.graph.chunk(self._chunk, count)
         self._inputs([view], T, 1, slots, self._next_row(view) + T)
@@ -180,25 +180,25 @@ class StatesProposer(Proposer):
         self._keep(view, count)
 
     def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:
-        """Writes which rows a run is to make, at most ``width`` of each slot, into a cache of ``rows``; its inputs."""
+        """Writes and returns the inputs of a run with at most ``width`` rows a slot, in a cache of ``rows`` rows."""
         self.graph.reserve(rows)
-        given = self.graph.inputs(width, drafts=K, slots=slots)
+        inputs = self.graph.inputs(width, drafts=K, slots=slots)
         self.graph.protect_rows(width, drafts=K, slots=slots)
         for view in views:
             at, row, shown = view.slot - slots.start, self._next_row(view), self._shown[view.slot]
             count = min(width, self._unread(view))
-            given[tensors.LAYER_STATES][at, :count] = shown.states[row - shown.start :][:count]
-            given[tensors.PAST_LENGTH][at] = row
-            given[tensors.LAST_ROW][at] = count - 1
-            self._write_tokens(given, at, view, range(row, row + count))
-        return given
+            inputs[tensors.LAYER_STATES][at, :count] = shown.states[row - shown.start :][:count]
+            inputs[tensors.PAST_LENGTH][at] = row
+            inputs[tensors.LAST_ROW][at] = count - 1
+            self._write_tokens(inputs, at, view, range(row, row + count))
+        return inputs
 
     @abstractmethod
-    def _write_tokens(self, given: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        """Writes the tokens that a run is to see which makes these rows of a text, for the slot at a place."""
+    def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
+        """Writes the input tokens of these rows of a text for the slot at index ``at`` of the window."""
 
     def _keep(self, view: SlotView, count: int) -> None:
-        """Keeps the rows that a run made of a text, and of the states those that are needed again."""
+        """Keeps a run's rows of a text, and the states that will be needed again."""
         row, shown = self._next_row(view), self._shown[view.slot]
         self.graph.commit(view.slot, row, range(count))
         self._texts[view.slot] = view.tokens[: row + 1 + count]

@@ -15,7 +15,7 @@ from specexport.training.loop import Loss, optimizers
 from specexport.training.run import Run
 
 _WATCHED_WINDOWS = 16
-"""Held-out windows over which a draft is measured at every checkpoint."""
+"""The number of held-out windows to evaluate a draft on at every checkpoint."""
 
 
 def train_draft(
@@ -25,10 +25,10 @@ def train_draft(
     loss_of: Callable[[Windows, int], Loss],
     accuracy_of: Callable[[Windows], HeadAccuracy] | None = None,
 ) -> None:
-    """Trains what of a draft asks for a gradient.
+    """Trains the parameters of a draft that require a gradient.
 
     ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number.
-    ``accuracy_of`` measures the draft as it is, at every checkpoint, over a few of the windows held out.
+    ``accuracy_of`` evaluates the draft on a few held-out windows at every checkpoint.
     """
     options = run.options
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
@@ -59,7 +59,7 @@ def write_draft(
     """Records a draft's accuracy, writes it for a target of so many layers, and reads it, so that it can be used.
 
     Raises:
-        BuildError: it cannot.
+        BuildError: it does not.
     """
     run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
     vocab, hidden = run.target.model.get_output_embeddings().weight.shape

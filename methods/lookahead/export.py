@@ -1,4 +1,4 @@
-"""Lookahead decoding in a build: W, N and G, which say the widths of its steps."""
+"""Build of lookahead decoding: checks W, N and G, which determine the widths of its steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptio
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
-    """Nothing is exported: the target's own steps carry the window along."""
+    """Exports nothing: the window runs in the target's own steps."""
 
     def outline(self, options: LookaheadOptions, target: TargetOutline) -> Lookahead:
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: a step of these sizes cannot be.
+            BuildError: no step has these sizes.
         """
         W, N, G = _sizes(options, target.parameters)
         named = f"lookahead is {W},{N},{G}"

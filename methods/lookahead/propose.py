@@ -1,4 +1,4 @@
-"""Lookahead decoding: n-grams from a Jacobi trajectory that the target's own steps carry along (arXiv 2402.02057)."""
+"""Lookahead decoding: n-grams from a Jacobi trajectory in the target's own steps (arXiv 2402.02057)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from specexport.runtime.proposal import Proposal, Proposer, SlotProposer, SlotVi
 from specexport.runtime.proposers import Opening
 
 _SEED = 0
-"""The window begins with tokens drawn from the prompt. What they are costs nothing but acceptance, so that they need
-not depend on the request's seed, and greedy requests take the same steps each time."""
+"""Seed of the window's first tokens, drawn from the prompt. They affect acceptance only, so they need not depend on the
+request's seed, and greedy requests take the same steps each time."""
 _SPARE = 0
-"""Stands for a token where a prompt has only embeddings; what it is costs nothing either."""
+"""Replaces tokens if a prompt has only embeddings; its value affects acceptance only."""
 
 
 class NgramPool:
-    """N-grams by their first token, of each token the latest few: G, the least recently seen goes first."""
+    """N-grams by their first token; each keeps its G most recently seen ones."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # A dict keeps the order in which its keys were entered.
+        # A dict keeps its keys in order of insertion.
         self._after: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
-        """Enters an n-gram, or makes it the latest again."""
+        """Adds an n-gram, or makes it the latest again."""
         kept = self._after.setdefault(first, {})
         kept.pop(rest, None)
         kept[rest] = None
@@ -39,16 +39,16 @@ class NgramPool:
             del kept[next(iter(kept))]
 
     def guesses(self, first: int, limit: int) -> list[tuple[int, ...]]:
-        """What followed a token, the latest first."""
+        """The n-grams after a token, latest first."""
         return list(reversed(self._after.get(first, {})))[:limit]
 
 
 class Trajectory:
     """The window: N - 1 levels of a Jacobi iteration over the W next positions.
 
-    Level 0, column 0 is the step's root, which is why level 0 holds a column less than the others. Column i of level l
-    stands at position root + l + i. It begins with one level of W + N - 3 tokens; each of the first N - 2 steps adds a
-    level and leaves a column behind, as the text moves on by a position.
+    Column 0 of level 0 is the step's root, so level 0 stores one column less than the others. Column i of level l is at
+    position root + l + i. The window begins with one level of W + N - 3 tokens; each of the first N - 2 steps adds a
+    level and drops a column, as the text advances by a position.
     """
 
     def __init__(self, window: int, ngram: int, first: Sequence[int]) -> None:
@@ -57,9 +57,9 @@ class Trajectory:
         assert len(first) == window + ngram - 3
 
     def nodes(self) -> tuple[list[int], list[int]]:
-        """Tokens of the window, and of each its parent: 0 for the root, i + 1 for the i-th token here.
+        """The window's tokens and their parents: 0 for the root, i + 1 for token i.
 
-        Level 0 is a chain off the root; every other level hangs on the one before, column by column.
+        Level 0 is a chain below the root; each node of another level is a child of its column in the level above.
         """
         tokens, parents = list(self._levels[0]), list(range(len(self._levels[0])))
         above = [0, *range(1, len(tokens) + 1)]
@@ -72,47 +72,50 @@ class Trajectory:
 
     @property
     def read(self) -> int:
-        """How many nodes at the window's end say the next level; with one level only, the root is the first of them."""
+        """How many of the last nodes predict the next level, not counting the root if :attr:`with_root`."""
         return len(self._levels[-1])
 
     @property
     def with_root(self) -> bool:
-        """Whether what the root says is part of the next level too."""
+        """Whether the root's prediction is part of the next level."""
         return self._full == 1
 
-    def advance(self, root: int, said: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Takes in what the last level said, and moves on by a position.
+    def advance(self, root: int, predicted: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Adds the last level's predictions, and advances by a position.
 
         Returns:
-            The n-grams of the window's columns once all levels are there: first token and the rest.
+            The n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
         """
         if len(self._levels) < self._full:
-            self._levels = [*(level[1:] for level in self._levels), said if len(self._levels) == 1 else said[1:]]
+            self._levels = [
+                *(level[1:] for level in self._levels),
+                predicted if len(self._levels) == 1 else predicted[1:],
+            ]
             return []
         firsts = [root, *self._levels[0]]
-        rest = [*self._levels[1:], said]
+        rest = [*self._levels[1:], predicted]
         self._levels = [rest[0][1:], *rest[1:]]
         return list(zip(firsts, zip(*rest, strict=True), strict=True))
 
 
 @dataclass
 class _Slot:
-    """What is known of a slot.
+    """The state of a slot.
 
     Attributes:
-        asked: of the step that runs: its root, and the rows of the logits that say the next level. None between steps.
+        pending: the root of the running step and the logits' rows that predict the next level; None between steps.
     """
 
     pool: NgramPool
     trajectory: Trajectory
-    asked: tuple[int, Array] | None = None
+    pending: tuple[int, Array] | None = None
 
 
 class LookaheadProposer(SlotProposer[_Slot]):
-    """Proposes n-grams that begin with the root, and lets the step carry on the window that finds them.
+    """Proposes n-grams that begin with the root, and adds the window that collects them to the step.
 
-    Guesses are merged where they begin alike, which changes neither what they see nor what is accepted. They are chosen
-    without drawing (q = 1): the window always takes the most probable token, whatever the request samples.
+    Guesses with a common prefix are merged, which changes neither their attention nor acceptance. They are not drawn
+    (q = 1): the window always takes the most probable token, whatever the request's sampling.
     """
 
     observes = frozenset({tensors.LOGITS})
@@ -137,7 +140,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
         drafted = np.array(tokens, np.int64)
         window, above = slot.trajectory.nodes()
         read = np.arange(len(tree) + len(window) - slot.trajectory.read, len(tree) + len(window))
-        slot.asked = (root, np.concatenate([[0], read]) if slot.trajectory.with_root else read)
+        slot.pending = (root, np.concatenate([[0], read]) if slot.trajectory.with_root else read)
         parents += [0 if parent == 0 else parent + len(tokens) for parent in above]
         tokens += window
         width = next(width for width in self._widths if width > len(tokens))
@@ -164,17 +167,17 @@ class LookaheadProposer(SlotProposer[_Slot]):
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         known = self._slots.get(slot)
-        if known is None or known.asked is None:  # prefill, or a step of the root alone
+        if known is None or known.pending is None:  # prefill, or a step of only the root
             return
-        first_token, rows = known.asked
-        known.asked = None
-        said = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
-        for first, rest in known.trajectory.advance(first_token, said):
+        first_token, rows = known.pending
+        known.pending = None
+        predicted = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
+        for first, rest in known.trajectory.advance(first_token, predicted):
             known.pool.add(first, rest)
 
 
 def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Guesses as a tree below the root: the tokens of its nodes 1, 2, ..., and of each its parent."""
+    """Guesses as a tree below the root: the tokens and the parents of its nodes 1, 2, ...."""
     tokens: list[int] = []
     parents: list[int] = []
     nodes: dict[tuple[int, ...], int] = {(): 0}

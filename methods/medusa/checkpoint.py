@@ -1,9 +1,9 @@
-"""Medusa checkpoints: those of ``FasterDecoding/Medusa``, and our own, which may share the model's head.
+"""Medusa checkpoints in the layout of ``FasterDecoding/Medusa`` and in ours, which may share the model's head.
 
 A folder holds ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, and the heads in
 ``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or it is a full model trained together with its heads
-(Medusa-2), whose safetensors hold them under ``medusa_head.``. Ours say ``tie_lm_head: true`` where the heads end in
-the model's own projection, so that ``{i}.{layers}.weight`` is ``[H,H]`` instead of ``[V,H]``.
+(Medusa-2), whose safetensors hold them under ``medusa_head.``. Ours set ``tie_lm_head: true`` if the heads end in the
+model's own projection; then ``{i}.{layers}.weight`` is ``[H,H]`` instead of ``[V,H]``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specexport.methods.medusa.graph import MedusaHeads
 
 WEIGHTS = "medusa_lm_head"
 COMPATIBLE = "fasterdecoding"
-"""Subfolder with the heads as ``FasterDecoding/Medusa`` reads them."""
+"""Subfolder with the heads in the layout of ``FasterDecoding/Medusa``."""
 
 _PREFIX = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -35,7 +35,7 @@ _MAX_HEADS, _MAX_LAYERS = 16, 16
 
 
 class _Config(MeasuredConfig, kw_only=True):
-    """What is read of ``config.json``; other keys, such as a full model's, are left alone."""
+    """The fields read from ``config.json``; other keys, such as a full model's, are ignored."""
 
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
@@ -49,11 +49,11 @@ class HeadsOutline:
 
     Attributes:
         path: the folder.
-        count: how many.
-        layers: residual blocks of each.
+        count: number of heads.
+        layers: residual blocks of each head.
         tied: whether they end in the model's own head.
-        tree: the tree the checkpoint asks for, if it names one.
-        accuracy: how often they are right, if training measured it.
+        tree: the checkpoint's tree, if it has one.
+        accuracy: of the heads, if training measured it.
     """
 
     path: Path
@@ -65,10 +65,10 @@ class HeadsOutline:
 
 
 def read_outline(folder: Path) -> HeadsOutline:
-    """Reads what heads a folder holds, without reading the heads.
+    """Reads the configuration of a folder's heads, without their weights.
 
     Raises:
-        BuildError: something is missing or malformed; names the file.
+        BuildError: a part is missing or malformed; names the file.
     """
     return _outline(folder, *_open(folder))
 
@@ -112,13 +112,13 @@ def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
 
 
 def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
-    """Reads heads for a model of this hidden size and width of logits, in fp32 and for evaluation.
+    """Loads heads for a model of this hidden size and vocabulary, in fp32 and evaluation mode.
 
-    Nothing in the files is run: a ``.pt`` is read with ``weights_only=True``, and shapes are checked before anything
+    No code in the files is run: a ``.pt`` is read with ``weights_only=True``, and shapes are checked before any memory
     is allocated for them.
 
     Raises:
-        BuildError: something is missing, malformed, or made for another model; names the file and the tensor.
+        BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
     """
     heads, stored, file = _fitting(folder, hidden, vocab)
     heads.load_state_dict({name: stored[name].finite(file) for name in heads.state_dict()}, assign=True)
@@ -126,13 +126,13 @@ def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
 
 
 def count_parameters(folder: Path, *, hidden: int, vocab: int) -> int:
-    """How many parameters heads have, without reading them; refuses those of another model, as :func:`load_medusa`."""
+    """The number of the heads' parameters, by file headers; refuses another model's heads, as :func:`load_medusa`."""
     heads, *_ = _fitting(folder, hidden, vocab)
     return sum(parameter.numel() for parameter in heads.parameters())
 
 
 def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[str, StoredTensor], Path]:
-    """Heads without their numbers, the tensors that have these, and their file."""
+    """Heads on the meta device, their stored tensors, and the file."""
     stored, file = _open(folder)
     outline = _outline(folder, stored, file)
     with torch.device("meta"):
@@ -152,23 +152,23 @@ def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[s
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """The heads' tensors by the names of ``MedusaHeads``, and the file to name when something is wrong with them."""
+    """The heads' tensors by the names of ``MedusaHeads``, and the file to name in errors."""
     if not folder.is_dir():
         raise BuildError(f"{folder}: no such folder; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
     single, pickled, file = folder / f"{WEIGHTS}.safetensors", folder / f"{WEIGHTS}.pt", folder
     if single.is_file():
-        found, file = stored_tensors(single), single
+        stored, file = stored_tensors(single), single
     elif pickled.is_file():
-        found, file = pickled_tensors(pickled), pickled
+        stored, file = pickled_tensors(pickled), pickled
     else:
         every = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
-        found = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
-    if not found:
+        stored = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
+    if not stored:
         raise BuildError(
             f"{file}: no Medusa heads; expected {WEIGHTS}.safetensors, {WEIGHTS}.pt, or a full model whose "
             f"safetensors hold tensors named {_PREFIX}*"
         )
-    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in found}, file
+    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in stored}, file
 
 
 def save_medusa(
@@ -182,22 +182,22 @@ def save_medusa(
     dtype: torch.dtype = torch.float16,
     compatible: bool = True,
 ) -> None:
-    """Writes heads, both as we read them and, in a subfolder, as ``FasterDecoding/Medusa`` does.
+    """Writes heads in our layout and, in a subfolder, in that of ``FasterDecoding/Medusa``.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
         heads: the heads.
-        lm_head: weight of the model's own head, ``[V,H]``, which tied heads are multiplied with in compatible files.
+        lm_head: weight of the model's own head, ``[V,H]``; the compatible files of tied heads contain its product.
         base: name or folder of the model they were trained for.
-        accuracy: of the heads, if it was measured.
-        choices: the tree to use by default.
-        dtype: of the stored tensors.
+        accuracy: of the heads, if measured.
+        choices: the default tree.
+        dtype: dtype of the stored tensors.
         compatible: write the subfolder, which for tied heads is many times larger than the rest.
     """
-    own: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
+    config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
     if choices is not None:
-        own["medusa_choices"] = [list(path) for path in choices]
-    _write_config(folder, heads, base, own)
+        config["medusa_choices"] = [list(path) for path in choices]
+    _write_config(folder, heads, base, config)
     save_file(_state(heads, dtype), folder / f"{WEIGHTS}.safetensors", metadata={"format": "pt"})
     if compatible:
         save_compatible(folder / COMPATIBLE, heads, lm_head, base=base, dtype=dtype)
@@ -206,7 +206,7 @@ def save_medusa(
 def save_compatible(
     folder: Path, heads: MedusaHeads, lm_head: torch.Tensor, *, base: str, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Writes heads as ``FasterDecoding/Medusa`` reads them, each with its own projection; see :func:`save_medusa`."""
+    """Writes heads in the layout of ``FasterDecoding/Medusa``, each with a projection; see :func:`save_medusa`."""
     full = _state(heads, dtype)
     if heads.tied:
         for head in range(len(heads)):

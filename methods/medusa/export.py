@@ -1,4 +1,4 @@
-"""Medusa heads in a bundle: they become part of the target's graph, and are compared with the original heads."""
+"""Export of Medusa heads into the target's graph, and their comparison with the original heads."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
 from specexport.methods.medusa.spec import Medusa, MedusaOptions
 
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
-"""Share of tokens that were a head's best guess, heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
+"""Top-1 accuracy of heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
 NEXT_RANK = 0.3
-"""Without a measurement, a guess is taken to be right this often compared with the guess before it."""
+"""Assumed ratio of a guess's accuracy to that of the guess one rank above it, if nothing was measured."""
 
 
 class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
-    """Heads of the target."""
+    """Exports heads as part of the target."""
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
         folder = folder_of(options.model)
@@ -51,14 +51,14 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
         )
 
     def sized(self, method: Medusa, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; the best of that size by what was measured of the heads, or published."""
+        """See :class:`MethodExporter`; the best tree of that size by the heads' measured or published accuracy."""
         heads = read_outline(folder_of(method.model))
         return TokenTree.best(path_weight(heads), size + 1, method.candidates, heads.count)
 
     def default_trees(self, method: Medusa) -> tuple[TokenTree, ...]:
-        """See :class:`MethodExporter`; what the heads bring, if anything."""
-        own = read_outline(folder_of(method.model)).tree
-        return (own,) if own is not None else super().default_trees(method)
+        """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
+        published = read_outline(folder_of(method.model)).tree
+        return (published,) if published is not None else super().default_trees(method)
 
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Added | None:
         heads = heads_of(method.model, target)
@@ -66,13 +66,13 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
 
     def compare(self, method: Medusa, run: Verification) -> tuple[str, Agreement] | None:
         target, heads = run.bundle.manifest.target, run.source(method)
-        made = run.recorded(method)
+        recorded = run.recorded(method)
         model = load_reference(run.source(None), target)
         agreement = run.agreement(target.precision.weights, method.weights)
-        for text, tokens in made:
-            # The heads saw the target's cache, which holds all tokens but the last; theirs follow the head's own.
-            said = reference_heads(model, heads, as_read(text[:-1], model))
-            agreement.count(said[1:, : vocabulary(run.bundle.manifest, target)], tokens)
+        for text, tokens in recorded:
+            # The heads read the target's cache, which holds all tokens except the last; theirs follow the head's own.
+            expected = reference_heads(model, heads, as_read(text[:-1], model))
+            agreement.count(expected[1:, : vocabulary(run.bundle.manifest, target)], tokens)
         return "the heads in the target's graph propose the original heads' own token", agreement
 
 
@@ -82,25 +82,25 @@ def folder_of(source: str) -> Path:
 
 
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
-    """The heads of a model.
+    """Loads the heads of a model.
 
     Raises:
-        BuildError: they are for another one.
+        BuildError: they are another model's.
     """
     return load_medusa(
         folder_of(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
     )
 
 
-def path_weight(heads: HeadsOutline, own: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
-    """The chance that a path of ranks comes true: as measured of the heads, else a product of what was published.
+def path_weight(heads: HeadsOutline, base: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
+    """A function from a path of ranks to its probability: the heads' measured one, else a product of published ones.
 
-    ``own`` are chances of the depths that come before those of the heads.
+    ``base`` has the probabilities of the depths before those of the heads.
     """
 
     def weight(path: tuple[int, ...]) -> float:
-        first = math.prod(chance * NEXT_RANK**rank for chance, rank in zip(own, path, strict=False))
-        ahead = path[len(own) :]
+        first = math.prod(chance * NEXT_RANK**rank for chance, rank in zip(base, path, strict=False))
+        ahead = path[len(base) :]
         if not ahead:
             return first
         if heads.accuracy is not None:
@@ -113,12 +113,12 @@ def path_weight(heads: HeadsOutline, own: tuple[float, ...] = ()) -> Callable[[t
 
 
 def reference_heads(model: Any, heads: Path, text: Array) -> Array:
-    """What a model and Medusa heads on it say after the last token of a text, float32 ``[1+N,V]``."""
+    """Logits of a model and of its Medusa heads after the last token of a text, float32 ``[1+N,V]``."""
     head = model.get_output_embeddings()
-    own, hidden = reference_states(model, text)
+    base, hidden = reference_states(model, text)
     loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
     with torch.no_grad():
-        logits: Array = torch.cat([own[-1:], loaded.logits(hidden[-1], head)]).numpy()
+        logits: Array = torch.cat([base[-1:], loaded.logits(hidden[-1], head)]).numpy()
     return logits
 
 

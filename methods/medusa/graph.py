@@ -1,4 +1,4 @@
-"""Medusa heads: from one hidden state, the tokens after the next one (Cai et al., arXiv 2401.10774)."""
+"""Medusa heads predict the tokens after the next one from one hidden state (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class MedusaHeads(torch.nn.ModuleList):
     Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
     t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
     and ``{i}.{layers}.weight``, the projection ``[V,H]``. Tied heads factor it into the model's own head ``[V,H]`` and
-    ``{i}.{layers}.weight [H,H]``, which is V/H times smaller. (The blocks alone cannot turn a state that says t+1 into
-    one that says t+2 for the same head: SiLU hardly takes anything away.)
+    ``{i}.{layers}.weight [H,H]``, which is V/H times smaller. (The blocks alone cannot turn a state that predicts t+1
+    into one that predicts t+2 through the same head: SiLU hardly subtracts anything.)
 
     Args:
-        heads: how many.
-        layers: residual blocks a head.
+        heads: number of heads.
+        layers: residual blocks per head.
         hidden: H, the model's hidden size.
         vocab: V, the width of the model's logits.
         tied: heads end in the model's own language-model head.
@@ -56,7 +56,7 @@ class MedusaHeads(torch.nn.ModuleList):
             self.append(torch.nn.Sequential(*blocks))
 
     def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """What each tied head gives the model's, ``[..., H]`` each, or its logits ``[..., V]`` where it is not tied."""
+        """Each head's input of the model's head, ``[..., H]``, if tied, else its logits ``[..., V]``."""
         return [head(hidden) for head in self]
 
     def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
@@ -71,10 +71,10 @@ class HeadCandidates(Addition):
 
     Args:
         heads: the heads.
-        model: the model they are of.
+        model: their model.
         candidates: M.
-        vocab_size: tokens that may be proposed; None for all.
-        depth_1: whether the model's own head proposes before them, for the next token.
+        vocab_size: number of tokens that may be proposed; None for all.
+        depth_1: whether the model's own head proposes the next token before them.
     """
 
     prefix = "medusa_head"
@@ -89,7 +89,7 @@ class HeadCandidates(Addition):
         depth_1: bool = False,
     ) -> None:
         super().__init__()
-        self.heads = (heads,)  # in a tuple, so that parameters have the names below
+        self.heads = (heads,)  # in a tuple, so that torch does not register it under another name
         for number, head in enumerate(heads):
             self.add_module(str(number), head)
         self.lm_head = _own_projection(model) if heads.tied else torch.nn.Identity()
@@ -109,11 +109,11 @@ class HeadCandidates(Addition):
 def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model's head for heads that are tied to it.
 
-    What they propose can be stored in fewer bits than what the model says, and is multiplied by itself anyway: there
-    are several rows of it for each of the model's.
+    Proposals tolerate fewer bits than the model's own logits, and the product is separate anyway: there are several of
+    its rows for each of the model's.
     """
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    vars(copy.weight).update(vars(weight))  # of a stand-in: where its numbers are (streamed.py)
+    vars(copy.weight).update(vars(weight))  # the stored tensor, if it is a stand-in (checkpoints/streamed.py)
     return copy

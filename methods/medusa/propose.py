@@ -1,4 +1,4 @@
-"""Medusa heads on the target: what it said of the tokens to come in its last step is the next proposal."""
+"""Medusa heads on the target: their candidates of a step are the next step's proposal."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from specexport.runtime.proposers import Opening
 
 
 class MedusaProposer(SlotProposer[Ints]):
-    """Fills a tree with the candidates the target's heads made at the last token in its cache.
+    """Fills a tree with the heads' candidates at the last token in the target's cache.
 
-    Head i saw the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
-    belong to depth 1+i. They cost no call of their own.
+    Head i read the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
+    belong to depth 1+i. They cost no extra call.
     """
 
     observes = frozenset({tensors.CANDIDATES})
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; before the target's first step there is nothing to propose."""
-        made = {}
+        """See :class:`Proposer`; proposes nothing before the target's first step."""
+        proposals = {}
         for view in views:
             candidates = self._slots.get(view.slot)
             if candidates is not None:
                 tokens = fill(view.tree, candidates)
-                made[view.slot] = Proposal(tokens, view.tree, None, candidates)
-        return made
+                proposals[view.slot] = Proposal(tokens, view.tree, None, candidates)
+        return proposals
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         self._slots[slot] = outputs[tensors.CANDIDATES][:, row].copy()

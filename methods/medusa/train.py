@@ -1,4 +1,4 @@
-"""``specexport train medusa``: heads alone, or with the model they are of (Cai et al., arXiv 2401.10774)."""
+"""``specexport train medusa``: trains heads alone, or with their model (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specexport.training.options import within
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
 _NOISE = 0.01
-"""Standard deviation of what deep heads start with."""
+"""Standard deviation of the initial weights of heads with several blocks."""
 
 
 def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
@@ -38,17 +38,17 @@ def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
     An interrupted run resumes from its last checkpoint when it is started again with the same options.
 
     Returns:
-        The record that the output holds as ``training.json``.
+        The record written to ``training.json``.
 
     Raises:
-        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+        SpecExportError: an option, the data or a checkpoint is invalid; names it.
     """
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
     with open_run("train medusa", options, place, base, log) as run:
         within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
-            # Weights to train are in float32; sampling reads them a token at a time, twice as fast in bfloat16.
+            # Weights to train are in float32; sampling is twice as fast with a copy in bfloat16.
             run.self_distill(
                 base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
             )
@@ -84,12 +84,12 @@ def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
 
 
 def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any, decay: float) -> Loss:
-    """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions on (section 2.2).
+    """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions later (section 2.2).
 
-    Hidden states are ``[B,L,H]``, of windows ``[B,L]``; ``lm_head`` is the model's own, where heads are tied to it.
+    Hidden states are ``[B,L,H]``, windows ``[B,L]``; ``lm_head`` is the model's own, for heads that are tied to it.
 
     Returns:
-        The loss, and as ``top-1`` and ``top-5`` each head's share of tokens among its first and first five candidates.
+        The loss, and each head's ``top-1`` and ``top-5`` accuracy.
     """
     return weighted(_losses(heads, hidden, batch, lm_head), decay)
 
@@ -97,7 +97,7 @@ def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head
 def _losses(
     heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As :func:`summed_loss`, of the tokens each head is to learn."""
+    """See :func:`summed_loss`; the losses of each head."""
     for ahead, head in enumerate(heads):
 
         def project(states: torch.Tensor, head: Any = head) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _losses(
 
 
 def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
-    """Measures heads over windows they were not trained on."""
+    """Measures heads over windows that they were not trained on."""
     lm_head = model.get_output_embeddings()
 
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,10 +119,10 @@ def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:
-    """Heads that at first predict what the model does: blocks change little, projections are the model's own.
+    """New heads, which predict the model's next token: blocks change little, projections are the model's own.
 
-    A single block starts at zero, as in the paper. Several, all at zero, would learn the same thing, so theirs start
-    with a little noise from torch's global generator.
+    A single block starts at zero, as in the paper. Several zero blocks would all learn the same, so they start with a
+    little noise from torch's global generator.
     """
     lm_head = model.get_output_embeddings().weight
     vocab, hidden = lm_head.shape
@@ -157,7 +157,7 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
     lm_head = model.get_output_embeddings()
 
     def loss_at(number: int) -> Loss:
-        # Another seed, or the batches of the heads alone would come again in the same order.
+        # Another seed, or the batches would repeat in the order of the first stage.
         batch = run.batch(number, options.seed + 1)
         learnt = batch.learnt_from(1)
         with place.autocast():
@@ -165,11 +165,11 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
             if kind == "kl":
                 with torch.no_grad(), original() as teacher:
                     _, wanted = run_model(teacher, batch.ids, learnt)
-                own = divergence(logits, wanted, "forward_kl")
+                distillation = divergence(logits, wanted, "forward_kl")
             else:
-                own = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
+                distillation = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
             of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)
-        return own + options.heads_weight * of_heads, {f"lm {kind}": own.detach()} | figures
+        return distillation + options.heads_weight * of_heads, {f"lm {kind}": distillation.detach()} | figures
 
     optimizer = adamw([(list(heads.parameters()), options.lr), (list(base.values()), rate)])
     run.train("joint", dict(heads.named_parameters(prefix="heads")) | base, [optimizer], steps, loss_at)
@@ -200,7 +200,7 @@ def _without_adapters(adapted: Any, model: Any) -> Any:
 
 @torch.no_grad()
 def _lm_loss(run: Run[MedusaOptions]) -> float:
-    """The target's mean cross-entropy of the next token, in nats, where that is to be learnt, over what is held out."""
+    """The target's mean cross-entropy in nats over the held-out tokens to learn."""
     total, count = 0.0, 0
     for rows in run.held_out.in_order(4):
         batch = run.held_out.rows(rows).to(run.place.device)
@@ -215,7 +215,7 @@ def _lm_loss(run: Run[MedusaOptions]) -> float:
 
 
 def _save_together(folder: Path, base: TrainingModel, heads: MedusaHeads, accuracy: HeadAccuracy, name: str) -> None:
-    """A model folder whose weights hold the heads as well; read back, so that what is written can be used."""
+    """Writes a model folder whose weights include the heads, and loads them again as a check."""
     model = base.model.cpu().to(base.stored)
     state = {f"medusa_head.{key}": value.detach().to(base.stored) for key, value in heads.state_dict().items()}
     save_model(folder, model, base.tokenizer, state)

@@ -1,4 +1,4 @@
-"""A smaller model with Medusa heads in a bundle: a step graph that makes candidates instead of logits."""
+"""Export of a smaller model with Medusa heads: a step graph that returns candidates instead of logits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 
 _OWN_ACCURACY = 0.8
-"""Stands in for how often the draft's own head is right."""
+"""Assumed accuracy of the draft's own head."""
 
 
 class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
-    """The draft's own head proposes for the first depth, its Medusa heads for those after it."""
+    """Exports a draft whose own head proposes the first depth, and its Medusa heads the depths after it."""
 
     stage: ClassVar[str | None] = "draft"
 
@@ -53,11 +53,11 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
 
     def default_trees(self, method: MedusaDraft) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; what the heads bring, if anything."""
-        own = read_outline(folder_of(method.medusa)).tree
-        return (own,) if own is not None else super().default_trees(method)
+        published = read_outline(folder_of(method.medusa)).tree
+        return (published,) if published is not None else super().default_trees(method)
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """See :class:`MethodExporter`; the draft sees all that a step can commit."""
+        """See :class:`MethodExporter`; the draft reads as many tokens as a step can commit."""
         steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
         return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
@@ -82,12 +82,12 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
         (draft,) = method.models.values()
         heads = run.source(method, "medusa")
         checkpoint = run.source(method)
-        made = run.recorded(method)
+        recorded = run.recorded(method)
         model = load_reference(checkpoint, draft)
         agreement = run.agreement(draft.precision.weights)
-        for text, tokens in made:
-            said = reference_heads(model, heads, as_read(text, model))
-            agreement.count(said[:, : vocabulary(run.bundle.manifest, draft)], tokens)
+        for text, tokens in recorded:
+            expected = reference_heads(model, heads, as_read(text, model))
+            agreement.count(expected[:, : vocabulary(run.bundle.manifest, draft)], tokens)
         return "the heads in the draft's graph propose the original heads' own token", agreement
 
 

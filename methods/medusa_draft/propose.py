@@ -19,8 +19,8 @@ from specexport.runtime.reader import Reader, ReadingProposer
 class MedusaDraftProposer(ReadingProposer):
     """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
 
-    The draft sees committed tokens only, so its cache is always right. A step commits at most one token more than its
-    tree is deep: that many tokens are given each time, some of them again.
+    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than the
+    depth of its tree: the draft reads that many tokens each time, some of them again.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
@@ -32,45 +32,47 @@ class MedusaDraftProposer(ReadingProposer):
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; of slots the draft is far behind in, as after plain steps, one reads one chunk."""
+        """See :class:`Proposer`; if the draft lags far behind, as after plain steps, one slot reads a chunk."""
         texts = {view.slot: view.tokens[: -self._width] for view in views}
         waiting = self._reader.catch_up(texts)
-        made: dict[int, Ints] = {}
+        candidates: dict[int, Ints] = {}
         wide = [view for view in views if len(view.tokens) >= self._width and view.slot not in waiting]
         if wide:
             past = {view.slot: len(view.tokens) - self._width for view in wide}
-            made = self._run({view.slot: view.tokens[past[view.slot] :] for view in wide}, past, self._width)
+            candidates = self._run({view.slot: view.tokens[past[view.slot] :] for view in wide}, past, self._width)
         for view in views:
             if len(view.tokens) < self._width:
-                made |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
-            if view.slot in made:
+                candidates |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
+            if view.slot in candidates:
                 self._reader.note(view.slot, list(view.tokens))
         return {
-            view.slot: Proposal(fill(view.tree, made[view.slot]), view.tree, None, made[view.slot])
+            view.slot: Proposal(fill(view.tree, candidates[view.slot]), view.tree, None, candidates[view.slot])
             for view in views
-            if view.slot in made
+            if view.slot in candidates
         }
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; all but the tokens it is given in each step."""
+        """See :class:`Proposer`; reads all tokens except those that each step reads."""
         return self._reader.read(view.slot, view.tokens[: -max(self._width, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)
 
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
-        """Gives the draft tokens of some slots, at most ``width``; what it proposes after them, by slot."""
+        """Runs the draft over at most ``width`` tokens a slot and returns its candidates by slot."""
         self._graph.reserve(max(pasts.values()) + width)
-        sizes = self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])  # chunks: a slot at a time
+        sizes = (
+            self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])
+        )  # chunks are read one slot at a time
         slots = window(texts, sizes)
-        given = self._graph.inputs(width, 1, slots=slots)
+        inputs = self._graph.inputs(width, 1, slots=slots)
         self._graph.protect_rows(width, 1, slots=slots)
         for slot, tokens in texts.items():
             at, past = slot - slots.start, pasts[slot]
-            given[tensors.INPUT_IDS][at, : len(tokens)] = tokens
-            given[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
-            given[tensors.PAST_LENGTH][at] = past
-            given[tensors.LOGITS_ROWS][at] = len(tokens) - 1
+            inputs[tensors.INPUT_IDS][at, : len(tokens)] = tokens
+            inputs[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
+            inputs[tensors.PAST_LENGTH][at] = past
+            inputs[tensors.LOGITS_ROWS][at] = len(tokens) - 1
         candidates = self._graph.run(width, 1, slots=slots)[tensors.CANDIDATES]
         for slot, tokens in texts.items():
             self._graph.commit(slot, pasts[slot], range(len(tokens)))

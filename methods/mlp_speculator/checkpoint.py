@@ -1,8 +1,8 @@
-"""MLP speculators as ``ibm-fms`` publishes them (``foundation-model-stack/fms-extras``, arXiv 2404.19124).
+"""MLP speculators in the layout of ``ibm-fms`` (``foundation-model-stack/fms-extras``, arXiv 2404.19124).
 
 A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
-``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` of every stage; what tied stages
-share may be there once, or for each of them.
+``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` of every stage; the tensors that
+tied stages share may be stored once or for each stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specexport.methods.mlp_speculator.spec import MAX_STAGES
 
 WEIGHTS = "model.safetensors"
 WIDTHS = (5, 4, 3)
-"""``top_k_tokens_per_head`` where a configuration leaves it out, as in fms-extras; later stages have the last."""
+"""Default of ``top_k_tokens_per_head``, as in fms-extras; later stages repeat the last."""
 
 _PREFIX = "speculator."
 
@@ -37,9 +37,9 @@ _Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
 
 
 class _Config(MeasuredConfig, kw_only=True):
-    """What is read of ``config.json``; other keys are left alone.
+    """The fields read from ``config.json``; other keys are ignored.
 
-    One of them is ``n_candidates``, how many of a step's paths fms-extras keeps: here a tree says which are verified.
+    Among those is ``n_candidates``, the number of paths that fms-extras keeps; here a tree determines them.
     """
 
     model_type: Literal["mlp_speculator"]
@@ -61,11 +61,11 @@ class SpeculatorOutline:
         vocab: V.
         hidden: H, of the target it was trained for.
         inner: I.
-        stages: how many.
-        widths: most children that stage i should give a node, ``top_k_tokens_per_head``.
+        stages: number of stages.
+        widths: most children of a node per stage, ``top_k_tokens_per_head``.
         scale_input: see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages`.
         tied: likewise.
-        accuracy: how often stages are right after tokens that were, if training measured it.
+        accuracy: of stages after correct tokens, if training measured it.
     """
 
     path: Path
@@ -79,17 +79,17 @@ class SpeculatorOutline:
     accuracy: HeadAccuracy | None
 
     def make(self) -> SpeculatorStages:
-        """Stages of these sizes, as torch initialises them."""
+        """Stages of these sizes with torch's default initialization."""
         return SpeculatorStages(
             self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
         )
 
 
 def read_speculator(source: str) -> SpeculatorOutline:
-    """Reads what speculator a folder or hub id holds, without reading its weights.
+    """Reads a speculator's configuration from a folder or hub id, without its weights.
 
     Raises:
-        BuildError: something is missing or malformed; names the file and the field.
+        BuildError: a field is missing or malformed; names the file and the field.
     """
     folder = locate(source)
     path = folder / CONFIG
@@ -119,22 +119,22 @@ def default_widths(stages: int) -> tuple[int, ...]:
 
 
 def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
-    """Checks a speculator against a target's hidden size and width of logits by the headers of its files.
+    """Checks a speculator against a target's hidden size and vocabulary by the headers of its files.
 
     Raises:
-        BuildError: a tensor is missing, of another shape or none of a speculator's, or it was made for another target;
+        BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another target;
             names the file and the tensor or field.
     """
-    for field, found, wanted in (("emb_dim", outline.hidden, hidden), ("vocab_size", outline.vocab, vocab)):
-        if found != wanted:
+    for field, value, expected in (("emb_dim", outline.hidden, hidden), ("vocab_size", outline.vocab, vocab)):
+        if value != expected:
             raise BuildError(
-                f"{outline.path / CONFIG}: {field} is {found}, and the target's is {wanted}; this speculator was "
+                f"{outline.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
                 "trained for another model"
             )
     stored = _stored(outline)
     with torch.device("meta"):
-        made = outline.make()
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+        stages = outline.make()
+    shapes = {name: tuple(tensor.shape) for name, tensor in stages.state_dict().items()}
     for short, tensor in stored.items():
         if short not in shapes:
             raise BuildError(
@@ -146,7 +146,7 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
                 f"{outline.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[short])}, as "
                 f"vocab_size is {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
             )
-    for names in _shared(made):
+    for names in _shared(stages):
         if not any(name in stored for name in names):
             raise BuildError(
                 f"{outline.path}: no tensor '{_PREFIX}{names[0]}'; {CONFIG} says {outline.stages} stages"
@@ -155,16 +155,16 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
 
 
 def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
-    """Reads a speculator that :func:`require_fit` let pass, in fp32 and for evaluation.
+    """Loads a speculator that has passed :func:`require_fit`, in fp32 and evaluation mode.
 
     Raises:
         BuildError: tied tensors differ, or numbers are not finite; names the tensor.
     """
     stored = _stored(outline)
     with torch.device("meta"):
-        made = outline.make()
+        stages = outline.make()
     state: dict[str, torch.Tensor] = {}
-    for names in _shared(made):
+    for names in _shared(stages):
         first, *others = [stored[name] for name in names if name in stored]
         tensor = first.finite(outline.path)
         for other in others:
@@ -174,17 +174,17 @@ def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
                     "for all"
                 )
         state |= dict.fromkeys(names, tensor)
-    made.load_state_dict(state, assign=True)
-    return made.eval().requires_grad_(False)
+    stages.load_state_dict(state, assign=True)
+    return stages.eval().requires_grad_(False)
 
 
 def _stored(outline: SpeculatorOutline) -> dict[str, StoredTensor]:
-    """The tensors by what the stages call them."""
+    """The tensors by the stages' parameter names."""
     return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(outline.path)}
 
 
 def _shared(speculator: SpeculatorStages) -> list[list[str]]:
-    """The names of each parameter; of a tied one they are several."""
+    """The names of each parameter; tied ones have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in speculator.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -192,9 +192,9 @@ def _shared(speculator: SpeculatorStages) -> list[list[str]]:
 
 
 def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
-    """A speculator as a model to write beside the target, whose longest sequence has ``positions`` tokens.
+    """A speculator as a model to write beside the target, for texts of at most ``positions`` tokens.
 
-    It has no cache and no tokens of its own; ``source`` is what the user named.
+    It has neither a cache nor a tokenizer; ``source`` is the user's name for it.
     """
     return Checkpoint(
         source=source,
@@ -218,14 +218,14 @@ def save_speculator(
     accuracy: HeadAccuracy | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> None:
-    """Writes a speculator as ``fms-extras`` and vLLM read it; what tied stages share is there once.
+    """Writes a speculator in the layout of ``fms-extras`` and vLLM; tied tensors are stored once.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
         speculator: its stages.
         widths: ``top_k_tokens_per_head``; None for :func:`default_widths`.
-        accuracy: if it was measured; keys of ours, which others leave alone.
-        dtype: of the stored tensors.
+        accuracy: if measured; stored under keys that other readers ignore.
+        dtype: dtype of the stored tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stages = len(speculator)

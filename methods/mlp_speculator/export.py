@@ -1,4 +1,4 @@
-"""An MLP speculator in a bundle: its propose graph, compared with its checkpoint by the formulas alone."""
+"""Export of MLP speculators: the propose graph, and its comparison with a plain implementation of the formulas."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ from specexport.methods.mlp_speculator.graph import SpeculatorModule, Speculator
 from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
 _STAGE_ACCURACY = 0.6
-"""Stands in for how often a stage is right after tokens that were."""
+"""Assumed accuracy of a stage after correct tokens."""
 _NEVER_SEEN = 1e-6
-"""Where there was a measurement, how much a path that never came true weighs of what is usual."""
+"""With measured accuracies, the weight of a path that was never right, relative to the assumed accuracy."""
 
 
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):
-    """Stages that go on from the target's hidden states."""
+    """Exports stages that draft from the target's last hidden state."""
 
     stage: ClassVar[str | None] = "speculator"
 
     def outline(self, options: MlpSpeculatorOptions, target: TargetOutline) -> MlpSpeculator:
-        found = read_speculator(options.model)
-        require_fit(found, hidden=target.hidden, vocab=target.vocab)
+        outline = read_speculator(options.model)
+        require_fit(outline, hidden=target.hidden, vocab=target.vocab)
         return MlpSpeculator(
             trees=(),
             model=options.model,
-            stages=found.stages,
-            hidden=found.hidden,
-            candidates=min(MAX_CANDIDATES, found.vocab),
+            stages=outline.stages,
+            hidden=outline.hidden,
+            candidates=min(MAX_CANDIDATES, outline.vocab),
         )
 
     def sized(self, method: MlpSpeculator, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; no wider than the speculator asks for.
+        """See :class:`MethodExporter`; no wider than the speculator's widths.
 
         Raises:
-            BuildError: its widest tree is smaller.
+            BuildError: the widest tree of these widths is smaller.
         """
-        found = read_speculator(method.model)
-        tree = TokenTree.best(_weight(found), size + 1, max(found.widths), found.stages)
+        outline = read_speculator(method.model)
+        tree = TokenTree.best(_weight(outline), size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:
             raise BuildError(
-                f"num_speculative_tokens is {size}, and the widest tree of {found.path} has {len(tree) - 1}: its "
-                f"top_k_tokens_per_head is {list(found.widths)}. Ask for fewer, or name a tree"
+                f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
+                f"top_k_tokens_per_head is {list(outline.widths)}. Ask for fewer, or name a tree"
             )
         return tree
 
@@ -92,7 +92,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
             stages = load_speculator(outline)
-            # Stages after the deepest tree's depth would never be read.
+            # Stages beyond the deepest tree would never be used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
         with build.during("tracing the speculator"):
@@ -105,32 +105,32 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""
         manifest, (draft,) = run.bundle.manifest, method.models.values()
         checkpoint, speculator = run.source(None), run.source(method)
-        made = run.recorded(method)
+        recorded = run.recorded(method)
         model, stages = load_reference(checkpoint, manifest.target), ReferenceSpeculator(speculator)
         agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
-        for text, drafted in made:
-            # The target's cache holds all tokens but the last, the root.
+        for text, drafted in recorded:
+            # The target's cache holds all tokens except the last, which is the root.
             _, hidden = reference_states(model, np.array(text[:-1]))
-            said = stages.logits(hidden[-1], [text[-1], *drafted[:-1].tolist()])
-            agreement.count(said.numpy(), drafted)
+            expected = stages.logits(hidden[-1], [text[-1], *drafted[:-1].tolist()])
+            agreement.count(expected.numpy(), drafted)
         return "the speculator's graph proposes the original stages' own token", agreement
 
 
-def _weight(found: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
     def weight(path: tuple[int, ...]) -> float:
-        """The chance that a path comes true: as measured, else, far below that, a product of what is usual."""
-        if any(rank >= width for rank, width in zip(path, found.widths, strict=False)):
+        """A function from a path to its probability: as measured, else, far below that, a product of assumed ones."""
+        if any(rank >= width for rank, width in zip(path, outline.widths, strict=False)):
             return 0.0
         usual = math.prod(_STAGE_ACCURACY * NEXT_RANK**rank for rank in path)
-        if found.accuracy is None:
+        if outline.accuracy is None:
             return usual
-        return found.accuracy.paths.get(path, _NEVER_SEEN * usual)
+        return outline.accuracy.paths.get(path, _NEVER_SEEN * usual)
 
     return weight
 
 
 class ReferenceSpeculator:
-    """A checkpoint of ``ibm-fms``, a tensor operation a term of its formulas (arXiv 2404.19124)."""
+    """A plain implementation of a checkpoint, one tensor operation per term of the formulas (arXiv 2404.19124)."""
 
     def __init__(self, folder: Path) -> None:
         self._config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -141,11 +141,11 @@ class ReferenceSpeculator:
         }
 
     def logits(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """What each stage says, ``[D,V]``.
+        """The logits of each stage, ``[D,V]``.
 
         Args:
-            hidden: ``[H]``, what the target's head reads.
-            tokens: the D tokens before those that are asked for: the root, then draft tokens.
+            hidden: ``[H]``, the input of the target's head.
+            tokens: the D input tokens: the root, then draft tokens.
         """
         inner = self._config.get("inner_dim") or self._config["emb_dim"]
         state_weight = 0.5 ** (0.5 / self._config["n_predict"])
@@ -153,13 +153,13 @@ class ReferenceSpeculator:
         state = hidden
         if self._config.get("scale_input"):
             state = F.rms_norm(state, (len(state),), eps=1e-6) / math.sqrt(2)
-        said = []
+        logits = []
         for stage, token in enumerate(tokens):
             mixed = self._of("proj", stage) @ state * state_weight + self._of("emb", stage)[token] * token_weight
             normed = F.rms_norm(mixed, (inner,), self._of("ln", stage), 1e-6) + self._of("ln", stage, "bias")
             state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
-            said.append(self._of("head", stage) @ state)
-        return torch.stack(said)
+            logits.append(self._of("head", stage) @ state)
+        return torch.stack(logits)
 
     def _of(self, part: str, stage: int, kind: str = "weight") -> torch.Tensor:
         if self._config.get("tie_weights"):

@@ -1,7 +1,7 @@
 """An MLP speculator: the next tokens from one hidden state, each stage seeing the token before (arXiv 2404.19124).
 
 Stage i of ``foundation-model-stack/fms-extras``: ``s = GELU(LN_i(proj_i(s) * sw + emb_i(token) * ew))``, and its logits
-are ``head_i(s)``. The first state is what the target's language-model head reads.
+are ``head_i(s)``. The first state is the input of the target's language-model head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from specexport.graphs.propose import MAX_CANDIDATES, draw_candidate, place_of_rank
 
 EPSILON = 1e-6
-"""Of the norms."""
+"""Epsilon of the norms."""
 
 
 class RmsNorm(torch.nn.Module):
@@ -34,13 +34,13 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 class SpeculatorStages(torch.nn.Module):
-    """The stages, with parameters named as in checkpoints of ``ibm-fms``, less their ``speculator.``.
+    """The stages, with parameters named as in checkpoints of ``ibm-fms``, without the prefix ``speculator.``.
 
     Args:
         vocab: V, the width of the target's logits.
         hidden: H, the target's hidden size (``emb_dim``).
         inner: I, the width of the states between stages (``inner_dim``).
-        stages: how many (``n_predict``).
+        stages: number of stages (``n_predict``).
         scale_input: norm the hidden state first, and divide it by the root of 2.
         tied: all stages share embedding, head and norm, and all but the first their projection (``tie_weights``).
     """
@@ -52,14 +52,14 @@ class SpeculatorStages(torch.nn.Module):
         self.inner = inner
         self.scale_input = scale_input
         self.tied = tied
-        # So that the first state is half of the last one.
+        # gives the first state half the weight of the last one
         self.state_weight = 0.5 ** (0.5 / stages)
         self.token_weight = ((1 - self.state_weight**2) * inner / 2) ** 0.5
-        own = 1 if tied else stages
-        emb = [torch.nn.Embedding(vocab, inner) for _ in range(own)]
-        proj = [torch.nn.Linear(hidden if i == 0 else inner, inner, bias=False) for i in range(min(own + 1, stages))]
-        head = [torch.nn.Linear(inner, vocab, bias=False) for _ in range(own)]
-        ln = [RmsNorm(inner) for _ in range(own)]
+        count = 1 if tied else stages
+        emb = [torch.nn.Embedding(vocab, inner) for _ in range(count)]
+        proj = [torch.nn.Linear(hidden if i == 0 else inner, inner, bias=False) for i in range(min(count + 1, stages))]
+        head = [torch.nn.Linear(inner, vocab, bias=False) for _ in range(count)]
+        ln = [RmsNorm(inner) for _ in range(count)]
         self.emb, self.proj, self.head, self.ln = (
             torch.nn.ModuleList([*parts, *parts[-1:] * (stages - len(parts))]) for parts in (emb, proj, head, ln)
         )
@@ -68,16 +68,16 @@ class SpeculatorStages(torch.nn.Module):
         return len(self.head)
 
     def keep_first(self, stages: int) -> None:
-        """Leaves out all stages but the first; what these compute does not change."""
+        """Drops all stages after the first ``stages``, whose results do not change."""
         for name in ("emb", "proj", "head", "ln"):
             setattr(self, name, getattr(self, name)[:stages])
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the first stage is given, ``[..., H]``, of the target's hidden state."""
+        """The first stage's input, ``[..., H]``, from the target's hidden state."""
         return normalized(hidden) / 2**0.5 if self.scale_input else hidden
 
     def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The state ``[..., I]`` of a stage, from the one before it and the token before its own.
+        """The state ``[..., I]`` of a stage, from the previous stage's state and its input token.
 
         Args:
             stage: from 0.
@@ -111,14 +111,14 @@ class SpeculatorModule(torch.nn.Module):
         """Runs the stages over the levels of a tree; see ``contract.tensors`` for shapes.
 
         Returns:
-            ``(token, ids, probs)`` of each stage, one after the other.
+            ``(token, ids, probs)``, the stages concatenated.
         """
-        made: list[torch.Tensor] = []
+        drafted: list[torch.Tensor] = []
         state, tokens = self.speculator.first_state(hidden_state)[:, None], input_ids
         for stage in range(len(self.speculator)):
             if stage:
                 parents = level_parents[:, stage]
-                drawn, ids, _ = made[-3:]
+                drawn, ids, _ = drafted[-3:]
                 known = _of_parents(ids, parents)
                 place = place_of_rank(known, drawn.gather(1, parents), level_ranks[:, stage])
                 tokens = known.gather(2, place[..., None])[..., 0]
@@ -126,10 +126,12 @@ class SpeculatorModule(torch.nn.Module):
             state = self.speculator.advance(stage, state, tokens)
             logits = self.speculator.head[stage](state).float()
             noise = uniform[:, stage, :1] if stage == 0 else uniform[:, stage]
-            made += draw_candidate(logits, noise, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None])
-        return tuple(made)
+            drafted += draw_candidate(
+                logits, noise, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None]
+            )
+        return tuple(drafted)
 
 
 def _of_parents(rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Of each node its parent's row: ``[B,T,N]`` of ``[B,P,N]``."""
+    """Each node's parent row: ``[B,T,N]`` from ``[B,P,N]``."""
     return rows.gather(1, parents[..., None].expand(-1, -1, rows.shape[-1]))

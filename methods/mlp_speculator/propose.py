@@ -1,4 +1,4 @@
-"""An MLP speculator: stages over the target's last hidden state, one call for a whole tree."""
+"""MLP speculators: stages over the target's last hidden state draft a whole tree in one call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from specexport.runtime.sampling import Floats
 
 
 class MlpSpeculatorProposer(SlotProposer[Floats]):
-    """Fills a tree from what the target's head read at the last token in its cache, and the token after it, the root.
+    """Fills a tree from the target's hidden state at the last token in its cache, and the token after it, the root.
 
-    Every node with children is a row of a stage, whose state follows from its parent's and its own token. In sampling
-    the first child of each is drawn from q, in greedy decoding it is the most probable one.
+    Every node with children is a row of a stage, computed from its parent's state and its own token. The first child of
+    each node is drawn from q; in greedy decoding it is the most probable token.
     """
 
     observes = frozenset({tensors.HIDDEN})
@@ -47,42 +47,42 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         slots = window([view.slot for view in ready], self.graph.sizes)
         drafts, tokens = next((k, w) for k, w in self.graph.drafts(len(slots)) if k >= deepest and w >= widest)
         self.ask(ready, tokens, drafts)
-        made = self.graph.run(tokens, drafts=drafts, slots=slots)
-        return {view.slot: _proposal(view, made, view.slot - slots.start) for view in ready}
+        outputs = self.graph.run(tokens, drafts=drafts, slots=slots)
+        return {view.slot: _proposal(view, outputs, view.slot - slots.start) for view in ready}
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the target has run in a slot, and its root is no embedding; see :class:`DeviceDraft`."""
+        """Whether the target has run in a slot, and its root is a token; see :class:`DeviceDraft`."""
         return view.slot in self._slots and not is_embedding(view.tokens[-1])
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`DeviceDraft`; K are the stages and T the nodes of a level."""
+        """See :class:`DeviceDraft`; K is the number of stages and T the nodes of a level."""
         slots = window([view.slot for view in views], self.graph.sizes)
-        given = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:
-            self._give(given, view.slot - slots.start, view)
+            self._give(inputs, view.slot - slots.start, view)
         return slots
 
-    def _give(self, given: Mapping[str, Array], at: int, view: SlotView) -> None:
+    def _give(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
         levels = _levels(view.tree)
         depth, width = levels.parents.shape
-        given[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
-        given[tensors.INPUT_IDS][at] = view.tokens[-1]
+        inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
+        inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
         for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
-            given[name][at] = 0
-            given[name][at, :depth, :width] = wanted
-        write_sampling(given, at, view.params)
+            inputs[name][at] = 0
+            inputs[name][at, :depth, :width] = wanted
+        write_sampling(inputs, at, view.params)
         if not view.params.greedy:
-            # As much noise as its own tree takes, so that a seed means the same whatever else is in the batch.
-            given[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
+            # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
+            inputs[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
-        """See :class:`DeviceDraft`: one row of the first stage, then T of each."""
+        """See :class:`DeviceDraft`: one row of the first stage, then T of each other."""
         place = {node: at for level in tree.levels for at, node in enumerate(level)}
         below = [(tree.depths[parent], place[parent]) for parent in tree.parents[1:]]
         return np.array([1 + (stage - 1) * tokens + at if stage else 0 for stage, at in below], np.int64)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """See :class:`DeviceDraft`: it has no rows."""
+        """See :class:`DeviceDraft`; there is no cache to keep."""
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         self._slots[slot] = outputs[tensors.HIDDEN][row].copy()
@@ -90,13 +90,13 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
 
 @dataclass(frozen=True)
 class _Levels:
-    """A tree as the stages see it.
+    """A tree in the form of the stages' inputs.
 
     Attributes:
-        parents: int64 ``[D,W]``, of each node with children which one of the level before it is below.
-        ranks: int64 ``[D,W]``, of each among its siblings.
-        counts: how many such nodes each of the D levels has.
-        rows: int64 ``[K]``, of every node but the root where its parent is, all levels counted through.
+        parents: int64 ``[D,W]``, each inner node's parent, as an index into the inner nodes of the level above.
+        ranks: int64 ``[D,W]``, its rank among its siblings.
+        counts: number of inner nodes of each of the D levels.
+        rows: int64 ``[K]``, the row of each node's parent, for all nodes except the root, over all levels.
     """
 
     parents: Ints
@@ -117,15 +117,15 @@ def _levels(tree: TokenTree) -> _Levels:
     return _Levels(parents, ranks, tuple(map(len, tree.levels)), rows)
 
 
-def _proposal(view: SlotView, made: Mapping[str, Array], at: int) -> Proposal:
+def _proposal(view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
     tree = view.tree
     levels = _levels(tree)
 
     def rows(name: Tensor) -> Array:
-        parts = [made[name.of_stage(stage)][at, :count] for stage, count in enumerate(levels.counts)]
+        parts = [outputs[name.of_stage(stage)][at, :count] for stage, count in enumerate(levels.counts)]
         return np.concatenate(parts)
 
-    # The first node of a level is the one below the best guesses.
+    # The first node of a level is the one on the path of best guesses.
     best = np.cumsum((0, *levels.counts[:-1]))
     ids: Ints = rows(tensors.DRAFT_IDS)
     if view.params.greedy:

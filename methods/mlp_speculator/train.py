@@ -1,4 +1,4 @@
-"""``specexport train mlp-speculator``: from a model and data to a folder with an MLP speculator (arXiv 2404.19124)."""
+"""``specexport train mlp-speculator``: trains an MLP speculator for a model (arXiv 2404.19124)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from specexport.training.run import Place, choose_place, load_model, open_run
 
 
 def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
-    """Trains a speculator and writes it as ``ibm-fms`` publishes them.
+    """Trains a speculator and writes it in the layout of ``ibm-fms``.
 
-    In two stages, as theirs were: the data as they are, then texts of the model itself. A run that was interrupted goes
-    on from its last checkpoint when it is started again with the same options.
+    Training has two stages, as theirs: first the data, then texts sampled from the model. An interrupted run resumes
+    from its last checkpoint when it is started again with the same options.
 
     Returns:
-        The record that the output holds as ``training.json``.
+        The record written to ``training.json``.
 
     Raises:
-        SpecExportError: an option, the data or a checkpoint is wrong; says which.
+        SpecExportError: an option, the data or a checkpoint is invalid; names it.
     """
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
@@ -55,7 +55,7 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
             learn("data", first, options.seed)
         if options.self_distill:
             run.self_distill(base, options.self_distill)
-            # Another seed, or the batches of the first stage would come again in the same order.
+            # Another seed, or the batches would repeat in the order of the first stage.
             learn("texts", max(1, total - first), options.seed + 1)
         accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
         run.record["stage_accuracy"] = accuracy.ranks
@@ -66,23 +66,23 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
 
 
 def new_speculator(options: SpeculatorOptions, model: Any) -> SpeculatorStages:
-    """Stages for a model, drawn from torch's global generator as ``fms-extras`` draws them."""
+    """New stages for a model, initialized as in ``fms-extras`` from torch's global generator."""
     vocab, hidden = model.get_output_embeddings().weight.shape
     inner = options.inner_dim or hidden
-    made = SpeculatorStages(
+    stages = SpeculatorStages(
         vocab, hidden, inner, options.n_predict, scale_input=options.scale_input, tied=options.tie_weights
     )
-    for parameter in made.parameters():
+    for parameter in stages.parameters():
         if parameter.ndim == 2:
             torch.nn.init.trunc_normal_(parameter, 0.0, 1 / math.sqrt(inner))
-    return made.to(model.device)
+    return stages.to(model.device)
 
 
 def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
-    """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions on.
+    """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions later.
 
-    Each stage is given the true token before its own (arXiv 2404.19124). Hidden states are those after the model's
-    final norm, ``[B,L,H]``.
+    The input token of each stage is the true one (arXiv 2404.19124). Hidden states are those after the model's final
+    norm, ``[B,L,H]``.
     """
     return weighted(_losses(speculator, hidden, batch), decay)
 
@@ -99,7 +99,7 @@ def _losses(
 
 
 def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
-    """Measures each stage, after true tokens, over windows it was not trained on."""
+    """Measures each stage, after true tokens, over windows that it was not trained on."""
 
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _losses(speculator, run_model(model, batch.ids)[0], batch)

@@ -1,6 +1,6 @@
-"""The multi-token prediction layer of a target's own checkpoint, which transformers leaves out when it loads the model.
+"""The multi-token prediction layer of a target's own checkpoint, which transformers ignores.
 
-Of a target of L layers it lies in the same safetensors under one of two sets of names: ``model.layers.{L}.*`` with
+In a target of L layers its tensors have one of two sets of names: ``model.layers.{L}.*`` with
 ``eh_proj``, ``enorm``, ``hnorm`` and ``shared_head`` (DeepSeek-V3, GLM-4.5), or ``mtp.*`` with ``fc``,
 ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``norm`` and ``layers.0.*`` (Qwen3-Next, Qwen3.5).
 """
@@ -40,7 +40,7 @@ _DEEPSEEK = {
     "": "layers.0.",
 }
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What transformers makes one tensor of all experts of, each ``[out,in]``."""
+"""The experts' matrices, ``[out,in]`` each, that transformers fuses into one tensor."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MTPOutline(DraftOutline):
     """The configuration of a target's MTP layer.
 
     Attributes:
-        names: beginnings of names in its files, and of those that they stand for; the first that fits counts.
+        names: maps prefixes of stored names to the draft's; the first match counts.
     """
 
     names: dict[str, str]
@@ -62,13 +62,13 @@ class MTPOutline(DraftOutline):
             return MTPDraft(model.base_model)
 
     def parts(self) -> dict[str, StoredTensor]:
-        """The tensors by what the draft's modules call them."""
-        found = {}
+        """The tensors by the names of the draft's modules."""
+        parts = {}
         for tensor in checkpoint_tensors(self.path):
             start = next((start for start in self.names if tensor.name.startswith(start)), None)
             if start is not None:
-                found[self.names[start] + tensor.name.removeprefix(start)] = tensor
-        return found
+                parts[self.names[start] + tensor.name.removeprefix(start)] = tensor
+        return parts
 
     def cache(self, draft: MTPDraft) -> tuple[CacheLayer, ...]:
         return draft.cache()
@@ -95,10 +95,10 @@ class MTPOutline(DraftOutline):
 
 
 def read_mtp(source: str) -> MTPOutline:
-    """Reads what layer a target's folder or hub id holds, without reading its weights.
+    """Reads the configuration of a target's MTP layer, without its weights.
 
     Raises:
-        BuildError: it holds none, or several; names the field or the tensors.
+        BuildError: there is none, or several; names the field or the tensors.
     """
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
@@ -135,7 +135,7 @@ def read_mtp(source: str) -> MTPOutline:
 
 
 def _parts(name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The tensors that a draft's tensor is made of: itself, or those of each expert."""
+    """The names of the stored parts of a draft's tensor: itself, or one per expert."""
     start, _, last = name.rpartition(".")
     if name in stored or last not in _FUSED or len(shape) != 3:
         return [name]

@@ -1,4 +1,4 @@
-"""The MTP layer of the target's own checkpoint in a bundle."""
+"""Export of the MTP layer of the target's own checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specexport.methods.mtp.spec import MTP, MTPOptions
 
 
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
-    """A layer behind the target's last one."""
+    """Exports the layer after the target's last one."""
 
     stage: ClassVar[str | None] = "mtp"
     title: ClassVar[str] = "MTP layer"

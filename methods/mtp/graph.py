@@ -1,8 +1,8 @@
-"""Multi-token prediction: a decoder layer of the target's own kind that drafts (DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""Multi-token prediction: a decoder layer of the target's kind drafts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Its input is ``eh_proj [RMSNorm(embedding of the next token); RMSNorm(h)]``, where h is what the target's head reads:
-its last state after its last norm. Further tokens come from the same layer, whose own output after its last norm takes
-the place of h. Embedding and head are the target's.
+Its input is ``eh_proj [RMSNorm(embedding of the next token); RMSNorm(h)]``, where h is the input of the target's head:
+the last state after the last norm. For further tokens, the layer's own output after its last norm replaces h. Embedding
+and head are the target's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MTPDraft(OwnStateModule):
         module: Any
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = 0  # which cache it writes
+                module.layer_idx = 0  # the index of its cache
         self.lm_head = torch.nn.Linear(H, vocab, bias=False)
         self.rotary_emb = model.rotary_emb
         self.register_buffer("target_ids", None, persistent=False)
@@ -49,12 +49,12 @@ class MTPDraft(OwnStateModule):
         embedded = self.embed_tokens(input_ids.clamp(max=self.embed_tokens.num_embeddings - 1))
         state = self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
         rotary = self.rotary_emb(state, position_ids)
-        made = self.layers[0](
+        outputs = self.layers[0](
             state,
             position_embeddings=rotary,
             attention_mask=None,
             position_ids=position_ids,
             past_key_values=PassThroughCache(1),
         )
-        output = self.norm(made[0] if isinstance(made, tuple) else made)
+        output = self.norm(outputs[0] if isinstance(outputs, tuple) else outputs)
         return output, output

@@ -1,4 +1,4 @@
-"""The target's MTP layer drafts as an EAGLE-3 draft does."""
+"""The target's MTP layer drafts like an EAGLE-3 draft."""
 
 from specexport.methods.eagle3.propose import open_proposer
 

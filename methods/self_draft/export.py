@@ -1,4 +1,4 @@
-"""The target's own first layers in a bundle: a propose graph beside the target's, over the same weights."""
+"""Export of the target's own first layers as a draft: a propose graph over the target's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
 
 
 class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
-    """It is written together with the target."""
+    """Exports the draft together with the target."""
 
     def outline(self, options: SelfDraftOptions, target: TargetOutline) -> SelfDraft:
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
@@ -28,7 +28,7 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: the target has no such layers.
+            BuildError: the target does not have that many layers.
         """
         if target.states:
             raise BuildError(
@@ -39,10 +39,10 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
                 one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
-                made = traced(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
+                master = traced(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
         except ValueError as error:
             raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
-        graph = compose.propose_graph(made, cache, build.lowering)
+        graph = compose.propose_graph(master, cache, build.lowering)
         return Added(graph=Part("self_draft", graph, plan.propose_points(method), cache, parameters))
 
     def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:

@@ -1,4 +1,4 @@
-"""The target's own first layers draft as a smaller model does."""
+"""The target's own first layers draft like a smaller model."""
 
 from specexport.methods.draft_model.propose import open_proposer
 

@@ -1,4 +1,4 @@
-"""A smaller model with another tokenizer in a bundle: as a draft model, with its tokenizer beside it."""
+"""Export of a smaller model with another tokenizer: a draft model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TOKENIZER = "draft/tokenizer.json"
 
 
 class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
-    """It proposes text, and so all of its tokens."""
+    """Exports a draft that proposes text, with all of its vocabulary."""
 
     stage: ClassVar[str | None] = "draft"
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # its tokens make more or fewer of the target's
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # its tokens are more or fewer of the target's
 
     def outline(self, options: UniversalDraftOptions, target: TargetOutline) -> UniversalDraft:
         return UniversalDraft(
@@ -44,9 +44,9 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, Universal
     def compare(self, method: UniversalDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()
         target = run.bundle.tokenizer()
-        own = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
-        texts = [list(own.encode(target.decode(text)).ids) for text in run.texts]
-        # In its own tokens it is a draft model like any other.
+        tokenizer = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
+        texts = [list(tokenizer.encode(target.decode(text)).ids) for text in run.texts]
+        # With its own tokens it is an ordinary draft model.
         alone = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
         return self.compare_with(alone, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
 

@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: it reads the text in its own tokens, and its text is read in the target's."""
+"""A draft with another tokenizer: texts are translated between its tokens and the target's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)
 _OVERLAP = 12
-"""Tokens before a continuation that are read together with it: how text becomes tokens depends on what is before."""
+"""Tokens before a continuation that are encoded together with it, as tokenization depends on the preceding text."""
 _UNFINISHED = "\ufffd"
 
 
 @dataclass
 class _Text:
-    """A slot's text as it is read so far.
+    """The decoded text of a slot.
 
     Attributes:
-        stream: turns the target's tokens into text.
-        whole: whether the last token said something; within a character it does not.
+        stream: decodes the target's tokens.
+        whole: whether the text ends at a character's end.
     """
 
     stream: TextStream
@@ -44,12 +44,12 @@ class _Text:
 
 
 class UniversalDraftProposer(SlotProposer[_Text]):
-    """Lets a draft model go on with the text, and proposes what that is in the target's tokens (universal assisted
-    decoding, Timor et al., arXiv 2502.05202).
+    """Proposes a draft model's continuation in the target's tokens (universal assisted decoding, Timor et al., arXiv
+    2502.05202).
 
-    The draft takes its most probable tokens whatever the request samples, so that what is proposed depends on the text
-    alone (q = 1). The text is given to the draft's tokenizer anew each step; the draft itself reads only what changed.
-    Where a text ends within a character nothing is proposed, nor where it is longer than the draft's cache.
+    The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend on the text
+    alone (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
+    It proposes nothing if the text ends within a character or is longer than the draft's cache.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         wanted = {view.slot: view for view in views}
         translations = [view for view in map(self._translated, views) if view is not None]
         texts = {view.slot: view.tokens for view in translations}
-        made = {}
+        proposals = {}
         for slot, proposal in self._drafter.propose(translations).items():
             tokens = self._tokens(wanted[slot].tokens, texts[slot], proposal.tokens.tolist())
             if (translated := self._chains.proposal(wanted[slot].tree, tokens)) is not None:
-                made[slot] = translated
-        return made
+                proposals[slot] = translated
+        return proposals
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         translated = self._translated(view)
         return translated is not None and self._drafter.prefill(translated, max_deferred)
 
     def _translated(self, view: SlotView) -> SlotView | None:
-        """What the draft sees of a slot; None where there is nothing it could go on with."""
+        """A slot with its text in the draft's tokens; None if the draft cannot continue it."""
         text = self._slots.setdefault(view.slot, _Text(TextStream(self._target)))
         text.extend(view.tokens[text.read :])
         tokens = list(self._draft.encode(text.text).ids) if text.whole else []
@@ -89,18 +89,18 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         return SlotView(view.slot, tokens, _GREEDY, view.random, tree)
 
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
-        """The target's tokens for what the draft said, from its tokens before and those it drafted."""
+        """The target's tokens of a drafted text, from the draft's tokens before it and the drafted ones."""
         known = drafted_after[-_OVERLAP:]
         old, new = self._said(self._draft, known), self._said(self._draft, [*known, *drafted])
-        said = new[len(old) :] if new.startswith(old) else ""
-        said = said.rstrip(_UNFINISHED)
-        if not said:
+        text = new[len(old) :] if new.startswith(old) else ""
+        text = text.rstrip(_UNFINISHED)
+        if not text:
             return []
         last = before[-_OVERLAP:]
-        together = list(self._target.encode(self._said(self._target, last) + said, add_special_tokens=False).ids)
+        together = list(self._target.encode(self._said(self._target, last) + text, add_special_tokens=False).ids)
         if together[: len(last)] == last:
             return together[len(last) :]
-        return list(self._target.encode(said, add_special_tokens=False).ids)
+        return list(self._target.encode(text, add_special_tokens=False).ids)
 
     @staticmethod
     def _said(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -122,5 +122,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 def open_proposer(method: UniversalDraft, opening: Opening) -> Proposer:
     bundle = opening.bundle
     drafter = draft_model.open_proposer(method, opening)
-    own = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
-    return UniversalDraftProposer(drafter, bundle.tokenizer(), own, method.token_trees(), bundle.manifest.max_seq_len)
+    tokenizer = bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
+    return UniversalDraftProposer(
+        drafter, bundle.tokenizer(), tokenizer, method.token_trees(), bundle.manifest.max_seq_len
+    )

@@ -33,16 +33,16 @@ Fuzz = Callable[[str, Any, Callable[[Any], str], int], None]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets every target have the same share of the time."""
-    fuzzing = [item for item in items if "fuzz" in getattr(item, "fixturenames", ())]
-    for item in fuzzing:
-        item.user_properties.append(("seconds", MINUTES * 60 / len(fuzzing)))
+    fuzzing = [pair for pair in items if "fuzz" in getattr(pair, "fixturenames", ())]
+    for pair in fuzzing:
+        pair.user_properties.append(("seconds", MINUTES * 60 / len(fuzzing)))
 
 
 @pytest.fixture(scope="session")
 def box() -> Iterator[Sandbox]:
     """A process for targets that may crash."""
-    with sandbox() as made:
-        yield made
+    with sandbox() as box:
+        yield box
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
     def run(name: str, strategy: Any, check: Callable[[Any], str], examples: int) -> None:
         end = time.monotonic() + seconds
 
-        def tried(given: Any) -> None:
-            COUNTS[name, check(given)] += 1
+        def tried(arguments: Any) -> None:
+            COUNTS[name, check(arguments)] += 1
 
         profile = hypothesis.settings.get_profile("fuzz" if seconds else "ci")
         test = hypothesis.settings(profile, max_examples=examples)(hypothesis.given(strategy)(tried))
@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     terminalreporter.section("fuzzing")
     for name in names:
-        found = {outcome: count for (target, outcome), count in sorted(COUNTS.items()) if target == name}
-        words = ", ".join(f"{count:,} {outcome}" for outcome, count in found.items())
-        terminalreporter.write_line(f"{name:20} {sum(found.values()):>9,} inputs: {words}")
+        actual = {outcome: count for (target, outcome), count in sorted(COUNTS.items()) if target == name}
+        words = ", ".join(f"{count:,} {outcome}" for outcome, count in actual.items())
+        terminalreporter.write_line(f"{name:20} {sum(actual.values()):>9,} inputs: {words}")
     terminalreporter.write_line(f"{'all':20} {sum(COUNTS.values()):>9,} inputs")

@@ -58,10 +58,10 @@ _VALUES: tuple[Any, ...] = (
 
 def harmed_bytes(raw: bytes, done: list[Edit]) -> bytes:
     """Bytes after each of some edits."""
-    for what, where, value in done:
+    for kind, where, value in done:
         at = where % (len(raw) + 1)
         size = 1 + value % 64
-        match what % 8:
+        match kind % 8:
             case 0:
                 raw = raw[:at] + bytes([raw[at] ^ (1 << value % 8)]) + raw[at + 1 :] if at < len(raw) else raw
             case 1:
@@ -88,15 +88,15 @@ def harmed_json(document: Any, done: list[Edit]) -> bytes:
     doubled = ""
     raw: list[Edit] = []
     for edit in done:
-        what, where, value = edit
-        if what >= 245:
+        kind, where, value = edit
+        if kind >= 245:
             raw.append(edit)
             continue
         nodes = list(_places(document))
         if not nodes:
             break
         holder, key = nodes[where % len(nodes)]
-        match what % 8:
+        match kind % 8:
             case 0 | 1:
                 holder[key] = _value(value)
             case 2:
@@ -141,6 +141,6 @@ def _twice(holder: Any, key: Any) -> None:
 def _places(value: Any) -> Any:
     """Every value inside a document: what holds it, and its key there."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in list(inner):
+    for key, item in list(inner):
         yield value, key
-        yield from _places(one)
+        yield from _places(item)

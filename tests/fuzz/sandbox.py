@@ -76,11 +76,11 @@ class Sandbox:
 @contextlib.contextmanager
 def sandbox() -> Iterator[Sandbox]:
     """A sandbox, closed in the end."""
-    made = Sandbox()
+    box = Sandbox()
     try:
-        yield made
+        yield box
     finally:
-        made.close()
+        box.close()
 
 
 def _outcome(function: Any, seed: str, data: bytes, folder: Path) -> tuple[str, str]:

@@ -25,9 +25,9 @@ PARAMS = (
 def put(path: Path, data: bytes | None) -> None:
     """Writes a file anew: libraries may still have the old one mapped."""
     if data is not None:
-        beside = path.with_name(path.name + ".new")
-        beside.write_bytes(data)
-        os.replace(beside, path)  # noqa: PTH105
+        neighbour = path.with_name(path.name + ".new")
+        neighbour.write_bytes(data)
+        os.replace(neighbour, path)  # noqa: PTH105
 
 
 @lru_cache(maxsize=16)
@@ -55,9 +55,9 @@ def _file(seed: str, data: bytes | None, folder: Path, name: str) -> Path:
     put(bundle / name, data)
     raw = (bundle / name).read_bytes()
     document = json.loads((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
-    for entry in document["files"]:
-        if entry["path"] == name:
-            entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    for file in document["files"]:
+        if file["path"] == name:
+            file.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
     (bundle / MANIFEST_NAME).write_text(json.dumps(document), encoding="utf-8")
     return bundle
 
@@ -82,8 +82,8 @@ def tree(seed: str, data: bytes | None, folder: Path) -> None:
     del seed
     path = folder / "tree.json"
     put(path, b"[[0]]" if data is None else data)
-    made = TokenTree.load(path)
-    assert TokenTree.from_choices(made.choices).parents == made.parents or made.mask.any()
+    result = TokenTree.load(path)
+    assert TokenTree.from_choices(result.choices).parents == result.parents or result.mask.any()
 
 
 # --- what the exporter reads ------------------------------------------------------------------------------------------

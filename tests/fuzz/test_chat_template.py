@@ -70,11 +70,11 @@ def _check(source: str) -> str:
     try:
         text = ChatTemplate(source, {"bos_token": "<s>"}).render(CHAT)
     except (RequestError, BundleError) as error:
-        said = str(error)
-        assert "chat template" in said
-        assert "\n" not in said
-        assert len(said) < 600
-        return "stopped" if "does not end" in said else "refused"
+        errors = str(error)
+        assert "chat template" in errors
+        assert "\n" not in errors
+        assert len(errors) < 600
+        return "stopped" if "does not end" in errors else "refused"
     assert len(text) <= LONGEST
     return "rendered"
 

@@ -25,8 +25,8 @@ def _try(
 ) -> None:
     """Harms files, each named by its seed, and calls the target in the sandbox."""
 
-    def check(given: tuple[str, list[Edit]]) -> str:
-        seed, done = given
+    def check(arguments: tuple[str, list[Edit]]) -> str:
+        seed, done = arguments
         return box.call(f"tests.fuzz.targets:{target}", seed, harm(seeds[seed], done))
 
     fuzz(target, st.tuples(st.sampled_from(sorted(seeds)), edits), check, count)

@@ -78,7 +78,7 @@ def test_requests(fuzz: Fuzz, running: Served, harm: Callable[[Any, list[Edit]],
         fuzz(
             "requests",
             st.tuples(PATHS, st.integers(0, 99), edits),
-            lambda given: _check(http, given[0], harm(_seeded(given[0], given[1]), given[2])),
+            lambda arguments: _check(http, arguments[0], harm(_seeded(arguments[0], arguments[1]), arguments[2])),
             150,
         )
         running.idle()
@@ -106,8 +106,8 @@ def test_variables_of_a_chat_template(fuzz: Fuzz, running: Served) -> None:
     )
     with httpx.Client(base_url=running.url, timeout=60) as http:
 
-        def check(given: dict[str, Any]) -> str:
-            body = {"messages": _MESSAGES, "max_tokens": 1, "chat_template_kwargs": given}
+        def check(arguments: dict[str, Any]) -> str:
+            body = {"messages": _MESSAGES, "max_tokens": 1, "chat_template_kwargs": arguments}
             return _check(http, "/v1/chat/completions", httpx.Request("POST", "http://a", json=body).content)
 
         fuzz("template variables", st.dictionaries(names, values, max_size=4), check, 60)

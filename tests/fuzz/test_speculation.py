@@ -116,9 +116,9 @@ def answered(http: httpx.Client, path: str, body: Body) -> tuple[int, Any]:
     if not body.get("stream"):
         return 200, _without_ids(answer.json()["choices"])
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    said: dict[int, Any] = {}
+    document: dict[int, Any] = {}
     for choice in (choice for event in events for choice in event.get("choices", [{"index": -1, "error": event}])):
-        held = said.setdefault(choice["index"], {"text": "", "reason": None, "logprobs": [], "calls": ""})
+        held = document.setdefault(choice["index"], {"text": "", "reason": None, "logprobs": [], "calls": ""})
         delta = choice.get("delta", choice)
         held["text"] += delta.get("text") or delta.get("content") or ""
         held["calls"] += "".join(
@@ -131,20 +131,20 @@ def answered(http: httpx.Client, path: str, body: Body) -> tuple[int, Any]:
         held["logprobs"] += scores.get("content") or list(
             zip(scores.get("tokens", []), scores.get("token_logprobs", []), scores.get("top_logprobs", []), strict=True)
         )
-    return 200, said
+    return 200, document
 
 
 def _without_ids(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_ids(one) for name, one in value.items() if name != "id"}
-    return [_without_ids(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_ids(item) for name, item in value.items() if name != "id"}
+    return [_without_ids(item) for item in value] if isinstance(value, list) else value
 
 
-def text_of(path: str, body: Body, said: Any) -> str:
+def text_of(path: str, body: Body, message: Any) -> str:
     """What the first choice says."""
     if body.get("stream"):
-        return str(said[0]["text"])
-    return str((said[0]["text"] if path == "/v1/completions" else said[0]["message"]["content"]) or "")
+        return str(message[0]["text"])
+    return str((message[0]["text"] if path == "/v1/completions" else message[0]["message"]["content"]) or "")
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +153,14 @@ def servers(
 ) -> Iterator[dict[str, tuple[Served, list[Body]]]]:
     """By bundle: a server, and every way in which a request may speculate there."""
     with contextlib.ExitStack() as stack:
-        made = {}
+        results = {}
         for name in BUNDLES:
             folder = with_chat_template(bundle(name), tmp_path_factory.mktemp("speculation") / name, HERMES)
             server = stack.enter_context(served(folder))
             methods = httpx.get(f"{server.url}/v1/models").json()["data"][0]["methods"]
             sizes = [(method["name"], size) for method in methods for size in method["num_speculative_tokens"]]
-            made[name] = server, [{"method": name, "num_speculative_tokens": size} for name, size in sizes]
-        yield made
+            results[name] = server, [{"method": name, "num_speculative_tokens": size} for name, size in sizes]
+        yield results
 
 
 @pytest.mark.parametrize("name", BUNDLES)
@@ -170,8 +170,8 @@ def test_speculation_changes_nothing_but_time(
     server, ways = servers[name]
     with httpx.Client(base_url=server.url, timeout=120) as http:
 
-        def check(given: tuple[tuple[str, Body], int]) -> str:
-            (path, body), way = given
+        def check(arguments: tuple[tuple[str, Body], int]) -> str:
+            (path, body), way = arguments
             status, plain = answered(http, path, {**body, "speculative": PLAIN})
             assert status in (200, 400), plain
             chosen = ways[way % (len(ways) + 1)] if way % (len(ways) + 1) < len(ways) else None
@@ -181,11 +181,11 @@ def test_speculation_changes_nothing_but_time(
                 fast = {**body, "speculative": {"hypothesis": expected}}
             else:
                 fast = body
-            found, said = answered(http, path, fast)
-            assert found == status, (path, body, chosen, plain, said)
+            actual, text = answered(http, path, fast)
+            assert actual == status, (path, body, chosen, plain, text)
             if status == 200 and body["temperature"]:
                 return "sampled"  # by other noise: that the distribution is the same is tested elsewhere
-            assert said == plain, (path, body, chosen)
+            assert text == plain, (path, body, chosen)
             kind = "tools" if "tools" in body else "constrained" if "structured_outputs" in body else "free"
             return f"equal, {kind}" if status == 200 else "refused alike"
 

@@ -58,9 +58,9 @@ class NullRuntime:
 
     def _made(self, name: str, result: Any, types: tuple[Any, ...], *arguments: Any) -> Any:
         """Calls a function whose first argument is where its result goes; gives its status and the result."""
-        made = result()
-        status = self.call(name, (_POINTER, *types), ctypes.addressof(made), *arguments)
-        return status, made.value or 0
+        built = result()
+        status = self.call(name, (_POINTER, *types), ctypes.addressof(built), *arguments)
+        return status, built.value or 0
 
     def cudaGetDeviceCount(self) -> Any:
         return real.cudaError_t.cudaSuccess, 2  # a rank of a split target is shown one of them, and does not count
@@ -139,8 +139,8 @@ class NullRuntime:
         self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: Any, stream: int
     ) -> Any:
         types = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)
-        given = (dst, dpitch, src, spitch, width, height, int(kind), stream)
-        return (self.call("cudaMemcpy2DAsync", types, *given),)
+        inputs = (dst, dpitch, src, spitch, width, height, int(kind), stream)
+        return (self.call("cudaMemcpy2DAsync", types, *inputs),)
 
     def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: int) -> Any:
         return (self.call("cudaMemsetAsync", (_POINTER, _INT, _SIZE, _POINTER), devPtr, value, count, stream),)

@@ -61,32 +61,32 @@ class Sessions:
 
     def watch(self) -> None:
         """Looks at every session that is opened from here on."""
-        found, plain = self, onnxruntime.InferenceSession
+        actual, plain = self, onnxruntime.InferenceSession
 
         class Session(plain):  # type: ignore[misc, valid-type]
-            def __init__(self, path: Any, options: Any = None, **given: Any) -> None:
+            def __init__(self, path: Any, options: Any = None, **arguments: Any) -> None:
                 options = options or onnxruntime.SessionOptions()
-                self._file = found.name(path)
-                optimized = found.beside(Path(path))
+                self._file = actual.name(path)
+                optimized = actual.beside(Path(path))
                 options.optimized_model_filepath = str(optimized)
                 options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-                found._mark(f"run {self._file} opening")
+                actual._mark(f"run {self._file} opening")
                 try:
-                    super().__init__(path, options, **given)
+                    super().__init__(path, options, **arguments)
                 finally:
-                    found._mark("ran")
-                found.opened(self._file, self, onnx.load(optimized, load_external_data=False))
+                    actual._mark("ran")
+                actual.opened(self._file, self, onnx.load(optimized, load_external_data=False))
                 optimized.unlink()
 
             def io_binding(self) -> Any:
                 return Binding(self)
 
             def run_with_iobinding(self, binding: Any, options: Any = None) -> Any:
-                found._mark(f"run {self._file} {binding.digest}")
+                actual._mark(f"run {self._file} {binding.digest}")
                 try:
                     return super().run_with_iobinding(binding, options)
                 finally:
-                    found._mark("ran")
+                    actual._mark("ran")
 
         onnxruntime.InferenceSession = Session
 
@@ -136,22 +136,22 @@ class Binding(onnxruntime.IOBinding):  # type: ignore[misc]
         self.digest = ""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        actual = super().__getattribute__(name)
         if not name.startswith("bind_"):
-            return found
+            return actual
 
-        def bind(what: str, *arguments: Any, **named: Any) -> Any:
+        def bind(kind: str, *arguments: Any, **named: Any) -> Any:
             values = [*arguments, *named.values()]
-            self._bound[what] = " ".join(str(v.data_ptr() if hasattr(v, "data_ptr") else v) for v in values)
+            self._bound[kind] = " ".join(str(v.data_ptr() if hasattr(v, "data_ptr") else v) for v in values)
             self.digest = hashlib.sha256(repr(sorted(self._bound.items())).encode()).hexdigest()[:16]
-            return found(what, *arguments, **named)
+            return actual(kind, *arguments, **named)
 
         return bind
 
 
 def shape_arithmetic(graph: onnx.GraphProto) -> set[str]:
     """Names of the nodes whose inputs follow from shapes and constants alone: onnxruntime computes them on the CPU."""
-    known, names = {one.name for one in graph.initializer}, set()
+    known, names = {initializer.name for initializer in graph.initializer}, set()
     for node in graph.node:
         if node.op_type in _SHAPES or all(name in known for name in node.input if name):
             known.update(node.output)
@@ -223,20 +223,20 @@ class DryRun:
     def way(self, name: str, sampling: str) -> int:
         """As many requests as there are slots, all of a method and a way to sample; how many tokens were drafted."""
         self.asked = f"{name} {sampling}"
-        asked: Any = PLAIN if name == "plain" else {"method": name}
+        arguments: Any = PLAIN if name == "plain" else {"method": name}
         if name != "plain" and method_type(name).__name__ == "Hypothesis":
-            asked = {"hypothesis": [0] * STEPS}
+            arguments = {"hypothesis": [0] * STEPS}
         try:
             slots = range(self._engine.slots)
             params = [SAMPLINGS[sampling].replace(seed=slot) for slot in slots]
-            streams = [self._engine.stream([slot + 3, *PROMPT], params[slot], asked) for slot in slots]
+            streams = [self._engine.stream([slot + 3, *PROMPT], params[slot], arguments) for slot in slots]
             for stream in streams:
                 stream.start()
             done = [completed(stream) for stream in streams]
         except Exception as error:
             self.problems.append(f"{self.asked}: {type(error).__name__}: {error}")
             return 0
-        return sum(one.stats.drafted for one in done)
+        return sum(completion.stats.drafted for completion in done)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> None:
     speculate_always()
     sessions = Sessions(runtime, bundle)
     sessions.watch()
-    said: dict[str, Any] = {"loads": 0, "execution": "", "problems": sessions.problems}
+    document: dict[str, Any] = {"loads": 0, "execution": "", "problems": sessions.problems}
     runtime.mark("load")
     try:
         engine = Engine.load(bundle, backend="onnxruntime-cuda", max_batch_size=slots)
@@ -267,11 +267,11 @@ def main(arguments: Sequence[str]) -> None:
             sessions.problems += run.problems
             ranks = engine.manifest.target.ranks
             # A bundle that was built without methods has no graphs to decide with.
-            said["execution"] = backend.execution if engine.manifest.program or ranks else "host"
+            document["execution"] = backend.execution if engine.manifest.program or ranks else "host"
             if backend.fallback != (SPLIT if ranks else ""):
                 sessions.problems.append(f"falls back: {backend.fallback}")
-    said["loads"] = sum(sessions.loads.values())
-    report.write_text(json.dumps(said), encoding="utf-8")
+    document["loads"] = sum(sessions.loads.values())
+    report.write_text(json.dumps(document), encoding="utf-8")
 
 
 if __name__ == "__main__":

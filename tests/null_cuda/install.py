@@ -114,5 +114,5 @@ def _run(command: list[str], problem: str) -> None:
 
 
 if __name__ == "__main__":
-    made = environment()
-    print(*(f"{name}={made[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "NULL_CUDA_ZEROS")))
+    result = environment()
+    print(*(f"{name}={result[name]}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "NULL_CUDA_ZEROS")))

@@ -119,14 +119,14 @@ def read(path: Path) -> Iterator[Call]:
 
 def reports(calls: Iterable[Call]) -> list[Report]:
     """What happened, a report each ``load``."""
-    made: list[Report] = []
+    results: list[Report] = []
     for call in calls:
         if call.call == "mark" and call.name == "load":
-            made.append(Report())
-            reader = _Reader(made[-1])
-        elif made:
+            results.append(Report())
+            reader = _Reader(results[-1])
+        elif results:
             reader.read(call)
-    return made
+    return results
 
 
 class _Reader:
@@ -168,8 +168,8 @@ class _Reader:
         elif call.launches:
             step.launches[role] += 1
         if call.call == "cudaGraphLaunch" or call.launches:
-            step.memory += [one for one in self._since if one.takes_memory and self._launched]
-            step.waits += [one for one in self._since if one.waits and self._launched]
+            step.memory += [item for item in self._since if item.takes_memory and self._launched]
+            step.waits += [item for item in self._since if item.waits and self._launched]
             self._since.clear()
             self._launched = True
         if call.waits or call.takes_memory:
@@ -187,7 +187,7 @@ class _Reader:
             self._step, self._launched = Step(way=rest), False
             self._since.clear()
         elif kind == "stepped" and self._step is not None:
-            self._step.memory += [one for one in self._since if one.takes_memory]
+            self._step.memory += [item for item in self._since if item.takes_memory]
             self._report.steps.append(self._step)
             self._step = None
 
@@ -211,5 +211,5 @@ def demangled(name: str) -> str:
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_char_p  # leaks the text, once a name
     status = ctypes.c_int()
-    found = demangle(mangled.encode(), None, None, ctypes.byref(status))
-    return found.decode() if found else mangled
+    actual = demangle(mangled.encode(), None, None, ctypes.byref(status))
+    return actual.decode() if actual else mangled

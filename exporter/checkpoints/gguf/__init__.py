@@ -1,1 +1,1 @@
-"""GGUF files: read lazily, and by the names and shapes that transformers has for their models."""
+"""GGUF files, read lazily, with transformers' names and shapes of tensors."""

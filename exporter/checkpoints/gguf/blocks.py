@@ -1,6 +1,6 @@
-"""What the blocks of GGUF's types are made of: ``scale * integer + offset``, by ggml's block layouts.
+"""The block layouts of GGUF's types: ``scale * integer + offset``, as in ggml.
 
-A scale or an offset is a number for each block, in fp16, or a small integer times the fp16 number of a block of 256.
+A block's scale and offset are fp16 numbers, or small integers times the fp16 number of a block of 256.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class BlockType:
     """A type whose blocks are kept.
 
     Attributes:
-        kind: the fewest bits of ours that hold its integers.
-        group: neighbours in a row that share a scale.
-        scales: of what kind those are.
-        parts: the scales, and the offsets where it has some, of blocks ``[N,blocks,bytes]``.
+        kind: our smallest type that holds its integers.
+        group: number of neighbours in a row that share a scale.
+        scales: the kind of scales and offsets.
+        parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class BlockType:
 
     @property
     def form(self) -> str:
-        """Tells apart how matrices are made of integers."""
+        """Identifies the representation of matrices."""
         return f"{self.kind}, {self.group}, {self.scales}"
 
 
@@ -46,12 +46,12 @@ def _half(blocks: _Bytes, at: int) -> npt.NDArray[np.float16]:
 
 
 def _flat(fine: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """The integers of the blocks of each block of 256, side by side; all fit."""
+    """Concatenates the integers of all blocks of 256 in a row, as int8."""
     return fine.reshape(len(fine), -1).astype(np.int8)
 
 
 def _halves(scale: int, offset: int | None = None) -> Callable[[_Bytes], _Parts]:
-    """Types with an fp16 scale a block, and perhaps an fp16 offset."""
+    """For types with an fp16 scale per block, and optionally an fp16 offset."""
 
     def parts(blocks: _Bytes) -> _Parts:
         return Factors(_half(blocks, scale)), None if offset is None else Factors(_half(blocks, offset))
@@ -60,7 +60,7 @@ def _halves(scale: int, offset: int | None = None) -> Callable[[_Bytes], _Parts]
 
 
 def _six_bits(blocks: _Bytes) -> _Parts:
-    """Q4_K, Q5_K: twelve bytes hold eight scales and eight minima, which are subtracted, of six bits."""
+    """Q4_K, Q5_K: twelve bytes hold eight scales and eight minima, to be subtracted, of six bits each."""
     packed = blocks[..., 4:16]
     first, second, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([first & 63, (both & 15) | (first >> 6 << 4)], axis=-1)
@@ -102,10 +102,10 @@ KEPT: dict[GGMLQuantizationType, BlockType] = {
     _Type.Q4_K: BlockType("int4", 32, "two levels, offset", _six_bits),
     _Type.Q5_K: BlockType("int8", 32, "two levels, offset", _six_bits),
     _Type.Q6_K: BlockType("int8", 16, "two levels", _q6_k),
-    _Type.IQ4_NL: BlockType("int8", 32, "half", _halves(0)),  # its sixteen values are whole numbers from -127 to 113
+    _Type.IQ4_NL: BlockType("int8", 32, "half", _halves(0)),  # its sixteen values are integers from -127 to 113
     _Type.IQ4_XS: BlockType("int8", 32, "two levels", _iq4_xs),
 }
-"""The types whose integers and scales are stored as they are."""
+"""The types whose integers and scales are stored unchanged."""
 
 
 def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
@@ -115,6 +115,6 @@ def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
         data: its rows, ``[N,bytes]``.
         kind: a type of :data:`KEPT`.
     """
-    found = KEPT[kind]
-    scale, offset = found.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
-    return Scales(found.kind, found.group, scale.turned(), None, None if offset is None else offset.turned())
+    block = KEPT[kind]
+    scale, offset = block.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
+    return Scales(block.kind, block.group, scale.turned(), None, None if offset is None else offset.turned())

@@ -1,6 +1,6 @@
-"""A folder that stands for a GGUF file as a checkpoint: what the file says, as transformers' own files say it.
+"""A folder that represents a GGUF file as a checkpoint, with the file's settings in transformers' own files.
 
-The configuration and the tokenizer are made by transformers' mapping of GGUF, so that families follow what it knows.
+transformers' mapping of GGUF produces the configuration and the tokenizer, and so determines the supported families.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from specexport.exporter.checkpoints.stored import require_sane
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _CONTROL = 3
-"""The type of a token that is no text."""
+"""The token type of control tokens."""
 _ENDS = ("eos", "eot", "eom")
 _TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
     "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]",
 })  # fmt: skip
-"""Control tokens that end a turn wherever they are: what llama.cpp stops at too, whatever else a file says."""
+"""Control tokens that always end a turn, as in llama.cpp, whatever else a file says."""
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all models of Meta's have whose rotary frequencies are scaled; a file holds the factors alone."""
+"""Settings shared by all of Meta's models with scaled rotary frequencies; a file holds only the factors."""
 
 
 def header_of(folder: Path) -> Header | None:
-    """The header of the file, or files, that a folder stands for; None for a folder of another kind."""
+    """The header of the file or files that a folder represents; None for another kind of folder."""
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
-    files = [file.readlink() if file.is_symlink() else file for file in files]  # the names that their owner knows
+    files = [file.readlink() if file.is_symlink() else file for file in files]  # the user's names for the files
     states = [file.stat() for file in files]
     return _header(tuple((file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True)))
 
@@ -55,10 +55,10 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 
 
 def describe(folder: Path) -> None:
-    """Writes configuration and tokenizer beside the file that a folder stands for, unless they are there.
+    """Writes configuration and tokenizer beside the file that a folder represents, unless they exist.
 
     Raises:
-        BuildError: the file is damaged, or of a family that transformers does not read; names the file.
+        BuildError: the file is damaged, or transformers does not read its family; names the file.
     """
     header = header_of(folder)
     if header is None or (folder / CONFIG).is_file():
@@ -66,7 +66,7 @@ def describe(folder: Path) -> None:
     with quiet(), mock.patch.object(gguf, "GGUFReader", as_library_reader(header)):
         try:
             document, _ = PreTrainedConfig.get_config_dict(folder, gguf_file=header.path.name)
-        except Exception as error:  # transformers raises whatever its mapping raises
+        except Exception as error:  # the mapping raises exceptions of any kind
             raise BuildError(
                 f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"
             ) from error
@@ -75,7 +75,7 @@ def describe(folder: Path) -> None:
         _require_layers(header, document)
         document.update(_rope_scaling(header, document))
         head_dim = header.get(f"{header.architecture}.attention.key_length", int)
-        if head_dim is not None:  # not all that have it are mapped
+        if head_dim is not None:  # transformers does not map it for all families
             document.setdefault("head_dim", head_dim)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
@@ -83,20 +83,22 @@ def describe(folder: Path) -> None:
         except Exception as error:  # as above
             raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
     settings = folder / "tokenizer_config.json"
-    said = json.loads(settings.read_text(encoding="utf-8"))
-    # The classes of families make a tokenizer of their own kind, whatever the file says.
-    settings.write_text(json.dumps(said | {"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
+    settings_document = json.loads(settings.read_text(encoding="utf-8"))
+    # The families' own classes would ignore the file's tokenizer.
+    settings.write_text(
+        json.dumps(settings_document | {"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    )
     (folder / "generation_config.json").write_text(json.dumps(_generation(header)), encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it says that all is there
+    (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it marks the folder as complete
 
 
 def _require_layers(header: Header, config: dict[str, Any]) -> None:
-    """Refuses more layers than the file has, which would all be made."""
+    """Refuses more layers than the file has, as transformers would allocate them."""
     numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
-    layers, there = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
-    if not isinstance(layers, int) or not 1 <= layers <= there:
+    layers, stored = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
+    if not isinstance(layers, int) or not 1 <= layers <= stored:
         key = f"{header.architecture}.block_count"
-        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {there}, of which it has tensors")
+        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {stored}, of which it has tensors")
 
 
 def _reason(error: Exception) -> str:
@@ -105,27 +107,27 @@ def _reason(error: Exception) -> str:
 
 
 def _generation(header: Header) -> dict[str, Any]:
-    """What ends a text, and how the file says to sample."""
+    """Writes the tokens that end a text, and the file's sampling settings."""
     stated = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
     tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
     known = [
         number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == _CONTROL and token in _TURN_ENDS
     ]  # fmt: skip
-    ends = list(dict.fromkeys([*(one for one in stated if one is not None), *known]))
-    found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    ends = list(dict.fromkeys([*(end for end in stated if end is not None), *known]))
+    settings: dict[str, Any] = {"eos_token_id": ends} if ends else {}
     for name, key in _SAMPLING.items():
         value = header.get(f"general.sampling.{name}", (int, float))
         if value is not None:
-            found |= {"do_sample": True, key: value}
-    return found
+            settings |= {"do_sample": True, key: value}
+    return settings
 
 
 def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
-    """How rotary frequencies are scaled, of which transformers' mapping reads little.
+    """The scaling of rotary frequencies, which transformers' mapping mostly ignores.
 
     Raises:
-        BuildError: it is none of the ways known here.
+        BuildError: the scaling is of an unsupported kind.
     """
     if config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type", "default") != "default":
         return {}
@@ -158,7 +160,7 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_factors(theta: float, count: int, scaling: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """By how much each rotary frequency is divided."""
+    """The divisor of each rotary frequency."""
     waves: np.ndarray[Any, np.dtype[np.float64]] = 2 * math.pi * theta ** (np.arange(count) / count)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = ((scaling["original_max_position_embeddings"] / waves - low) / (high - low)).clip(0, 1)

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: metadata, and where each tensor lies. Everything is checked before anything is allocated.
+"""The header of a GGUF file: metadata and tensor locations, all checked before any memory is allocated.
 
-The ``gguf`` library's reader believes the counts, lengths and offsets of a file; here a damaged one is refused by name.
+The ``gguf`` library's reader trusts the counts, lengths and offsets of a file; here a damaged file is refused by name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Field:
     """A value of the metadata.
 
     Attributes:
-        kinds: its type; of an array, that and the type of its elements.
-        value: a number, a truth value, a text, or a list of such.
+        kinds: its type; for an array, also the type of its elements.
+        value: a number, a boolean, a string, or a list of these.
     """
 
     kinds: tuple[GGUFValueType, ...]
@@ -51,9 +51,9 @@ class TensorPlace:
 
     Attributes:
         name: in the file.
-        shape: rows first, as NumPy has it.
-        kind: how its numbers are stored.
-        data: its bytes, mapped: ``[..., bytes of a row]``, uint8.
+        shape: in NumPy's order, rows first.
+        kind: storage type of its numbers.
+        data: its memory-mapped bytes, uint8 ``[..., bytes of a row]``.
     """
 
     name: str
@@ -64,10 +64,10 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says, or several that one was split into.
+    """The header of a file, or of the parts of a split file.
 
     Attributes:
-        path: the file, or the first of several.
+        path: the file, or the first part.
         fields: the metadata by key.
         tensors: by name.
     """
@@ -86,13 +86,13 @@ class Header:
             return default
         value = self.fields[key].value
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            wanted = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
             raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {wanted}; {_FETCH}")
         return value
 
     @property
     def architecture(self) -> str:
-        """``general.architecture``, the family as llama.cpp calls it."""
+        """``general.architecture``, llama.cpp's name of the family."""
         name: str = self.get("general.architecture", str, "")
         if not name:
             raise BuildError(f"{self.path}: general.architecture is missing; expected the file of a language model")
@@ -100,19 +100,19 @@ class Header:
 
 
 def read_header(files: list[Path]) -> Header:
-    """The header of a GGUF file, or of all the files that one was split into, in order.
+    """The header of a GGUF file, or of all parts of a split file, in order.
 
     Raises:
-        BuildError: a file is damaged, or no file of those; names the file and the field or the tensor.
+        BuildError: a file is damaged, or is not such a part; names the file and the field or the tensor.
     """
     headers = [_read(path) for path in files]
     first = headers[0]
     count = first.get("split.count", int, 1)
     for number, header in enumerate(headers):
-        said = header.get("split.no", int, 0), header.get("split.count", int, 1)
-        if said != (number, len(files)):
+        split = header.get("split.no", int, 0), header.get("split.count", int, 1)
+        if split != (number, len(files)):
             raise BuildError(
-                f"{header.path}: split.no and split.count are {said[0]} and {said[1]}; expected {number} and "
+                f"{header.path}: split.no and split.count are {split[0]} and {split[1]}; expected {number} and "
                 f"{len(files)}: the files that the model was split into, each under the name it had"
             )
     tensors: dict[str, TensorPlace] = {}
@@ -139,34 +139,34 @@ def _read(path: Path) -> Header:
 
 
 class _Reading:
-    """Walks through a mapped file."""
+    """A cursor over a mapped file."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
 
-    def _refuse(self, what: str, found: object, expected: str) -> BuildError:
-        return BuildError(f"{self._path}: {what} is {str(found)[:80]}; expected {expected}; {_FETCH}")
+    def _refuse(self, field: str, value: object, expected: str) -> BuildError:
+        return BuildError(f"{self._path}: {field} is {str(value)[:80]}; expected {expected}; {_FETCH}")
 
-    def _take(self, size: int, what: str) -> int:
-        """Goes on by ``size`` bytes, and says where they begin."""
+    def _take(self, size: int, field: str) -> int:
+        """Advances by ``size`` bytes, and returns their start."""
         start, left = self._at, len(self._mapped) - self._at
         if size > left:
-            raise BuildError(f"{self._path}: {what} takes {size} bytes, but the file has {left} left; {_FETCH}")
+            raise BuildError(f"{self._path}: {field} takes {size} bytes, but the file has {left} left; {_FETCH}")
         self._at += size
         return start
 
-    def _number(self, form: str, what: str) -> Any:
-        return struct.unpack_from(f"<{form}", self._mapped, self._take(struct.calcsize(f"<{form}"), what))[0]
+    def _number(self, form: str, field: str) -> Any:
+        return struct.unpack_from(f"<{form}", self._mapped, self._take(struct.calcsize(f"<{form}"), field))[0]
 
-    def _text(self, what: str, longest: int | None = None) -> str:
-        length = self._number("Q", what)
+    def _text(self, field: str, longest: int | None = None) -> str:
+        length = self._number("Q", field)
         if longest is not None and length > longest:
-            raise self._refuse(f"the length of {what}", length, f"at most {longest}")
-        start = self._take(length, what)
+            raise self._refuse(f"the length of {field}", length, f"at most {longest}")
+        start = self._take(length, field)
         try:
             return self._mapped[start : self._at].decode()
         except UnicodeDecodeError as error:
-            raise self._refuse(what, f"no UTF-8: {error}", "text") from error
+            raise self._refuse(field, f"no UTF-8: {error}", "text") from error
 
     def header(self) -> Header:
         magic = self._mapped[self._take(4, "the header") : 4]
@@ -177,9 +177,9 @@ class _Reading:
             swapped = " (written for big-endian machines)" if version >> 24 in _VERSIONS else ""
             raise self._refuse("the version", f"{version}{swapped}", "2 or 3, little-endian")
         counts = self._number("Q", "the number of tensors"), self._number("Q", "the number of fields")
-        for what, count, most in zip(("tensors", "fields"), counts, (_MOST_TENSORS, _MOST_FIELDS), strict=True):
+        for part, count, most in zip(("tensors", "fields"), counts, (_MOST_TENSORS, _MOST_FIELDS), strict=True):
             if count > most:
-                raise self._refuse(f"the number of {what}", count, f"at most {most}")
+                raise self._refuse(f"the number of {part}", count, f"at most {most}")
         fields: dict[str, Field] = {}
         for number in range(counts[1]):
             key = self._text(f"the key of field {number}", _LONGEST_KEY)
@@ -188,62 +188,62 @@ class _Reading:
             fields[key] = self._field(repr(key[:80]))
         return self._with_tensors(Header(self._path, fields, {}), counts[0])
 
-    def _kind(self, what: str) -> GGUFValueType:
-        number = self._number("I", what)
+    def _kind(self, field: str) -> GGUFValueType:
+        number = self._number("I", field)
         try:
             return GGUFValueType(number)
         except ValueError:
-            raise self._refuse(f"the type of {what}", number, "0 to 12") from None
+            raise self._refuse(f"the type of {field}", number, "0 to 12") from None
 
-    def _field(self, what: str) -> Field:
-        kind = self._kind(what)
+    def _field(self, name: str) -> Field:
+        kind = self._kind(name)
         if kind is GGUFValueType.STRING:
-            return Field((kind,), self._text(what))
+            return Field((kind,), self._text(name))
         if kind is not GGUFValueType.ARRAY:
             number = np.dtype(_NUMBERS[kind])
-            return Field((kind,), np.frombuffer(self._mapped, number, 1, self._take(number.itemsize, what))[0].item())
-        element, count = self._kind(what), self._number("Q", what)
+            return Field((kind,), np.frombuffer(self._mapped, number, 1, self._take(number.itemsize, name))[0].item())
+        element, count = self._kind(name), self._number("Q", name)
         if element is GGUFValueType.ARRAY:
-            raise self._refuse(what, "an array of arrays", "an array of numbers or of texts")
+            raise self._refuse(name, "an array of arrays", "an array of numbers or of texts")
         if count > _MOST_ELEMENTS:
-            raise self._refuse(f"the length of {what}", count, f"at most {_MOST_ELEMENTS}")
+            raise self._refuse(f"the length of {name}", count, f"at most {_MOST_ELEMENTS}")
         dtype = None if element is GGUFValueType.STRING else np.dtype(_NUMBERS[element])
-        self._at = self._take(count * (8 if dtype is None else dtype.itemsize), what)  # at least
+        self._at = self._take(count * (8 if dtype is None else dtype.itemsize), name)  # at least
         if dtype is None:
-            return Field((kind, element), [self._text(what) for _ in range(count)])
-        start = self._take(count * dtype.itemsize, what)
+            return Field((kind, element), [self._text(name) for _ in range(count)])
+        start = self._take(count * dtype.itemsize, name)
         return Field((kind, element), np.frombuffer(self._mapped, dtype, count, start).tolist())
 
     def _with_tensors(self, header: Header, count: int) -> Header:
-        found: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
+        entries: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
         seen: set[str] = set()
         for number in range(count):
             name = self._text(f"the name of tensor {number}", _LONGEST_NAME)
-            what = f"tensor {name!r}"
+            label = f"tensor {name!r}"
             if name in seen:
                 raise self._refuse(f"tensor {number}", repr(name), "another name: there is one of this name")
             seen.add(name)
-            rank = self._number("I", what)
+            rank = self._number("I", label)
             if not 1 <= rank <= _MOST_DIMENSIONS:
-                raise self._refuse(f"the number of dimensions of {what}", rank, f"1 to {_MOST_DIMENSIONS}")
-            sizes = [self._number("Q", what) for _ in range(rank)]
+                raise self._refuse(f"the number of dimensions of {label}", rank, f"1 to {_MOST_DIMENSIONS}")
+            sizes = [self._number("Q", label) for _ in range(rank)]
             if not all(sizes) or math.prod(sizes) > _LARGEST_SIZE:
-                raise self._refuse(f"the shape of {what}", sizes, f"1 to {_LARGEST_SIZE} numbers")
-            kind = self._number("I", what)
+                raise self._refuse(f"the shape of {label}", sizes, f"1 to {_LARGEST_SIZE} numbers")
+            kind = self._number("I", label)
             try:
                 stored = GGMLQuantizationType(kind)
             except ValueError:
                 known = "a type that the gguf library knows"
-                raise self._refuse(f"the type of {what}", kind, known) from None
+                raise self._refuse(f"the type of {label}", kind, known) from None
             block = GGML_QUANT_SIZES[stored][0]
             if sizes[0] % block:
-                raise self._refuse(f"the shape of {what}", sizes, f"rows of blocks of {block}, as {stored.name} has")
-            found.append((name, tuple(sizes[::-1]), stored, self._number("Q", what)))
+                raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")
+            entries.append((name, tuple(sizes[::-1]), stored, self._number("Q", label)))
         alignment = header.get("general.alignment", int, _ALIGNMENT)
         if not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise self._refuse("general.alignment", alignment, f"a power of two up to {_LARGEST_ALIGNMENT}")
         begin = self._at + -self._at % alignment
-        for name, shape, stored, offset in found:
+        for name, shape, stored, offset in entries:
             block, block_bytes = GGML_QUANT_SIZES[stored]
             row = shape[-1] // block * block_bytes
             size, left = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
@@ -259,7 +259,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _LibraryField:
-    """As the library's reader has fields: ``parts`` at the places ``data`` are the values."""
+    """A field in the form of the library's reader: ``data`` are the indices of the values in ``parts``."""
 
     parts: list[Any]
     data: range
@@ -267,7 +267,7 @@ class _LibraryField:
 
 
 def as_library_reader(header: Header) -> Callable[[object], Any]:
-    """Stands for the ``gguf`` library's reader class, and knows what was read and checked already."""
+    """Replaces the ``gguf`` library's reader class, with the header that was read and checked here."""
 
     class Reader:
         def __init__(self, _path: object) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by the names and shapes that transformers has for them, read when they are needed."""
+"""The tensors of a GGUF file with transformers' names and shapes, read on demand."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from specexport.exporter.checkpoints.stored import StoredTensor
 
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 _UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""What llama.cpp computes from the configuration and stores; the configuration says it too."""
+"""Tensors that llama.cpp computes from the configuration and stores; they are not needed."""
 
 
 def format_of(header: Header) -> str:
-    """The types of most of a file's bytes, as people call the format: ``GGUF (Q4_K, Q6_K)``."""
+    """The format's name with the types of most of a file's bytes: ``GGUF (Q4_K, Q6_K)``."""
     sizes: dict[str, int] = {}
     for place in header.tensors.values():
         if len(place.shape) > 1:
@@ -38,18 +38,18 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
     """The tensors of a model.
 
     Args:
-        header: of its file.
+        header: the file's header.
         outline: transformers' model without weights.
 
     Raises:
-        BuildError: the file has a tensor that the model has no place for, or of another size.
+        BuildError: the file has a tensor that the model does not have, or has with another size.
     """
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=outline.config.to_dict())
     try:
         names: Mapping[str, str] = get_gguf_hf_weights_map(outline, processor)
     except NotImplementedError as error:
         raise BuildError(f"{header.path}: general.architecture: {str(error).partition('.')[0]}") from error
-    shapes = {name: tuple(one.shape) for name, one in outline.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
     sources: dict[str, list[TensorPlace]] = {}
     for place in header.tensors.values():
         if names.get(place.name) in shapes:
@@ -62,9 +62,9 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
     for name, places in sources.items():
         shape = shapes[name]
         if sum(math.prod(place.shape) for place in places) != math.prod(shape):
-            found = ", ".join(f"{place.name!r} {list(place.shape)}" for place in places)
+            listed = ", ".join(f"{place.name!r} {list(place.shape)}" for place in places)
             raise BuildError(
-                f"{header.path}: tensor {found} fits no {list(shape)}, which the metadata asks for; fetch the file "
+                f"{header.path}: tensor {listed} fits no {list(shape)}, which the metadata asks for; fetch the file "
                 "again"
             )
         read = functools.partial(_read, header, processor, names, name, places, shape)
@@ -84,7 +84,7 @@ def _none() -> None:
 
 
 def _order(processor: Any, place: TensorPlace) -> npt.NDArray[np.int64] | None:
-    """The row of the file that each row of the model's matrix is; None where more is done than moving rows."""
+    """The file's row for each row of the model's matrix; None if the mapping does more than permute rows."""
     rows = place.shape[0]
     numbers = np.repeat(np.arange(rows, dtype=np.float64)[:, None], 2, axis=1)
     moved = processor.process(weights=numbers, name=place.name, tensor_key_mapping=None, parsed_parameters={}).weights
@@ -110,9 +110,9 @@ def _read(
             parsed["tensors"][name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
     tensor = parsed["tensors"].get(name)
     if tensor is None or tuple(tensor.shape) != shape:
-        found = "nothing" if tensor is None else list(tensor.shape)
+        actual = "nothing" if tensor is None else list(tensor.shape)
         raise BuildError(
-            f"{header.path}: tensor {places[0].name!r} became {found}; expected {list(shape)} for {name!r}"
+            f"{header.path}: tensor {places[0].name!r} became {actual}; expected {list(shape)} for {name!r}"
         )
     return tensor
 
