@@ -110,11 +110,14 @@ real: $(VENV)/.dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# An older set-up may have left entry points in the folder, where Python would find them first.
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	rm -rf specexport.egg-info
 	$(PIP) -e '.[cpu,export,chat]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	rm -rf specexport.egg-info
 	$(PIP) -e '.[dev]'
 	touch $@ $(VENV)/.demo
 

@@ -147,7 +147,7 @@ class Engine:
             costs: the costs of steps, instead of measuring them.
             cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that the bundle opens four
                 times as fast the next time.
-            backend: one of ``contract.engines.BACKENDS``; None for the one that the bundle was built for.
+            backend: an entry point of ``specexport.backends``; None for the one that the bundle was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
                 bundle is loaded, including other programs'.
 
