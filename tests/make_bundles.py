@@ -405,7 +405,7 @@ def _from_embeds(target: Path) -> list[dict[str, Any]]:
         return results
 
     again, words = rows(6), ids(12)
-    expected_own = layer(torch.tensor(words)).tolist()
+    embedded = layer(torch.tensor(words)).tolist()
     cases: list[dict[str, Any]] = [
         {"prompt": prompt}
         for prompt in (
@@ -420,8 +420,8 @@ def _from_embeds(target: Path) -> list[dict[str, Any]]:
         )
     ]
     cases += [
-        {"prompt": [expected_own], "ids": words},
-        {"prompt": [expected_own[:5], words[5:9], expected_own[9:]], "ids": words},
+        {"prompt": [embedded], "ids": words},
+        {"prompt": [embedded[:5], words[5:9], embedded[9:]], "ids": words},
     ]
     for case in cases:
         parts = [

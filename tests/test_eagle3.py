@@ -206,11 +206,11 @@ def test_drafts_equal_the_formulas(
         for depth in range(4):
             ids, probs = result[tensors.DRAFT_IDS][depth, slot], result[tensors.DRAFT_PROBS][depth, slot]
             token, best = int(result[tensors.DRAFT_TOKENS][depth, slot]), logits.topk(64)
-            expected_own = (
+            candidates = (
                 best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
             )
             q = best.values.softmax(0) if slot else F.one_hot(torch.tensor(0), 64).float()
-            np.testing.assert_array_equal(ids[:5], expected_own[:5])
+            np.testing.assert_array_equal(ids[:5], candidates[:5])
             np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
             assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
             state, logits = paper.row(state, token)

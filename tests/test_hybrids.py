@@ -137,17 +137,17 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
             pasts = [past, max(0, past - 1)]
             at = [torch.arange(begin, begin + count).clamp(max=tokens - 1) for begin in pasts]
             part = Updates(*(x if x is None else torch.stack([x[b, at[b]] for b in (0, 1)]) for x in updates))
-            expected_own = {tensors.KNOWN_TOKENS: np.array([known, max(0, known - (past == 0))])}
-            expected_own |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in signature.states(layers)}
+            state_inputs = {tensors.KNOWN_TOKENS: np.array([known, max(0, known - (past == 0))])}
+            state_inputs |= kept.cells(range(2), pasts, count) | {n: kept.arrays[n] for n in signature.states(layers)}
             states = StepStates(
-                {0: layers[0]}, [torch.from_numpy(a.copy()) for a in expected_own.values()], torch.tensor(pasts)
+                {0: layers[0]}, [torch.from_numpy(a.copy()) for a in state_inputs.values()], torch.tensor(pasts)
             )
             states.convolve(0, torch.zeros(2, 3, count), 3)
             actual.append(states.read(part)[:, :stays])
             blocks, parts = kept.outputs(2, count)
             for n, item in zip(signature.new_states(layers), states.returned, strict=True):
                 parts[n][:] = item
-            kept.ran(range(2), pasts, expected_own[tensors.KNOWN_TOKENS].tolist())
+            kept.ran(range(2), pasts, state_inputs[tensors.KNOWN_TOKENS].tolist())
             kept.commit(0, past, range(stays), blocks, 0)
             kept.commit(1, pasts[1], range(stays - (past == 0)), blocks, 1)
             past += stays
@@ -227,8 +227,8 @@ def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[
         later = model.generate(text[:20], request.replace(max_tokens=13), PLAIN)
     source = read_manifest(bundle(name)).target.source
     with torch.no_grad():
-        expected_own = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        expected = expected_own(torch.tensor([text]), use_cache=False).logits[0].double().log_softmax(-1)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        expected = model(torch.tensor([text]), use_cache=False).logits[0].double().log_softmax(-1)
     for row, entry in enumerate(by_steps.logprobs, 2):
         assert scored.prompt_logprobs[row].logprob == entry.logprob
         assert entry.logprob == pytest.approx(float(expected[row, text[row + 1]]), abs=1e-4)
@@ -276,7 +276,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
     assert isinstance(method, DraftModel)
-    expected_own = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
+    draft = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
     backend = open_backend(opened, "onnxruntime", None, 1.0)
     proposer = open_proposer(method, Opening(opened, backend, 1))
     random, text, tree = np.random.default_rng(4), [7, 9, 11], TokenTree.chain(6)
@@ -290,7 +290,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
         assert proposals.q is not None
         drafted = proposals.tokens.tolist()
         with torch.no_grad():
-            logits = expected_own(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]
+            logits = draft(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]
         p = torch.softmax(logits / 0.8, -1)
         expected = torch.gather(p, 1, torch.from_numpy(proposals.q.ids))
         expected /= expected.sum(-1, keepdim=True)

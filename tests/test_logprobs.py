@@ -53,9 +53,9 @@ def test_logprobs_are_optional_and_zero_gives_the_tokens(engine: Engines) -> Non
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     assert llama.generate([17], params).logprobs == ()
-    expected_own = llama.generate([17], params.replace(logprobs=0)).logprobs
-    assert [entry.top for entry in expected_own] == [(), (), (), ()]
-    assert all(entry.logprob < 0 for entry in expected_own)
+    sampled = llama.generate([17], params.replace(logprobs=0)).logprobs
+    assert [entry.top for entry in sampled] == [(), (), (), ()]
+    assert all(entry.logprob < 0 for entry in sampled)
 
 
 def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan() -> None:

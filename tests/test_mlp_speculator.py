@@ -86,12 +86,12 @@ def said_along(folder: Path, hidden: torch.Tensor, tokens: list[int]) -> torch.T
     if config["scale_input"]:
         state = state / torch.sqrt((state**2).mean() + 1e-6) / math.sqrt(2)
     for stage, token in enumerate(tokens):
-        expected_own, moved = (0, min(stage, 1)) if config["tie_weights"] else (stage, stage)
+        part, moved = (0, min(stage, 1)) if config["tie_weights"] else (stage, stage)
         state = F.linear(state, weights[f"proj.{moved}.weight"]) * mix
-        state = state + weights[f"emb.{expected_own}.weight"][token] * math.sqrt((1 - mix**2) * config["inner_dim"] / 2)
+        state = state + weights[f"emb.{part}.weight"][token] * math.sqrt((1 - mix**2) * config["inner_dim"] / 2)
         state = state / torch.sqrt((state**2).mean() + 1e-6)
-        state = F.gelu(state * weights[f"ln.{expected_own}.weight"] + weights[f"ln.{expected_own}.bias"])
-    return F.linear(state, weights[f"head.{expected_own}.weight"])
+        state = F.gelu(state * weights[f"ln.{part}.weight"] + weights[f"ln.{part}.bias"])
+    return F.linear(state, weights[f"head.{part}.weight"])
 
 
 class OneGraph:

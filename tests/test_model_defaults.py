@@ -56,14 +56,14 @@ def test_requests_take_the_models_values_unless_they_have_their_own(
     def said(**arguments: Any) -> str:
         return client.completions.create(model=NAME, prompt=PROMPT, **arguments).choices[0].text
 
-    expected_own = said(extra_body={"repetition_penalty": 1.0}, max_tokens=30)
+    undone = said(extra_body={"repetition_penalty": 1.0}, max_tokens=30)
     assert said() == says(repetition_penalty=1.3, max_tokens=9, min_tokens=3)
     assert said(max_tokens=30) == says(repetition_penalty=1.3, max_tokens=30, min_tokens=3)
-    assert expected_own == says(max_tokens=30, min_tokens=3)
-    assert expected_own != said(max_tokens=30)
-    stop = expected_own[6:9]
+    assert undone == says(max_tokens=30, min_tokens=3)
+    assert undone != said(max_tokens=30)
+    stop = undone[6:9]
     stopped = said(extra_body={"repetition_penalty": 1.0, "min_tokens": 0}, max_tokens=30, stop=stop)
-    assert stopped == expected_own[: expected_own.index(stop)]
+    assert stopped == undone[: undone.index(stop)]
     # The model's least length does not make a shorter request an error.
     assert said(max_tokens=1) == says(repetition_penalty=1.3, max_tokens=1)
 

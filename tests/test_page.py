@@ -234,8 +234,8 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser
         step = steps[number]
         assert f"step {number + 1}: " in page.run("find('caption').textContent")
         nodes, kept = page.run("['', '.kept'].map((mark) => document.querySelectorAll(`#tree g${mark}`).length)")
-        expected_own = len(step["tokens"]) > len(step["path"])
-        assert (nodes, kept) == (len(step["parents"]) + expected_own, 1 + len(step["path"]) + expected_own)
+        bonus = len(step["tokens"]) > len(step["path"])
+        assert (nodes, kept) == (len(step["parents"]) + bonus, 1 + len(step["path"]) + bonus)
 
     page.hover(f".step:nth-child({at + 1}) > span")
     page.until(f"find('caption').textContent.includes('step {at + 1}:')")

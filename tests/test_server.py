@@ -167,15 +167,15 @@ def test_echoed_logprobs_are_the_prompts_and_the_outputs(tiny: Served, client: o
 
 def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
     expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
-    expected_own = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
+    logprobs = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
     response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **GREEDY).choices[0]
     assert response.logprobs is not None
-    assert response.logprobs.token_logprobs == expected_own
+    assert response.logprobs.token_logprobs == logprobs
     assert response.logprobs.text_offset is not None
     assert response.logprobs.text_offset[0] == 0
     parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, stream=True, **GREEDY)
     streamed = [choice.logprobs for part in parts for choice in part.choices if choice.logprobs is not None]
-    assert [value for entry in streamed for value in entry.token_logprobs or []] == expected_own
+    assert [value for entry in streamed for value in entry.token_logprobs or []] == logprobs
     assert [value for entry in streamed for value in entry.text_offset or []] == response.logprobs.text_offset
 
 
