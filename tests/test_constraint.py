@@ -245,11 +245,11 @@ def decoded(
         new = [*(int(drafted[node - 1]) for node in path), bonus]
         bound.advance(new)
         bound.check()
-        for token in new:
+        for token in new[: params.max_tokens - len(text)]:
             text.append(token)
             if token in ends:
                 return text, True
-    return text[: params.max_tokens], False
+    return text, False
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
