@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -69,7 +69,7 @@ def test_every_graph_of_a_bundle_compiles(name: str, devices: Any, uncompiled: B
     folder = shutil.copytree(uncompiled(name), tmp_path / name)
     before = _tokens(folder)
     _, lowering, method = name.split("-")
-    report = compile_bundle(folder, dataclasses.replace(RTX, capabilities=devices))
+    report = compile_bundle(folder, msgspec.structs.replace(RTX, compute_capability=devices))
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
     listed = {file.path for file in manifest.files}
@@ -118,7 +118,7 @@ def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
     """Every slot's prompt is read by itself, so that shapes of one slot and of several lie side by side."""
     folder = shutil.copytree(uncompiled("fp16-native-batch"), tmp_path / "bundle")
     alone = compile_bundle(folder, RTX)
-    report = compile_bundle(folder, dataclasses.replace(RTX, batch_sizes=(4,)))
+    report = compile_bundle(folder, msgspec.structs.replace(RTX, engine_batch_sizes=(4,)))
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes=True)
     engines = {engine.file.split(".")[0]: engine for engine in manifest.engines}
@@ -136,13 +136,13 @@ def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
         assert after.size < 1.2 * before.size, before.file
     assert report.engines[0].attentions == 1 and report.engines[0].decomposed is None
     with pytest.raises(BuildError, match=r"engine_batch_sizes has 3, and the bundle is built for 1, 2, 4"):
-        compile_bundle(folder, dataclasses.replace(RTX, batch_sizes=(1, 3)))
+        compile_bundle(folder, msgspec.structs.replace(RTX, engine_batch_sizes=(1, 3)))
 
 
 @pytest.mark.slow
 def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
-    item, other = (dataclasses.replace(RTX, capabilities=(device,)) for device in ((8, 9), (12, 0)))
+    item, other = (msgspec.structs.replace(RTX, compute_capability=(device,)) for device in ((8, 9), (12, 0)))
     compile_bundle(folder, item)
     first = read_manifest(folder)
     compile_bundle(folder, other)
@@ -172,7 +172,7 @@ def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled: Bundl
     folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
     before = read_manifest(folder)
     with pytest.raises(BuildError, match=r"compute_capability is 8\.6, and fp8 weights need 8\.9 \(Ada\) or higher"):
-        compile_bundle(folder, dataclasses.replace(RTX, capabilities=DEVICES))
+        compile_bundle(folder, msgspec.structs.replace(RTX, compute_capability=DEVICES))
     assert read_manifest(folder) == before
     report = compile_bundle(folder, CompileOptions("tensorrt-rtx"))  # every device that is new enough
     assert report.compute_capabilities[0] == "8.9" and "12.0" in report.compute_capabilities
@@ -194,7 +194,7 @@ def test_the_compiler_itself_knows_no_fp8_below_ada(
     folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
     monkeypatch.setattr(bundle_module, "check_stored", lambda *_: None)
     with pytest.raises(BuildError, match=r"Cannot compile for target\(s\) sm86.*fp8_e4m3"):
-        compile_bundle(folder, dataclasses.replace(RTX, capabilities=((8, 6),)))
+        compile_bundle(folder, msgspec.structs.replace(RTX, compute_capability=((8, 6),)))
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_bf16_is_computed_in_bf16(uncompiled: Bundles, tmp_path: Path) -> None:
 def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")  # heads of 8
     assert read_manifest(folder).backend == "onnxruntime"
-    target = compile_bundle(folder, dataclasses.replace(RTX, compute="fp16")).engines[0]
+    target = compile_bundle(folder, msgspec.structs.replace(RTX, compute="fp16")).engines[0]
     assert target.attentions == 1
     assert target.decomposed == "no fused kernel for its shapes"
     # It was built without a step program, which is traced now.

@@ -13,7 +13,9 @@ import pytest
 
 from specexport.cli import parser
 from specexport.contract.tree import TokenTree
+from specexport.flags import from_flags
 from specexport.runtime import Chunk, Engine, SamplingParams
+from specexport.server.options import ServerOptions
 from tests.browser import CHROMIUM, Browser, browser
 from tests.serving import HERMES, Served, served, with_chat_template
 
@@ -178,8 +180,8 @@ def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Cal
         ]
     with served(bundle("llama-near"), page=False) as running:
         assert [httpx.get(running.url + path).status_code for path in ("/", "/page.js", "/page.css")] == [404] * 3
-    assert parser().parse_args(["serve", "a"]).page
-    assert not parser().parse_args(["serve", "a", "--no-page"]).page
+    for flags, shown in ([], True), (["--no-page"], False):
+        assert from_flags(ServerOptions, parser().parse_args(["serve", "a", *flags])).page is shown
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

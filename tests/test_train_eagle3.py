@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -195,7 +195,7 @@ def test_narrower_mlps_keep_the_strongest_units(
     save_file(state, folder / "model.safetensors")
     loaded = load_model(str(target), CPU, frozen=True)
     settings = options(draft=str(folder), states=None, intermediate_size=32)
-    whole, states = initial_draft(replace(settings, intermediate_size=None), loaded, LAYERS)
+    whole, states = initial_draft(msgspec.structs.replace(settings, intermediate_size=None), loaded, LAYERS)
     narrow, _ = initial_draft(settings, loaded, LAYERS)
     assert states == STATES
     assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
