@@ -1,4 +1,4 @@
-"""Write the tables and charts of the documentation from results: ``python -m scripts.docs``.
+"""Write the tables and charts of the documentation from results and declarations: ``python -m scripts.docs``.
 
 A page marks the place of a table with ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` says where
 each comes from. What stands between the marks is replaced.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES
 
 from benchmarks import tables
-from scripts import clients, families
+from scripts import clients, families, option_tables, tensor_tables
 from specexport.exporter.checkpoints.gguf.blocks import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
 from specexport.server.tools import call_format
@@ -93,6 +94,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "split-targets": tables.split_targets,
     "tools": tools,
     "verify-costs": tables.verify_costs,
+    **{f"options-{name}": partial(option_tables.table, name) for name in option_tables.TABLES},
+    **{f"tensors-{name}": partial(tensor_tables.table, name) for name in tensor_tables.TABLES},
 }
 CHARTS: dict[Path, Callable[[], str]] = {ROOT / "docs" / "speed.svg": tables.real_models_chart}
 

@@ -1,10 +1,8 @@
-"""Write the tables in docs/graph-contract.md from the signatures in contract/signature.py."""
+"""The documentation's tables of tensors, from contract/signature.py; ``scripts/docs.py`` writes them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from specexport.contract import signature, tensors
 from specexport.contract.tensors import Tensor
@@ -12,8 +10,6 @@ from specexport.methods.dflash.spec import block_inputs
 from specexport.methods.hidden_states.spec import own_state_inputs
 from specexport.methods.mlp_speculator.spec import speculator_inputs
 
-PAGE = Path(__file__).parent.parent / "docs" / "graph-contract.md"
-_TABLE = re.compile(r"<!-- tensors: ([\w -]+) -->\n.*?<!-- end -->", re.DOTALL)
 _STEP = signature.step_signature((), "H")
 _PROPOSE = signature.propose_signature("M")
 _ACCEPT = (signature.accept_signature("lossless", "M"), signature.accept_signature("typical", "M"))
@@ -35,8 +31,8 @@ TABLES: dict[str, tuple[Tensor, ...]] = {
         tensors.NEW_KEY,
         tensors.NEW_VALUE,
     ),
-    "step inputs": _STEP.inputs,
-    "step outputs": (tensors.LOGITS, tensors.CANDIDATES, tensors.HIDDEN, tensors.LAYER_STATES),
+    "step-inputs": _STEP.inputs,
+    "step-outputs": (tensors.LOGITS, tensors.CANDIDATES, tensors.HIDDEN, tensors.LAYER_STATES),
     "states": (
         tensors.KNOWN_TOKENS,
         tensors.CELL_ROWS,
@@ -47,31 +43,21 @@ TABLES: dict[str, tuple[Tensor, ...]] = {
         tensors.PAST_STATE,
         tensors.NEW_STATE,
     ),
-    "propose inputs": _without_sampling(_PROPOSE.inputs),
-    "propose outputs": _PROPOSE.outputs,
-    "own state": (*own_state_inputs("n*H", "H"), tensors.NEXT_STATE),
+    "propose-inputs": _without_sampling(_PROPOSE.inputs),
+    "propose-outputs": _PROPOSE.outputs,
+    "own-state": (*own_state_inputs("n*H", "H"), tensors.NEXT_STATE),
     "block": (*block_inputs("n*H")[:2], tensors.BLOCK_ROWS),
     "speculator": _without_sampling(speculator_inputs("stages", "H")),
-    "accept inputs": _without_sampling(tensor for accept in _ACCEPT for tensor in accept.inputs),
-    "accept outputs": _ACCEPT[0].outputs,
+    "accept-inputs": _without_sampling(tensor for accept in _ACCEPT for tensor in accept.inputs),
+    "accept-outputs": _ACCEPT[0].outputs,
     "fill": (tensors.TREE_ROWS, tensors.TREE_RANKS, *_FILL.outputs),
 }
 
 
-def table(declared: Iterable[Tensor]) -> str:
+def table(name: str) -> str:
     """Name, type, shape and meaning of each tensor; layers have theirs by number."""
     rows = ["| tensor | type | shape | |", "|---|---|---|---|"]
-    for tensor in declared:
-        name = f"{tensor}.{{i}}" if f"{tensor}." in _LAYERED and tensor.dims[-1] != "n*H" else str(tensor)
-        rows.append(f"| `{name}` | {tensor.dtype} | `[{', '.join(map(str, tensor.dims))}]` | {tensor.meaning} |")
+    for tensor in TABLES[name]:
+        shown = f"{tensor}.{{i}}" if f"{tensor}." in _LAYERED and tensor.dims[-1] != "n*H" else str(tensor)
+        rows.append(f"| `{shown}` | {tensor.dtype} | `[{', '.join(map(str, tensor.dims))}]` | {tensor.meaning} |")
     return "\n".join(rows)
-
-
-def with_tables(page: str) -> str:
-    """A page with the tables between its marks written anew."""
-    tables = {name: table(declared) for name, declared in TABLES.items()}
-    return _TABLE.sub(lambda found: f"<!-- tensors: {found[1]} -->\n\n{tables[found[1]]}\n\n<!-- end -->", page)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from scripts.options import pages, with_tables
 from specexport import LLM, AsyncEngine
 from specexport.cli import parser
 from specexport.contract.errors import BuildError, RequestError
@@ -205,11 +204,3 @@ def test_contradictions_name_the_parameter() -> None:
             SamplingParams(**given)  # type: ignore[arg-type]
         assert caught.value.param == param
         assert str(caught.value).startswith(f"{param} is ")
-
-
-def test_the_docs_have_the_tables_of_the_options() -> None:
-    found = list(pages())
-    assert len(found) == 3
-    for page in found:
-        text = page.read_text(encoding="utf-8")
-        assert with_tables(text) == text, f"{page.name}: python -m scripts.options"

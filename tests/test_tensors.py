@@ -5,18 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.tensor_tables import PAGE, TABLES, with_tables
+from scripts.tensor_tables import TABLES
 from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, propose_signature, step_signature
 from specexport.contract.tensors import DECLARED, Tensor
 from specexport.runtime.buffers import buffers
-
-
-def test_the_tables_of_the_page_are_those_of_the_declarations() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page) == page
-    assert all(f"<!-- tensors: {name} -->" in page for name in TABLES)
 
 
 def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:
