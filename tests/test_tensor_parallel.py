@@ -203,7 +203,7 @@ def test_unsplittable_models_are_refused(built: Built, tmp_path: Path) -> None:
     hybrid = make_checkpoint(tmp_path / "lfm2", "lfm2")
     for options, words in (
         ({"target": target, "tensor_parallel": 3}, "it has 4 key/value heads; choose a number that divides them"),
-        ({"target": target, "tensor_parallel": 0}, "tensor_parallel is 0; expected 1 to 16"),
+        ({"target": target, "tensor_parallel": 0}, "tensor_parallel is 0; expected a whole number from 1 to 16"),
         ({"target": target, "tensor_parallel": 2, "methods": ("self_draft:1",)}, "layers of the target"),
         ({"target": str(phi3), "tensor_parallel": 2}, "model family 'phi3' cannot be split among 2 ranks"),
         ({"target": str(hybrid), "tensor_parallel": 2}, "it has layers without attention"),
