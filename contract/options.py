@@ -169,7 +169,7 @@ def options(kind: type[Options]) -> dict[str, Option]:
     hints, help = get_type_hints(kind, include_extras=True), dict[str, str]()
     for parent in reversed(kind.__mro__):
         help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(parent.__doc__ or "")}
-    known = {}
+    described = {}
     for field in msgspec.structs.fields(kind):
         about = dict((_meta(hints[field.name]) or option()).extra or {})
         limits = {limit: value for limit, value in about.items() if limit in _LIMITS}
@@ -180,14 +180,14 @@ def options(kind: type[Options]) -> dict[str, Option]:
         stated = stated.removesuffix(")") or ("" if silent else str(default).strip("()"))
         words = about.get("expected") or expected(hint)
         shape = _shape(hints[field.name])
-        known[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": hint})
-    return known
+        described[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": hint})
+    return described
 
 
 @lru_cache(maxsize=64)
 def _twin(kind: type[Options]) -> type[msgspec.Struct]:
     """A struct of the same fields that checks types alone."""
-    return msgspec.defstruct(kind.__name__, [(name, known.about["type"]) for name, known in options(kind).items()])
+    return msgspec.defstruct(kind.__name__, [(name, field.about["type"]) for name, field in options(kind).items()])
 
 
 def _meta(hint: Any) -> Meta | None:

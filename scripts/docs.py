@@ -58,9 +58,9 @@ def tools() -> str:
     """The tool support of each family of models."""
     rows = []
     for family in tool_families.FAMILIES:
-        known = call_format(family.template) is not None
-        form = family.form if known else "its template knows no tools; JSON"
-        rows.append((family.name, form, "works" if known else "refused", "work"))
+        supported = call_format(family.template) is not None
+        form = family.form if supported else "its template knows no tools; JSON"
+        rows.append((family.name, form, "works" if supported else "refused", "work"))
     return tables.markdown(("family", "a call", "`auto`", "`required`, a named tool"), rows)
 
 

@@ -158,12 +158,12 @@ def test_commands_that_open_a_model_have_every_option_as_a_flag(command: str) ->
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     actions = {action.dest: action for action in commands.choices[command]._actions}
     sampling = () if command == "serve" else options(SamplingParams)
-    for name, known in options(ListenOptions if command == "serve" else EngineOptions).items():
-        if known.about.get("hidden") or name in options(BuildSettings).keys() & options(SamplingParams).keys():
+    for name, declared in options(ListenOptions if command == "serve" else EngineOptions).items():
+        if declared.about.get("hidden") or name in options(BuildSettings).keys() & options(SamplingParams).keys():
             continue
         assert name in actions
-        if known.choices and known.about["metavar"] is None and name not in sampling:
-            assert tuple(actions[name].choices or ()) == known.choices  # bf16 and fp8 among the precisions
+        if declared.choices and declared.about["metavar"] is None and name not in sampling:
+            assert tuple(actions[name].choices or ()) == declared.choices  # bf16 and fp8 among the precisions
 
 
 def test_the_servers_fields_have_the_ranges_of_sampling_parameters() -> None:

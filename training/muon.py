@@ -1,4 +1,4 @@
-"""Muon, whose products are in fp32 on CPUs: there torch's, in bf16, take ten times as long as the rest of a step."""
+"""Muon with products in fp32 on CPUs: torch's, in bf16, took 70 % of an EAGLE-3 step on one that has no bf16."""
 
 from __future__ import annotations
 

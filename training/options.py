@@ -89,7 +89,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
 
     def settings(self) -> dict[str, Any]:
         """What the result depends on; the data and the models are told by their contents instead."""
-        fixed = [name for name, known in options(type(self)).items() if known.about.get("fixed", True)]
+        fixed = [name for name, declared in options(type(self)).items() if declared.about.get("fixed", True)]
         return {name: getattr(self, name) for name in fixed}
 
     def record(self) -> dict[str, Any]:

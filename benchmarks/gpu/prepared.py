@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
-from unittest import mock
 
 import numpy as np
 
@@ -29,8 +28,6 @@ _BLOCK = 1 << 22
 _PRIME = 2_097_169
 _RANDOM = 1 << 23
 """Weights of a random pair below this size are packed."""
-_TRACED_ONCE = 32_000_000
-"""Parameters of models that are traced once for all precisions: a trace holds its weights."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "draft-fp32": {"proposes": "draft", "precision": "fp32"},
@@ -91,24 +88,20 @@ def prepare(out: Path, models: Path, names: Sequence[str] = ()) -> None:
         models: holds the demo models.
         names: of :data:`TINY`, :data:`KINDS` and :data:`PAIRS`; all of them unless given.
     """
-    from specexport.exporter import trace
     from tests.null_cuda import bundles
-    from tests.traces import once
 
-    built, traces = out / "built", out / "traces"
+    built = out / "built"
     names = names or (*TINY, *KINDS, *PAIRS)
-    for folder in (built, traces):
-        folder.mkdir(parents=True, exist_ok=True)
-    with mock.patch.object(trace, "trace_module", once(trace.trace_module, traces, _TRACED_ONCE)):
-        for name in names:
-            if (built / name / (PLAN if name in PAIRS else MANIFEST_NAME)).exists():
-                continue
-            start = time.monotonic()
-            if name in TINY:
-                bundles.make(name, built)
-            else:
-                _build(name, built, models)
-            print(f"built {name} in {time.monotonic() - start:.0f} s", flush=True)
+    built.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if (built / name / (PLAN if name in PAIRS else MANIFEST_NAME)).exists():
+            continue
+        start = time.monotonic()
+        if name in TINY:
+            bundles.make(name, built)
+        else:
+            _build(name, built, models)
+        print(f"built {name} in {time.monotonic() - start:.0f} s", flush=True)
     _pack(built, names, out)
 
 

@@ -278,7 +278,7 @@ def report(cells: list[Cell]) -> list[dict[str, Any]]:
     entries = []
     for cell in cells:
         kind = cell.way.kind
-        ours, own_plain = (chosen.get((engine, cell.precision, "plain")) for engine in (OURS, cell.engine))
+        ours, plain = (chosen.get((engine, cell.precision, "plain")) for engine in (OURS, cell.engine))
         rival, reference = chosen.get((OURS, cell.precision, kind)), chosen.get(("transformers", "fp32", "plain"))
         entries.append(
             {
@@ -295,7 +295,7 @@ def report(cells: list[Cell]) -> list[dict[str, Any]]:
                 "ours_over_it": rival and rival.over(cell),
                 "ours_over_it_end_to_end": rival and rival.over(cell, "end_to_end"),
                 "same_as_fp32_greedy": reference and cell.same_as(reference),
-                "same_as_own_greedy": own_plain and cell.same_as(own_plain),
+                "same_as_own_greedy": plain and cell.same_as(plain),
                 "decode_tokens_per_s_of_runs": [round(run.decode, 1) for run in cell.runs],
             }
         )

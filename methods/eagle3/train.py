@@ -212,8 +212,8 @@ def _attend(query: torch.Tensor, group: int, scaling: float, *rows: torch.Tensor
     query = query.view(batch, heads, group, tokens, size)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
     scores = (query @ first[:, :, None].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
-    own_scores = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own_keys]
-    weights = (torch.cat([scores, *own_scores], -1) * scaling).softmax(-1).to(query.dtype)
+    drafted_scores = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own_keys]
+    weights = (torch.cat([scores, *drafted_scores], -1) * scaling).softmax(-1).to(query.dtype)
     attended = weights[..., :tokens] @ first_value[:, :, None]
     for at, value in enumerate(own_values):
         attended = attended + weights[..., tokens + at, None] * value[:, :, None]

@@ -115,5 +115,5 @@ def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    vars(copy.weight).update(vars(weight))  # the stored tensor, if it is a stand-in (checkpoints/streamed.py)
+    vars(copy.weight).update(vars(weight))  # the stored tensor, if it is a stand-in (streamed.py)
     return copy

@@ -85,8 +85,8 @@ def engine_flags(arguments: argparse.Namespace, names: Sequence[str]) -> dict[st
     Raises:
         BuildError: a value is out of range.
     """
-    known = options(EngineOptions)
-    values = {name: getattr(arguments, name, known[name].default) for name in names}
+    declared = options(EngineOptions)
+    values = {name: getattr(arguments, name, declared[name].default) for name in names}
     check_flags(EngineOptions, values)
     return values
 

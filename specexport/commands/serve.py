@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         _SOURCE, dest="named_model", metavar="DIR_OR_ID", help="the same, as a flag (default: BUNDLE_OR_MODEL)"
     )
-    known = options(ListenOptions)
-    add_flags(parser, ListenOptions, known.keys() - options(BuildSettings).keys() - {"model"})
+    declared = options(ListenOptions)
+    add_flags(parser, ListenOptions, declared.keys() - options(BuildSettings).keys() - {"model"})
     add_flags(parser, ListenOptions, BUILD, group=BUILD_GROUP)
 
 
