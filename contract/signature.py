@@ -152,16 +152,18 @@ def states(layers: Sequence[StateLayer]) -> tuple[Tensor, ...]:
 
 def new_states(layers: Sequence[StateLayer], fed: str = "T") -> tuple[Tensor, ...]:
     """``new_conv.0, new_updates.0, new_state.0, new_conv.1, ...``, as a graph returns them."""
-    conv, updates, state = tensors.NEW_CONV, tensors.NEW_UPDATES, tensors.NEW_STATE
-    return _states(layers, conv.sized(F=fed), updates.sized(F=fed), state)
+    return _states(layers, tensors.NEW_CONV, tensors.NEW_UPDATES, tensors.NEW_STATE, fed)
 
 
-def _states(layers: Sequence[StateLayer], conv: Tensor, updates: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+def _states(
+    layers: Sequence[StateLayer], conv: Tensor, updates: Tensor, state: Tensor, fed: str = "F"
+) -> tuple[Tensor, ...]:
+    # All symbols at once: where ``fed`` is R, it is not the R rows that a layer keeps.
     declared: list[Tensor] = []
     for index, layer in enumerate(layers):
-        declared.append(conv.at(index).sized(**{"W-1": layer.kept_rows, "C": layer.conv_size}))
+        declared.append(conv.at(index).sized(**{"W-1": layer.kept_rows, "C": layer.conv_size, "F": fed}))
         if (recurrence := layer.recurrence) is not None:
             sizes = {"H": recurrence.heads, "Dk": recurrence.key_size, "Dv": recurrence.value_size}
-            declared.append(updates.at(index).sized(R=recurrence.rows, U=recurrence.update_size))
+            declared.append(updates.at(index).sized(R=recurrence.rows, U=recurrence.update_size, F=fed))
             declared.append(state.at(index).sized(**sizes))
     return tuple(declared)
