@@ -20,7 +20,6 @@ COMMANDS = (
     "losslessness",
     "lookup",
     "methods",
-    "operators",
     "peers",
     "precision",
     "ranks",

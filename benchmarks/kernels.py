@@ -17,8 +17,8 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks import common
-from benchmarks.operators import PAST, runs
 from benchmarks.pair import bundle, inflated_pair
+from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.runtime.backend import Graph
 from specexport.runtime.backends.onnxruntime.kernels import SWITCH, instruction_set, kernels_described
@@ -27,7 +27,7 @@ from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 
-CHOICES = (4, 1, 2, 3, 6, 8)
+PAST, CHOICES = 100, (4, 1, 2, 3, 6, 8)
 READ_BYTES = 256 << 20
 
 
@@ -94,3 +94,19 @@ def _reading(threads: int) -> float:
             list(pool.map(lambda part: np.dot(part, part), parts))  # faster than memory, unlike np.sum
             taken.append(time.perf_counter() - start)
     return READ_BYTES / statistics.median(taken)
+
+
+def runs(graph: Graph, widths: tuple[int, ...], rounds: int) -> list[list[float]]:
+    """Seconds of every run except the first, for each width, in turns."""
+    times: list[list[float]] = [[] for _ in widths]
+    for turn in range(rounds + 1):
+        for T, of_width in zip(widths, times, strict=True):
+            inputs = graph.inputs(T, T)
+            inputs[tensors.PAST_LENGTH][:] = PAST
+            inputs[tensors.POSITION_IDS][:] = PAST + np.arange(T)
+            inputs[tensors.TREE_MASK][:] = np.tri(T, dtype=np.bool_)
+            start = time.perf_counter()
+            graph.run(T, T)
+            if turn:
+                of_width.append(time.perf_counter() - start)
+    return times

@@ -6,7 +6,7 @@ import argparse
 import statistics
 
 from benchmarks import common
-from benchmarks.operators import PAST, runs
+from benchmarks.kernels import PAST, runs
 from benchmarks.pair import built, inflated_pair
 from specexport.runtime.backends.opening import open_backend
 from specexport.runtime.buffers import buffers

@@ -147,18 +147,17 @@ def decode_costs() -> str:
 
 
 def verify_costs() -> str:
-    """The cost of a step of T tokens over a plain step, and of its matrix products alone."""
-    report, rows = load("operators"), []
+    """A step of one token, and of T over it, on our kernels and on ONNX Runtime's."""
+    report, rows = load("kernels"), []
     widths = report["tokens"]
-    for name, result in report["found"].items():
-        step = result["step"]
-        products = result["operators"]["MatMul" if name == "fp32" else "MatMulNBits"]
-        operators = sum(times[0] for times in result["operators"].values())
-        ratios = [f"{part[at] / part[0]:.2f}" for part in (step, products) for at in range(1, len(widths))]
-        rows.append((name, f"{step[0] / 1e3:.1f} ms", f"{products[0] / operators:.0%}", *ratios))
-    wider = [str(width) for width in widths[2:]]
-    header = ("", "c(1)", "products' share", f"T = {widths[1]}", *wider, f"products: T = {widths[1]}", *wider)
-    return markdown(header, rows)
+    for precision, result in report["results"].items():
+        ours, theirs = result["seconds"]["ours"], result["seconds"]["onnxruntime"]
+        reading = f"{result['weights'] / ours[0] / result['reading']:.0%}"
+        for name, seconds in (("specexport", ours), ("ONNX Runtime", theirs)):
+            ratios = [f"{time / seconds[0]:.2f}" for time in seconds[1:]]
+            rows.append((precision, name, f"{1e3 * seconds[0]:.1f}", *ratios, reading if seconds is ours else ""))
+        rows.append((precision, "ours / theirs", *(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True)), ""))
+    return markdown(("weights", "kernels", "c(1), ms", *(f"c({T}) / c(1)" for T in widths[1:]), "of reading"), rows)
 
 
 def real_sizes() -> str:
@@ -220,13 +219,14 @@ def engines() -> str:
         cell = best.get((engine, precision, method))
         return "" if cell is None else f"{cell['over_our_plain'][0]:.2f}"
 
-    columns = [(precision, method) for precision in ("fp32", "int8", "int4") for method in ("plain", "draft", "ngram")]
-    titles = {"plain": "plain", "draft": "draft", "ngram": "n-gram"}
-    header = [
-        f"{precision}: {titles[method]}" if method == "plain" else titles[method] for precision, method in columns
+    methods = ("plain", "draft", "ngram", "default")
+    rows = [
+        (precision, ENGINES[engine], *(ratio(engine, precision, method) for method in methods))
+        for precision in ("fp32", "int8", "int4")
+        for engine in ENGINES
+        if (engine, precision, "plain") in best
     ]
-    rows = [(ENGINES[engine], *(ratio(engine, *column) for column in columns)) for engine in ENGINES]
-    return markdown(("engine", *header), rows)
+    return markdown(("weights", "engine", "plain", "draft", "n-gram", "by default"), rows)
 
 
 def lookup() -> str:

@@ -173,14 +173,14 @@ def options(kind: type[Options]) -> dict[str, Option]:
     for field in msgspec.structs.fields(kind):
         about = dict((_meta(hints[field.name]) or option()).extra or {})
         limits = {limit: value for limit, value in about.items() if limit in _LIMITS}
-        hint = Any if about.get("unchecked") else _limited(hints[field.name], limits)
+        hint = _limited(hints[field.name], limits)
         default = field.default if field.default_factory is REQUIRED else field.default_factory()
         text, _, stated = help.get(field.name, "").partition(" (default: ")
         silent = default is REQUIRED or isinstance(default, bool) or default in (None, ())
-        stated = stated.removesuffix(")") or ("" if silent else str(default).strip("()"))
+        stated = stated.removesuffix(")") or ("" if silent else str(default).strip("(),"))
         words = about.get("expected") or expected(hint)
-        shape = _shape(hints[field.name])
-        described[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": hint})
+        shape, checked_as = _shape(hints[field.name]), Any if about.get("unchecked") else hint
+        described[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": checked_as})
     return described
 
 

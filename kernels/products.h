@@ -132,8 +132,8 @@ constexpr int kAhead = 1024;  // bytes to prefetch
 constexpr int most_rows(WeightKind) { return 8; }
 constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 #else
-// Tiles at once: two sums and a broadcast for each must fit into sixteen registers.
-constexpr int most_rows(WeightKind) { return 5; }
+// Two sums for each, a row of the tile and a broadcast must fit into sixteen registers; integers need more of them.
+constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 5 : 6; }
 // For floats: an addition has a latency of four cycles, in which eight others can start.
 constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif

@@ -93,7 +93,7 @@ class SamplingParams(Options, frozen=True):
     json_schema: Annotated[str | None, _text("JSON")] = None
     grammar: Annotated[str | None, _text("LARK")] = None
     ignore_eos: Annotated[bool, _text()] = False
-    rules: Annotated[GenerationRules, _text(hidden=True)] = NO_RULES
+    rules: Annotated[GenerationRules, _text(hidden=True, expected="a GenerationRules")] = NO_RULES
     acceptance: Annotated[Literal["lossless", "typical", "relaxed"], _speculation()] = "lossless"
     posterior_threshold: Annotated[float | None, _speculation("E", ge=0, le=1)] = None
     posterior_alpha: Annotated[float | None, _speculation("A", ge=0, le=1)] = None

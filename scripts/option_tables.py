@@ -40,6 +40,7 @@ def _rows(shown: list[Option], flags: bool) -> Iterator[str]:
     for option in shown:
         negated = flags and option.default is True
         words = option.about.get("off", option.help) if negated else option.help
-        default = "" if negated or option.default is REQUIRED else option.default_text or str(option.default)
+        unset = negated or option.default is REQUIRED or (flags and option.default is False)
+        default = "" if unset else option.default_text or str(option.default)
         values = "" if option.kind is bool and flags else option.expected
         yield f"| `{flag(option) if flags else option.name}` | {values} | {default} | {words} |".replace("  ", " ")

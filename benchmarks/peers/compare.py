@@ -29,8 +29,8 @@ from specexport.tables import Table, show
 
 REPO = Path(__file__).resolve().parents[2]
 OURS = "specexport"
-# Plain decoding with either attention implementation; the faster one counts. Drafts require the other.
-MORE_WAYS = {"openvino": [Way("sdpa")]}
+# OpenVINO decodes plainly with either attention implementation; the faster one counts. Drafts require the other.
+MORE_WAYS = {OURS: [Way("default")], "openvino": [Way("sdpa")]}
 SETTLE_SECONDS = 0.2
 """Until the previous engine's threads have stopped spinning."""
 
@@ -178,7 +178,7 @@ def schedule(ways: dict[str, list[Way]], turn: int) -> list[tuple[str, Way]]:
     engines = list(ways)
     engines = engines[turn % len(engines) :] + engines[: turn % len(engines)]
     order = list(dict.fromkeys(way for engine in engines for way in ways[engine]))
-    order.sort(key=lambda way: ("plain", "draft", "ngram").index(way.kind))
+    order.sort(key=lambda way: ("plain", "default", "draft", "ngram").index(way.kind))
     return [(engine, way) for way in order for engine in engines if way in ways[engine]]
 
 

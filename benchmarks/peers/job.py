@@ -35,8 +35,8 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """The kind to compare it with: ``plain``, ``draft`` or ``ngram``."""
-        return self.method if self.k else "plain"
+        """The kind to compare it with: ``plain``, ``draft``, ``ngram`` or ``default``."""
+        return "plain" if self.method == "sdpa" else self.method
 
 
 @dataclass(frozen=True)
