@@ -161,7 +161,8 @@ def _states(
     # All symbols at once: where ``fed`` is R, it is not the R rows that a layer keeps.
     declared: list[Tensor] = []
     for index, layer in enumerate(layers):
-        declared.append(conv.at(index).sized(**{"W-1": layer.kept_rows, "C": layer.conv_size, "F": fed}))
+        sizes: dict[str, Dim] = {"W-1": layer.kept_rows, "C": layer.conv_size, "F": fed}
+        declared.append(conv.at(index).sized(**sizes))
         if (recurrence := layer.recurrence) is not None:
             sizes = {"H": recurrence.heads, "Dk": recurrence.key_size, "Dv": recurrence.value_size}
             declared.append(updates.at(index).sized(R=recurrence.rows, U=recurrence.update_size, F=fed))

@@ -293,6 +293,7 @@ def test_without_the_file_older_configurations_say_it(target: Path, tmp_path: Pa
         ("max_new_tokens", 0, "max_new_tokens"),
         ("stop_strings", [""], "stop_strings"),
         ("stop_strings", "a\ud800", "stop_strings"),
+        ("eos_token_id", "\ud800", "eos_token_id has U+D800, half of a character"),
         ("no_repeat_ngram_size", 10**30, "no_repeat_ngram_size"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from specexport.exporter.checkpoints.config import (
     read_model_config,
     require_stored,
 )
+from specexport.exporter.checkpoints.documents import read_object
 from specexport.exporter.checkpoints.generation import read_generation
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import StoredTensor
@@ -218,7 +218,7 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
-        broken = next((why for name in _TOKENIZER_FILES if (why := _not_an_object(path / name)) is not None), None)
+        broken = next((why for name in _TOKENIZER_FILES if (why := _fault(path / name)) is not None), None)
         reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise BuildError(
             _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {reason}"
@@ -238,15 +238,14 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     return TokenizerFiles(backend, templates, special, end if isinstance(end, int) else None, splits)
 
 
-def _not_an_object(path: Path) -> str | None:
+def _fault(path: Path) -> str | None:
     """The fault of a file that should hold a JSON object; None if there is none or no file."""
-    if not path.is_file():
-        return None
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        return f"{path}: not JSON: {error}"
-    return None if isinstance(document, dict) else f"{path}: holds {type(document).__name__}; expected an object"
+    if path.is_file():
+        try:
+            read_object(path)
+        except BuildError as error:
+            return str(error)
+    return None
 
 
 def _missing_reader(folder: Path) -> str | None:

@@ -6,7 +6,6 @@ transformers trusts a configuration: it would initialize a missing layer at rand
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.adapters import merged
+from specexport.exporter.checkpoints.documents import read_object
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import ADAPTER, locate, unreadable
@@ -31,8 +31,6 @@ from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, require
 from specexport.exporter.checkpoints.streamed import StandIns
 
 GENERATION = "generation_config.json"
-_MAX_BYTES = 16 << 20
-_MAX_INDEX = 64 << 20
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
 """Prefixes of the language model in multimodal checkpoints, and those in a checkpoint of the language model alone."""
@@ -92,7 +90,7 @@ def read_model_config(folder: Path) -> Any:
             the file and the field.
     """
     path = folder / CONFIG
-    document = _document(path, _MAX_BYTES)
+    document = read_object(path)
     require_sane(path, document)
     try:
         with quiet():
@@ -200,7 +198,7 @@ def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
     if (header := header_of(folder)) is not None:
         return format_of(header), "stored"
     path = folder / CONFIG
-    return quantization(path, _document(path, _MAX_BYTES))
+    return quantization(path, read_object(path))
 
 
 def load_causal_lm(
@@ -248,7 +246,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     if (header := header_of(folder)) is not None:
         return tensors_of(header, _outline(folder))
     path = folder / CONFIG
-    document = _document(path, _MAX_BYTES)
+    document = read_object(path)
     tensors = dequantized(path, document, _files(folder))
     text_alone = not isinstance(document.get(_TEXT_PART), dict)
     if (folder / ADAPTER).is_file():
@@ -286,7 +284,7 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         raise BuildError(f"{folder}: {unreadable(', '.join(pickled))}")
     if not path.is_file():
         raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
-    placed = _document(path, _MAX_INDEX).get("weight_map")
+    placed = read_object(path).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise BuildError(f"{path}: weight_map is no object of file names by tensors; fetch the checkpoint again")
     for file in sorted(set(placed.values())):
@@ -295,25 +293,3 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         if not (folder / file).is_file():
             raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
         yield from stored_tensors(folder / file)
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file.
-
-    Raises:
-        BuildError: the file is too large, not JSON or not an object.
-    """
-    return _document(path, _MAX_BYTES)
-
-
-def _document(path: Path, most: int) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > most:
-        raise BuildError(f"{path}: {size} bytes; expected at most {most}")
-    try:
-        document = json.loads(path.read_bytes())  # not msgspec, as Python's json writes Infinity
-    except (ValueError, RecursionError) as error:
-        raise BuildError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise BuildError(f"{path}: holds {type(document).__name__}; expected an object")
-    return document

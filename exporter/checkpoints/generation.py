@@ -14,7 +14,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Probability
-from specexport.exporter.checkpoints.config import GENERATION, read_document
+from specexport.exporter.checkpoints.config import GENERATION
+from specexport.exporter.checkpoints.documents import read_object
 from specexport.exporter.checkpoints.stored import CONFIG
 
 Token = Annotated[int, Meta(ge=0)]
@@ -54,10 +55,10 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
         BuildError: a field has the wrong type or is out of range; names the file and the field.
     """
     path = folder / GENERATION
-    fields = _said(read_document(path)) if path.is_file() else None
+    fields = _said(read_object(path)) if path.is_file() else None
     if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
-        whole = read_document(path)
+        whole = read_object(path)
         part = whole.get("text_config")
         fields = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
         fields.pop("eos_token_id", None)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path, PurePath
-from typing import Any
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, passing_folder
+from specexport.exporter.checkpoints.documents import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
@@ -152,7 +151,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
         BuildError: the adapter names none.
     """
     path = adapter / ADAPTER
-    document = _document(path)
+    document = read_object(path)
     base, revision = document.get("base_model_name_or_path"), document.get("revision")
     if not isinstance(base, str) or not base or not isinstance(revision, str | None):
         raise BuildError(f"it is {base!r}; expected the folder or hub id of the adapter's model")
@@ -220,24 +219,14 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
 
 
 def _shards(index: Path) -> list[str]:
-    placed = _document(index).get("weight_map") if index.is_file() else None
+    placed = read_object(index).get("weight_map") if index.is_file() else None
     return sorted({str(file) for file in placed.values()}) if isinstance(placed, dict) else []
 
 
 def _layers(config: Path) -> int:
-    document = _document(config)
+    document = read_object(config)
     counts = (document.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
     return max((count for count in counts if isinstance(count, int)), default=1)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise BuildError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise BuildError(f"{path}: holds {type(document).__name__}; expected an object")
-    return document
 
 
 def _beside(adapter: Path, base: Path) -> Path:

@@ -6,13 +6,15 @@ ours, or has no effect on texts. ``python -m scripts.docs`` writes the table in 
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from specexport.contract.errors import BuildError
 from specexport.contract.manifest import SettingNote, short
 from specexport.exporter.checkpoints.config import GENERATION
+from specexport.exporter.checkpoints.documents import read_object
 from specexport.exporter.checkpoints.stored import CONFIG
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
@@ -253,12 +255,8 @@ def read_documents(folder: Path) -> Documents:
     for name in dict.fromkeys(setting.file for setting in SETTINGS):
         documents[name] = {}
         if name.endswith(".json") and (folder / name).is_file():
-            try:
-                document = json.loads((folder / name).read_bytes())
-            except (OSError, ValueError, RecursionError):
-                continue  # the code that needs the file reports its faults
-            if isinstance(document, dict):
-                documents[name] = document
+            with contextlib.suppress(BuildError):  # the code that needs the file reports its faults
+                documents[name] = read_object(folder / name)
     return documents
 
 
