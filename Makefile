@@ -80,7 +80,7 @@ compat: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles
 	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \
-	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu,serve]' \
+	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu,serve,chat]' \
 	    cuda-bindings pytest hypothesis scipy httpx openai schemathesis || exit 1; \
 	done
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \

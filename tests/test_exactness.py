@@ -127,6 +127,7 @@ def test_possible_differences_are_reported(bundle: Callable[[str], Path], monkey
 
 
 @needs_kernels
+@pytest.mark.exporter  # onnx comes with it
 def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path: Path) -> None:
     import onnx
 

@@ -12,9 +12,11 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 
-from tests.checkpoints import EOS
 from tests.fuzz.conftest import Fuzz
 from tests.serving import HERMES, Served, served, with_chat_template
+
+EOS = 1
+"""That of ``tests.checkpoints``, which needs torch."""
 
 BUNDLES = ("qwen3-lookup", "llama-near")
 """A draft that is the target and every look-up; a draft that is right now and then."""
