@@ -93,8 +93,8 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in fixed}
 
     def record(self) -> dict[str, Any]:
-        """All options, for JSON."""
-        return dict(msgspec.to_builtins(self, enc_hook=str))
+        """All options, as JSON says them."""
+        return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:
         """The lengths of a window and of a prompt in tokens, for a model with ``positions`` positions.
