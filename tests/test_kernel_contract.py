@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import subprocess
 from pathlib import Path
@@ -14,11 +15,11 @@ _BUILD = runpy.run_path(str(ROOT / "kernels" / "build.py"))
 _SANITIZED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 
 
-def _run(folder: Path, rounds: int, suffixes: list[str], *flags: str) -> str:
+def _run(folder: Path, rounds: int, patterns: list[str], *flags: str) -> str:
     """Compiles the tests with some of the kernels, runs that many rounds, and returns what is printed."""
     program, room = folder / "kernels_test", ROOT / "kernels"
     sources = [room / "packing.cc", room / "kernels.cc", *sorted((room / "tests").glob("*.cc"))]
-    sources += [source for suffix in suffixes for source in sorted(room.glob(f"kernels_{suffix}.cc"))]
+    sources += [source for pattern in patterns for source in sorted(room.glob(f"{pattern}.cc"))]
     try:
         _BUILD["build"](program, ROOT / "build" / "kernels", flags, sources, shared=False)
     except _BUILD["CompilerError"] as error:
@@ -32,12 +33,25 @@ def _run(folder: Path, rounds: int, suffixes: list[str], *flags: str) -> str:
 
 
 def test_every_instruction_set_keeps_the_contract(tmp_path: Path) -> None:
-    assert "portable: 60 rounds" in _run(tmp_path, 60, ["*"])
+    assert "portable: 60 rounds" in _run(tmp_path, 60, ["kernels_*"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> None:
+    # As many kernels as there are for x86-64, on every processor with AVX2.
+    found = '-D__builtin_cpu_supports(feature)=__builtin_cpu_supports("avx2")'
+    patterns = ["kernels_avx2", "kernels_portable", "tests/emulated/*"]
+    printed = _run(tmp_path, 30, patterns, found, "-Wno-psabi")
+    if "avx2" not in printed:
+        pytest.skip("this processor has no AVX2, which the emulation is compiled for")
+    assert all(f"{name}: 30 rounds" in printed for name in ("avx512-vnni", "avx-vnni"))
 
 
 def test_addresses_and_arithmetic_are_defined(tmp_path: Path) -> None:
-    assert "rounds" in _run(tmp_path, 6, ["avx2", "neon", "portable"], "-fsanitize=address,undefined", *_SANITIZED)
+    assert "rounds" in _run(
+        tmp_path, 6, ["kernels_avx2", "kernels_neon", "kernels_portable"], "-fsanitize=address,undefined", *_SANITIZED
+    )
 
 
 def test_teams_are_free_of_races(tmp_path: Path) -> None:
-    assert "portable: 4 rounds" in _run(tmp_path, 4, ["portable"], "-fsanitize=thread", *_SANITIZED)
+    assert "portable: 4 rounds" in _run(tmp_path, 4, ["kernels_portable"], "-fsanitize=thread", *_SANITIZED)
