@@ -20,6 +20,7 @@ COMMANDS = (
     "losslessness",
     "lookup",
     "methods",
+    "opening",
     "peers",
     "precision",
     "ranks",

@@ -160,6 +160,18 @@ def verify_costs() -> str:
     return markdown(("weights", "kernels", "c(1), ms", *(f"c({T}) / c(1)" for T in widths[1:]), "of reading"), rows)
 
 
+def opening() -> str:
+    """The time to a first token, and a decoding process's memory."""
+    rows = []
+    for precision, row in load("opening")["results"].items():
+        parts = (sum(row["first"]), row["seconds"], row["import"], row["load"], row["first_token"])
+        sizes = (row["weights"], row["caches"], row["resident"])
+        over = row["resident"] / (row["weights"] + row["caches"])
+        rows.append((precision, *(f"{x:.2f}" for x in parts), *(f"{x / 1e6:.0f}" for x in sizes), f"{over:.2f}"))
+    times = ("first opening, s", "later ones", "import", "load", "first token")
+    return markdown(("weights", *times, "weights, MB", "caches", "process", "ratio"), rows)
+
+
 def real_sizes() -> str:
     """Builds and steps at the sizes of published models."""
     rows = []

@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "soak": tables.soak,
     "split-targets": tables.split_targets,
     "tools": tools,
+    "opening": tables.opening,
     "verify-costs": tables.verify_costs,
     **{f"options-{name}": partial(option_tables.table, name) for name in option_tables.TABLES},
     **{f"tensors-{name}": partial(tensor_tables.table, name) for name in tensor_tables.TABLES},
