@@ -241,6 +241,19 @@ def engines() -> str:
     return markdown(("weights", "engine", "plain", "draft", "n-gram", "by default"), rows)
 
 
+def prompts() -> str:
+    """Seconds to the first token after prompts of two lengths, by engine; ours by default too, where the draft reads along."""
+    lengths = ("128", "1024")
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for length in lengths:
+        for cell in load(f"peers-{length}")["cells"]:
+            if cell["best"]:
+                name = ENGINES[cell["engine"]] + (", by default" if cell["method"] == "default" else "")
+                rows.setdefault((cell["precision"], name), {})[length] = cell["first_token_s"]
+    cells = [(*key, *(f"{row[length]:.2f}" for length in lengths)) for key, row in rows.items()]
+    return markdown(("weights", "engine", "128 tokens", "1,024"), cells)
+
+
 def lookup() -> str:
     """Look-ups by kind of text."""
     rows: dict[str, list[str]] = {}

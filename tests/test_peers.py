@@ -43,10 +43,11 @@ def test_decoding_speed_starts_after_the_second_delivery(monkeypatch: pytest.Mon
     assert run.decode == (4 + 2) / (4 - 2)
     assert run.end_to_end == 10 / 8
     assert run.tokens_per_step == 4  # the last may be cut short
+    assert run.first_token == 1
 
 
 def _run(engine: str, way: Way, decode: float, prompt: str = "p", turn: int = 0, text: str = "x") -> Measured:
-    return Measured(engine, "int8", way.method, way.k, turn, prompt, decode, decode / 2, 1 + way.k / 2, text, "1")
+    return Measured(engine, "int8", way.method, way.k, turn, prompt, decode, decode / 2, 1 + way.k / 2, 0.5, text, "1")
 
 
 def test_speeds_are_compared_within_a_turn() -> None:
@@ -86,7 +87,7 @@ class _Worker:
 
     def ask(self, job: Job) -> dict[str, Any]:
         self.jobs.append(job)
-        return {"tokens": job.prompt, "decode": 1.0, "end_to_end": 1.0, "tokens_per_step": 1.0}
+        return {"tokens": job.prompt, "decode": 1.0, "end_to_end": 1.0, "tokens_per_step": 1.0, "first_token": 0.5}
 
 
 def test_a_later_call_runs_the_turns_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +116,7 @@ FAKE = """
 from benchmarks.peers.job import Run, answer
 def load(settings):
     print("a library talks", settings.target)
-    return lambda job: Run([7] * job.way.k, 2.0, 1.0, 1.5), "fake 1"
+    return lambda job: Run([7] * job.way.k, 2.0, 1.0, 1.5, 0.5), "fake 1"
 answer(load)
 """
 
@@ -131,6 +132,6 @@ def test_a_process_answers_jobs_and_refuses_texts_of_another_length() -> None:
     )
     version, run = map(json.loads, done.stdout.splitlines())
     assert version == "fake 1"
-    assert run == {"tokens": [7, 7, 7], "decode": 2.0, "end_to_end": 1.0, "tokens_per_step": 1.5}
+    assert run == {"tokens": [7, 7, 7], "decode": 2.0, "end_to_end": 1.0, "tokens_per_step": 1.5, "first_token": 0.5}
     assert "a library talks t" in done.stderr
     assert "3 tokens were generated instead of 4" in done.stderr

@@ -71,7 +71,7 @@ def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path
     [
         (["run", "BUNDLE", "-p", "a", "--hypothesis", "FILE"], WRONG),
         (["bench", "BUNDLE", "--data", "FILE"], WRONG),
-        (["tune", "tree", "BUNDLE", "--data", "FILE"], WRONG),
+        pytest.param(["tune", "tree", "BUNDLE", "--data", "FILE"], WRONG, marks=pytest.mark.exporter),
         (["inspect", "FILE", "--tree"], WRONG),
         (["draw", "FILE", "-o", "out.svg"], b'{"parents": "\xff"}'),
         (["serve", "BUNDLE", "--api-key", WRONG], b""),

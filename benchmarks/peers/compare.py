@@ -46,6 +46,7 @@ class Measured:
         version: of the engine and what it runs on.
         decode: tokens a second, without the prompt.
         end_to_end: tokens a second, with it.
+        first_token: seconds to it.
     """
 
     engine: str
@@ -57,6 +58,7 @@ class Measured:
     decode: float
     end_to_end: float
     tokens_per_step: float
+    first_token: float
     text: str
     version: str
 
@@ -132,17 +134,19 @@ class Worker:
 
 
 def read_prompts(args: argparse.Namespace) -> dict[str, list[int]]:
-    """The prompts as token ids, all of the same length, by name."""
+    """The prompts as token ids, all of the same length, by name; a short text is continued by those that follow."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = {}
+    prompts: dict[str, list[int]] = {}
+    tokens: list[int] = []
     with args.prompts.open(encoding="utf-8") as lines:
         for line in lines:
             prompt = json.loads(line)
-            tokens = tokenizer(prompt["text"])["input_ids"][: args.prompt_tokens]
-            if len(tokens) == args.prompt_tokens:
-                prompts[prompt["id"]] = tokens
+            tokens += tokenizer(prompt["text"])["input_ids"]
+            if len(tokens) >= args.prompt_tokens:
+                prompts[prompt["id"]] = tokens[: args.prompt_tokens]
+                tokens = []
             if len(prompts) == args.num_prompts:
                 return prompts
     raise ValueError(
@@ -165,6 +169,11 @@ def check(args: argparse.Namespace) -> None:
 def fewest_tokens(args: argparse.Namespace) -> int:
     """The minimum length of a generation with measured steps, as the first ones do not count."""
     return (UNCOUNTED + 1) * (max([0, *args.k, *args.ngram_k]) + 1) + 1
+
+
+def context_of(args: argparse.Namespace) -> int:
+    """The most tokens of a prompt and its text together, drafts included."""
+    return -(-(args.prompt_tokens + args.new_tokens + max([0, *args.k, *args.ngram_k])) // 512) * 512
 
 
 def ways_of(engine: str, args: argparse.Namespace) -> list[Way]:
@@ -239,10 +248,12 @@ def start(
     """The engines at a precision, warmed up in all of their ways."""
     workers = {}
     for engine in engines_at(precision, args):
-        folders = convert(engine, precision, {"target": args.target, "draft": args.draft}, args.cache, args.threads)
+        pair = {"target": args.target, "draft": args.draft}
+        folders = convert(engine, precision, pair, args.cache, args.threads, context_of(args))
         target, draft = (str(folders[role].resolve()) for role in ROLES)
         ways = ways_of(engine, args)
-        worker = Worker(engine, Settings(target, draft, precision, args.threads, ways), args.cache / f"{engine}.log")
+        settings = Settings(target, draft, precision, args.threads, ways, context_of(args))
+        worker = Worker(engine, settings, args.cache / f"{engine}.log")
         stack.callback(worker.close)
         worker.version = worker.read()
         for way in ways:
@@ -291,6 +302,7 @@ def report(cells: list[Cell]) -> list[dict[str, Any]]:
                 "decode_tokens_per_s": round(cell.speed("decode"), 1),
                 "end_to_end_tokens_per_s": round(cell.speed("end_to_end"), 1),
                 "tokens_per_step": round(statistics.mean(run.tokens_per_step for run in cell.runs), 2),
+                "first_token_s": round(statistics.median(run.first_token for run in cell.runs), 3),
                 "over_our_plain": ours and cell.over(ours),
                 "ours_over_it": rival and rival.over(cell),
                 "ours_over_it_end_to_end": rival and rival.over(cell, "end_to_end"),
@@ -308,6 +320,7 @@ def table(entries: list[dict[str, Any]]) -> Table:
         "tokens/s",
         "with prompt",
         "a step",
+        "first token, s",
         "over our plain",
         "ours over it",
         "with prompt",
@@ -325,6 +338,7 @@ def table(entries: list[dict[str, Any]]) -> Table:
                 f"{entry['decode_tokens_per_s']:.1f}",
                 f"{entry['end_to_end_tokens_per_s']:.1f}",
                 f"{entry['tokens_per_step']:.2f}",
+                f"{entry['first_token_s']:.2f}",
                 *("-" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios),
                 *(str(entry[name]) for name in ("same_as_fp32_greedy", "same_as_own_greedy")),
             )

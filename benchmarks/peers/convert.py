@@ -38,12 +38,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, threads: int) -> dict[str, Path]:
-    """The converted folders of a pair, {"target": ..., "draft": ...}, converted if not cached."""
+def convert(
+    engine: str, precision: str, pair: dict[str, Path], cache: Path, threads: int, context: int = 512
+) -> dict[str, Path]:
+    """The converted folders of a pair, {"target": ..., "draft": ...}, converted if not cached.
+
+    Our bundle is for ``context`` tokens; the others' conversions have no such limit.
+    """
     if engine == "transformers":
         return pair
     if engine == "specexport":
-        return dict.fromkeys(ROLES, _bundle(precision, pair, cache))
+        return dict.fromkeys(ROLES, _bundle(precision, pair, cache, context))
     done = cache / f"{engine}-{precision}-{_digest(engine, precision, pair)}"
     if not done.is_dir():
         partial = done.with_suffix(".partial")
@@ -59,13 +64,13 @@ def convert(engine: str, precision: str, pair: dict[str, Path], cache: Path, thr
     return {role: done.resolve() / role for role in ROLES}
 
 
-def _bundle(precision: str, pair: dict[str, Path], cache: Path) -> Path:
+def _bundle(precision: str, pair: dict[str, Path], cache: Path, context: int) -> Path:
     """Our own form of the pair, the draft in the target's precision as the others' are."""
     from benchmarks.pair import bundle
 
     sizes = tuple(range(1, 9))
     work = cache.parent / "bench"
-    return bundle(pair["target"], pair["draft"], work, precision, sizes, 512, OUR_GROUP, precision)
+    return bundle(pair["target"], pair["draft"], work, precision, sizes, context, OUR_GROUP, precision)
 
 
 def _commands(engine: str, precision: str, source: Path, out: Path) -> list[list[str]]:

@@ -41,13 +41,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a process: its models, and the ways to decode."""
+    """The settings of a process: its models, the ways to decode, and the most tokens of a prompt and its text."""
 
     target: str
     draft: str
     precision: str
     threads: int
     ways: list[Way]
+    context: int = 512
 
     @classmethod
     def read(cls) -> Settings:
@@ -84,12 +85,14 @@ class Run:
         decode: tokens a second, without reading the prompt.
         end_to_end: tokens a second, with it.
         tokens_per_step: mean of the target's steps.
+        first_token: seconds to it.
     """
 
     tokens: list[int]
     decode: float
     end_to_end: float
     tokens_per_step: float
+    first_token: float
 
 
 class Deliveries:
@@ -117,9 +120,8 @@ class Deliveries:
         total = time.perf_counter() - self.start
         seconds = self.times[-1] - self.times[UNCOUNTED - 1]
         steps = self.counts[UNCOUNTED:-1] or self.counts
-        return Run(
-            self.tokens, sum(self.counts[UNCOUNTED:]) / seconds, len(self.tokens) / total, statistics.mean(steps)
-        )
+        decode, end_to_end = sum(self.counts[UNCOUNTED:]) / seconds, len(self.tokens) / total
+        return Run(self.tokens, decode, end_to_end, statistics.mean(steps), self.times[0])
 
 
 Decoder = Callable[[Job], Run]

@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks.peers.job import LOOKUP, Decoder, Job, Run, Settings, Way, answer
 from benchmarks.peers.setup import LLAMA_CPP, llama_tool
 
-CONTEXT = 512
 START_SECONDS = 120
 
 
@@ -58,7 +57,18 @@ class Server:
 def arguments(settings: Settings, way: Way) -> list[str]:
     """The arguments of a server; its n-gram method is the one that searches for the last few tokens."""
     threads = str(settings.threads)
-    chosen = ["-m", f"{settings.target}/model.gguf", "-t", threads, "-c", str(CONTEXT), "-np", "1", "--cache-ram", "0"]
+    chosen = [
+        "-m",
+        f"{settings.target}/model.gguf",
+        "-t",
+        threads,
+        "-c",
+        str(settings.context),
+        "-np",
+        "1",
+        "--cache-ram",
+        "0",
+    ]
     if settings.precision == "fp32":
         chosen += ["-ctk", "f32", "-ctv", "f32"]
     if way.method == "draft":
@@ -105,6 +115,7 @@ def main() -> None:
                 after_first / done["timings"]["predicted_ms"] * 1e3,
                 len(done["tokens"]) / seconds,
                 after_first / steps,
+                done["timings"]["prompt_ms"] / 1e3,
             )
 
         return run, f"llama.cpp of llama-cpp-python {LLAMA_CPP}"

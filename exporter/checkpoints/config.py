@@ -42,12 +42,28 @@ def meta_model(source: str | Path) -> Any:
     Raises:
         BuildError: the configuration cannot be read.
     """
-    folder = locate(str(source), weights=False)
+    return _outline(locate(str(source), weights=False))
+
+
+def _outline(folder: Path) -> Any:
+    """A local checkpoint's model without weights."""
+    return _empty_model(folder, read_model_config(folder))
+
+
+def _empty_model(folder: Path, config: Any) -> Any:
+    """A configuration's model on torch's meta device.
+
+    Raises:
+        BuildError: transformers cannot create it; names the file and the family.
+    """
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_model_config(folder))
-    except (ValueError, KeyError) as error:
-        raise BuildError(f"{source}: its configuration cannot be read: {error}") from error
+        with quiet(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception as error:  # family code raises exceptions of any kind
+        header = header_of(folder)
+        path = folder / CONFIG if header is None else header.path
+        why = " ".join(str(error or type(error).__name__).split())[:300]  # some list all families
+        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {why}") from error
 
 
 def outlined(model: Any, config: Any) -> ModelOutline:
@@ -154,12 +170,7 @@ def require_stored(folder: Path, config: Any) -> None:
     stored_layers = 1 + max(numbered, default=-1)
     if isinstance(layers, int) and layers > stored_layers:
         raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {stored_layers} layers")
-    try:
-        with quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # as above
-        why = str(error or type(error).__name__)[:300]  # some list all families
-        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {why}") from error
+    model = _empty_model(folder, config)
     for name, parameter in model.state_dict().items():
         stored_tensor = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
         if stored_tensor is not None and stored_tensor.shape != tuple(parameter.shape):
@@ -222,9 +233,8 @@ def load_causal_lm(
     if quantized_in(folder) is not None and hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
         del config.quantization_config  # otherwise transformers would ask for the quantizer's library
+    outline = _empty_model(folder, config)
     with quiet():
-        with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         stand_ins = StandIns(outline)
         stored: dict[str, StoredTensor] = {}
         held: dict[str, torch.Tensor] = {}
@@ -259,12 +269,6 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     if text_alone:
         return tensors
     return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)
-
-
-def _outline(folder: Path) -> Any:
-    """Creates a checkpoint's model on torch's meta device."""
-    with quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
 
 
 def _name_in_text(name: str) -> str | None:

@@ -72,7 +72,7 @@ def describe(folder: Path) -> None:
             ) from error
         document.pop("_model_name_or_path", None)
         require_sane(header.path, document)
-        _require_layers(header, document)
+        _require_sizes(header, document)
         document.update(_rope_scaling(header, document))
         head_dim = header.get(f"{header.architecture}.attention.key_length", int)
         if head_dim is not None:  # transformers does not map it for all families
@@ -92,13 +92,17 @@ def describe(folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it marks the folder as complete
 
 
-def _require_layers(header: Header, config: dict[str, Any]) -> None:
-    """Refuses more layers than the file has, as transformers would allocate them."""
+def _require_sizes(header: Header, config: dict[str, Any]) -> None:
+    """Refuses more layers than the file has, as transformers would allocate them, and attention without heads."""
     numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
     layers, stored = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
     if not isinstance(layers, int) or not 1 <= layers <= stored:
         key = f"{header.architecture}.block_count"
         raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {stored}, of which it has tensors")
+    for name, key in (("num_attention_heads", "head_count"), ("num_key_value_heads", "head_count_kv")):
+        heads = config.get(name)
+        if isinstance(heads, int) and heads < 1:
+            raise BuildError(f"{header.path}: {header.architecture}.attention.{key} is {heads}; expected at least 1")
 
 
 def _reason(error: Exception) -> str:
