@@ -139,12 +139,17 @@ def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[s
     Raises:
         SpecExportError: one is of the wrong kind or out of range.
     """
-    values = {name: plain_deep(value) for name, value in values.items()}
+    values = dict(values)
 
     def refuse(name: str) -> SpecExportError:
         expected = options(kind)[name].expected
         return kind.refusal(f"{spelled(name)} is {shown(values[name])}; expected {expected}", name)
 
+    for name, value in values.items():
+        try:
+            values[name] = plain_deep(value)
+        except ValueError as error:
+            raise refuse(name) from error
     try:
         twin = msgspec.convert(values, _twin(kind), dec_hook=_path)
     except msgspec.ValidationError as error:

@@ -9,6 +9,8 @@ from specexport.contract.errors import RequestError
 
 _SHOWN = 80
 """Most characters of a value in an error."""
+_DEEPEST = 64
+"""Most lists and mappings inside each other in the value of an option."""
 
 
 def plain(value: Any) -> Any:
@@ -17,12 +19,20 @@ def plain(value: Any) -> Any:
     return convert() if callable(convert) and not isinstance(value, type) else value
 
 
-def plain_deep(value: Any) -> Any:
-    """The same within lists and mappings, of which lists become tuples."""
+def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
+    """The same within lists and mappings, of which lists become tuples.
+
+    Raises:
+        ValueError: there are more than ``deepest`` of them inside each other.
+    """
     value = plain(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(plain_deep, value))
-    return {plain(key): plain_deep(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+    if not isinstance(value, (list, tuple, Mapping)):
+        return value
+    if not deepest:
+        raise ValueError("too many lists or mappings inside each other")
+    if isinstance(value, Mapping):
+        return {plain(key): plain_deep(part, deepest - 1) for key, part in value.items()}
+    return tuple(plain_deep(part, deepest - 1) for part in value)
 
 
 def is_sequence(value: Any) -> bool:
@@ -71,5 +81,8 @@ def require_text(text: str, name: str, param: str | None = None) -> None:
 
 def shown(value: object) -> str:
     """A value for an error, shortened if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of too many inside each other"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

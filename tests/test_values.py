@@ -140,6 +140,17 @@ def test_unknown_parameters_are_refused(llm: LLM) -> None:
             llm.chat(messages)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("levels", [65, 5000])
+def test_deep_nesting_is_refused_by_name(engine: Callable[[str], Engine], levels: int) -> None:
+    deep: Any = 1
+    for _ in range(levels):
+        deep = {"a": [deep]}
+    with pytest.raises(RequestError, match=r"logit_bias is .*; expected"):
+        SamplingParams(logit_bias=deep)
+    with pytest.raises(RequestError, match=r"hypothesis_entropy is .*; expected"):
+        engine(NAME).generate(IDS, GREEDY, {"hypothesis": [5], "hypothesis_entropy": deep})
+
+
 def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
     params = SamplingParams(
         max_tokens=np.int64(6),  # type: ignore[arg-type]
