@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from chat_prompts import Question, about, questions
 from demo_corpus import card
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
@@ -32,6 +32,8 @@ from specexport.methods.eagle3.train_options import Eagle3Options
 _AT_ONCE = 64
 """Number of conversations per file, which are generated together."""
 _MOST_TOKENS = 192
+_GROUP = 32
+"""Number of neighbouring weights that share a scale."""
 _TEMPERATURES = (0.0, 0.7)
 
 
@@ -102,6 +104,34 @@ def some_of_each_kind(texts: Path, count: int) -> Path:
     return path
 
 
+def store_in_int8(folder: Path) -> int:
+    """Rounds a draft's matrices to int8, as compressed-tensors stores them, and returns the number of parameters."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    stored: dict[str, torch.Tensor] = {}
+    parameters = 0
+    for name, tensor in load_file(file).items():
+        parameters += tensor.numel() if tensor.is_floating_point() else 0
+        if tensor.ndim != 2:
+            stored[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, _GROUP))
+        scales = (groups.abs().amax(-1) / 127).half().clamp(min=2.0**-14)
+        stored[name] = (groups / scales.float()[..., None]).round().clamp(-127, 127).char().flatten(1)
+        stored[f"{name}_scale"] = scales
+    save_file(stored, file, metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    document = json.loads(config.read_text(encoding="utf-8"))
+    document["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return parameters
+
+
 def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
     """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
     talks = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
@@ -168,6 +198,7 @@ def main() -> None:
         seed=args.seed,
     )
     record = train_eagle3(options, partial(print, flush=True))
+    parameters = store_in_int8(args.output)
     bundle = args.work / "bundle"
     methods = ({"method": "eagle3", "model": str(args.output), "num_speculative_tokens": 4},)
     build(BuildOptions(target=args.target, output=bundle, precision="int8", methods=methods, overwrite=True))
@@ -185,7 +216,7 @@ def main() -> None:
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         seed=args.seed,
-        parameters=sum(point.numel() for point in load_file(args.output / "model.safetensors").values()),
+        parameters=parameters,
         acceptance="\n".join(table),
         curve="\n".join(f"| {point['step']} | {point['evaluation']} |" for point in curve),
     )

@@ -42,6 +42,7 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
 from tests.engine_bundles import SMALL
+from tests.quantized import FORMATS
 from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
@@ -237,6 +238,25 @@ def test_missing_draft_tensors_are_the_targets(tmp_path: Path, target: Path) -> 
     source = changed(folder, tie_word_embeddings=True)
     tied = read_eagle3(source).load(target, LAYERS, 512)
     assert torch.equal(tied.lm_head.weight, theirs["model.embed_tokens.weight"][ids])
+
+
+def test_quantized_drafts_are_read_as_quantized_targets_are(draft: Path, target: Path) -> None:
+    config, quantize = FORMATS["int8"]
+    stored: dict[str, torch.Tensor | None] = {}
+    numbers = {}
+    for name, weight in load_file(draft / "model.safetensors").items():
+        if name.endswith(("_proj.weight", "fc.weight")):
+            parts: dict[str, torch.Tensor] = {}
+            numbers[name] = quantize(name.removesuffix(".weight"), weight, parts)
+            stored |= {name: None, **parts}
+    source = changed(draft, stored, quantization_config=config)
+    fit(source)
+    state = read_eagle3(source).load(target, LAYERS, 512).state_dict()
+    assert len(numbers) == 8
+    for name, expected in numbers.items():
+        assert torch.equal(state[name.replace("midlayer.", "layers.0.")], expected)
+    with pytest.raises(BuildError, match=r"the weights lack 'fc\.weight_scale', a part of a quantized matrix"):
+        fit(changed(draft, {"fc.weight_scale": None}))
 
 
 def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, draft: Path) -> None:

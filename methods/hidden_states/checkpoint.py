@@ -24,6 +24,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import stored_table
+from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.quantized import dequantized
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
@@ -216,10 +218,11 @@ def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, S
     """The tensors by the names of the draft's modules; ``same`` maps prefixes of stored names to these.
 
     Raises:
-        BuildError: two tensors are the same part; names them.
+        BuildError: two tensors are the same part, or the parts of a quantized matrix do not fit; names them.
     """
     parts: dict[str, StoredTensor] = {}
-    for tensor in head_tensors(outline.path):
+    path = outline.path / CONFIG
+    for tensor in dequantized(path, read_object(path), head_tensors(outline.path)):
         name = tensor.name.removeprefix("model.")
         for start, stands_for in same.items():
             name = stands_for + name.removeprefix(start) if name.startswith(start) else name
@@ -271,8 +274,8 @@ def require_parts(
             )
         if name in shapes and not tensor.floating:
             raise BuildError(
-                f"{outline.path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights that are "
-                "not quantized"
+                f"{outline.path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights, or a "
+                f"quantization_config in {CONFIG}"
             )
     needed = shapes.keys() - shared
     if outline.draft_vocab != outline.vocab:
