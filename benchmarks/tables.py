@@ -242,7 +242,7 @@ def engines() -> str:
 
 
 def prompts() -> str:
-    """Seconds to the first token after prompts of two lengths, by engine; ours by default too, where the draft reads along."""
+    """Seconds to the first token after prompts of two lengths, by engine."""
     lengths = ("128", "1024")
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for length in lengths:

@@ -145,11 +145,12 @@ def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[s
         expected = options(kind)[name].expected
         return kind.refusal(f"{spelled(name)} is {shown(values[name])}; expected {expected}", name)
 
-    for name, value in values.items():
-        try:
-            values[name] = plain_deep(value)
-        except ValueError as error:
-            raise refuse(name) from error
+    name = ""
+    try:
+        for name in values:
+            values[name] = plain_deep(values[name])
+    except ValueError as error:
+        raise refuse(name) from error
     try:
         twin = msgspec.convert(values, _twin(kind), dec_hook=_path)
     except msgspec.ValidationError as error:

@@ -62,6 +62,11 @@ struct Activations {
   const int32_t* sums;       // [rows, depth / block], of the integers of a block
 };
 
+// Rows of a matrix of floats that are multiplied at once. From the second span on, products add to the sums in y.
+struct Span {
+  int from, to;
+};
+
 constexpr int kRowsAttending = 4;  // at once, each with its own scratch memory
 SPECEXPORT_INLINE size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
 SPECEXPORT_INLINE size_t attention_scratch(int length, int64_t rows) {

@@ -39,7 +39,7 @@ void quantize(const float* x, int depth, int block, int16_t* integers, float* sc
   }
 }
 
-inline Floats floats_at(const uint8_t* p) {
+inline Floats floats_at(const void* p) {
   Floats v;
   std::memcpy(&v, p, sizeof v);
   return v;
@@ -130,10 +130,14 @@ constexpr int kAhead = 1024;  // bytes to prefetch
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 // Tiles at once: the sums of a block and of the row must fit into 32 registers.
 constexpr int most_rows(WeightKind) { return 8; }
+constexpr int rows_of_many(WeightKind) { return 8; }
 constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 #else
 // Two sums for each, a row of the tile and a broadcast must fit into sixteen registers; integers need more of them.
 constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 5 : 6; }
+// Six rows of halves need one register too many. That costs less than reading the weights twice; but where they are in the
+// cache, five rows at once are faster.
+constexpr int rows_of_many(WeightKind kind) { return kind == WeightKind::kFloat ? 6 : 5; }
 // For floats: an addition has a latency of four cycles, in which eight others can start.
 constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
@@ -237,15 +241,18 @@ inline void weights_at(const uint8_t* p, Floats v[kParts]) {
 }
 
 template <WeightKind kKind, int kRows, int kTiles>
-void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, float* y,
+void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, Span span, float* y,
                      ptrdiff_t stride) {
   constexpr int kStep = kKind == WeightKind::kFloat ? 4 * kTile : 2 * kTile;  // bytes of a row of a tile
   const size_t tile_bytes = size_t(w.depth) * kStep;
   Floats total[kTiles][kRows][kParts];
   for (int t = 0; t < kTiles; t++)
     for (int m = 0; m < kRows; m++)
-      for (int p = 0; p < kParts; p++) total[t][m][p] = every(0.0f);
-  const float* a = x.values + row * x.stride;
+      for (int p = 0; p < kParts; p++)
+        total[t][m][p] = span.from ? floats_at(y + m * stride + t * kTile + p * kLanes) : every(0.0f);
+  tile += size_t(span.from) * kStep;
+  const float* a = x.values + row * x.stride + span.from;
+  const int depth = span.to - span.from;
   auto add = [&](int k) __attribute__((always_inline)) {
     Floats v[kTiles][kParts];
 #pragma GCC unroll 4
@@ -259,7 +266,7 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
     }
   };
   int k = 0;
-  for (; k + 2 <= w.depth; k += 2) {
+  for (; k + 2 <= depth; k += 2) {
     for (int t = 0; t < kTiles; t++) {
       prefetch(tile + size_t(t) * tile_bytes + size_t(k) * kStep + kAhead);
       if (kStep == 64) prefetch(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep + kAhead);
@@ -267,13 +274,13 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
     add(k);
     add(k + 1);
   }
-  if (k < w.depth) add(k);
+  if (k < depth) add(k);
   for (int t = 0; t < kTiles; t++)
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++) {
         Floats v = total[t][m][p];
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        if (kKind == WeightKind::kBfloat16) {
+        if (kKind == WeightKind::kBfloat16 && span.to == w.depth) {
           const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
           v = (Floats)_mm512_permutexvar_ps(order, (__m512)v);
         }
@@ -284,17 +291,17 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
 
 // How many of the `left` tiles to multiply a number of rows by at once.
 template <WeightKind kKind, int kRows>
-int multiply(const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row, float* y,
+int multiply(const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row, Span span, float* y,
              ptrdiff_t stride) {
   if constexpr (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt4) {
     multiply_integers<kKind, kRows>(w, tile, x, row, y, stride);
   } else {
     constexpr int kTiles = tiles_at_once(kRows);
     if (kTiles > 1 && left >= kTiles) {
-      multiply_floats<kKind, kRows, kTiles>(w, tile, x, row, y, stride);
+      multiply_floats<kKind, kRows, kTiles>(w, tile, x, row, span, y, stride);
       return kTiles;
     }
-    multiply_floats<kKind, kRows, 1>(w, tile, x, row, y, stride);
+    multiply_floats<kKind, kRows, 1>(w, tile, x, row, span, y, stride);
   }
   return 1;
 }

@@ -52,6 +52,7 @@ constexpr int kQuads = kTile / 4;
 
 // Tiles at once: all sums must fit into 32 registers.
 constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 3 : 5; }
+constexpr int rows_of_many(WeightKind kind) { return most_rows(kind); }
 
 // Adds the products of eight rows of the weights with eight numbers; w: as the layout has them, 128 bytes.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -160,14 +161,15 @@ inline void weights_at(const uint8_t* p, float32x4_t v[kQuads]) {
 }
 
 template <WeightKind kKind, int kRows>
-void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, float* y,
+void multiply_floats(const PackedWeights&, const uint8_t* tile, const Activations& x, int row, Span span, float* y,
                      ptrdiff_t stride) {
   constexpr int kStep = kKind == WeightKind::kFloat ? 4 * kTile : 2 * kTile;
   float32x4_t total[kRows][kQuads];
   for (int m = 0; m < kRows; m++)
-    for (int j = 0; j < kQuads; j++) total[m][j] = vdupq_n_f32(0);
+    for (int j = 0; j < kQuads; j++) total[m][j] = span.from ? vld1q_f32(y + m * stride + 4 * j) : vdupq_n_f32(0);
+  tile += size_t(span.from) * kStep;
   const float* a = x.values + row * x.stride;
-  for (int k = 0; k < w.depth; k++, tile += kStep) {
+  for (int k = span.from; k < span.to; k++, tile += kStep) {
     __builtin_prefetch(tile + kAhead);
     float32x4_t v[kQuads];
     weights_at<kKind>(tile, v);
@@ -181,12 +183,12 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
 
 // How many tiles to multiply a number of rows by at once: one.
 template <WeightKind kKind, int kRows>
-int multiply(const PackedWeights& w, const uint8_t* tile, int, const Activations& x, int row, float* y,
+int multiply(const PackedWeights& w, const uint8_t* tile, int, const Activations& x, int row, Span span, float* y,
              ptrdiff_t stride) {
   if constexpr (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt4)
     multiply_integers<kKind, kRows>(w, tile, x, row, y, stride);
   else
-    multiply_floats<kKind, kRows>(w, tile, x, row, y, stride);
+    multiply_floats<kKind, kRows>(w, tile, x, row, span, y, stride);
   return 1;
 }
 

@@ -734,8 +734,8 @@ class Product : public Step {
       addend = other.floats();
     }
     const Team& team = frame.team;
-    // Panels of rows that stay in the cache while the tiles go by.
-    const int64_t panel = std::clamp<int64_t>((256 << 10) / (depth * (weights_.quantized() ? 2 : 4)), 20, 320) / 20 * 20;
+    // Panels of rows that stay in the cache while the tiles go by; of floats only slices must (see tiles.h).
+    const int64_t panel = weights_.quantized() ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
     const int64_t most = std::min(rows, panel);
     Activations a = {};
     a.depth = int(depth);

@@ -179,7 +179,9 @@ class HostProgram:
             return False
         # Rows beyond the context belong to no text.
         running = max(min(self._target.filled(s), self._longest - 1) for s in slots)
-        self._target.reserve(max(past, running) + chunk)
+        # Growing copies the cache: once for the prompt and the first tokens after it is enough.
+        room = min(end + self._chunk, self._target.cache_sizes[-1])
+        self._target.reserve(max(max(past, running) + chunk, room))
         inputs = self._target.inputs(chunk, rows, slots=slots)
         self._target.protect_rows(chunk, rows, slots=slots)
         _write_text(inputs, at, view, past, count)

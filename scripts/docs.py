@@ -94,6 +94,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "split-targets": tables.split_targets,
     "tools": tools,
     "opening": tables.opening,
+    "prompts": tables.prompts,
     "verify-costs": tables.verify_costs,
     **{f"options-{name}": partial(option_tables.table, name) for name in option_tables.TABLES},
     **{f"tensors-{name}": partial(tensor_tables.table, name) for name in tensor_tables.TABLES},

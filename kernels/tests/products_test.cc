@@ -47,7 +47,7 @@ void set(Value& value, Type type, std::vector<int64_t> dims, const std::vector<u
 void make(Case& c, const Kernels& kernels, Random& random, Type type) {
   const bool quantized = type != Type::kFloat && type != Type::kFloat16 && type != Type::kBfloat16;
   const int block = random.any_of({16, 32, 64, 128, 48}), columns = random.any_of({1, 7, 16, 17, 33, 64, 81, 130, 160});
-  const int depth = quantized ? block * random.integer(1, 5) : random.integer(1, 200);
+  const int depth = quantized ? block * random.integer(1, 5) : random.integer(1, random.chance(0.3) ? 800 : 200);
   const size_t count = size_t(depth) * size_t(columns), blocks = quantized ? size_t(depth / block) : 0;
   const bool zero_points = quantized && random.chance(0.5), half = quantized && random.chance(0.5);
   const bool narrow = half && random.chance(0.5);  // of fp16, as the graph says; else fp32 that fp16 holds
