@@ -85,7 +85,8 @@ def main(args: argparse.Namespace) -> int:
         entry["file"] = {"name": file.name, "bytes": file.stat().st_size}
         for precision in args.precisions:
             print(f"{model.name}, {precision}", file=sys.stderr, flush=True)
-            entry[precision] = _measured(file, precision, prompts, folder, args)
+            key = f"{precision}{tables.WITH_DRAFT}" if args.draft else precision
+            entry[key] = _measured(file, precision, prompts, folder, args)
             write_report(args.json, results)
     print(tables.real_models(results))
     return 0
@@ -182,7 +183,7 @@ def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path
     more = f"-{hashlib.sha256(Path(draft, 'model.safetensors').read_bytes()).hexdigest()[:8]}" if draft else ""
     bundle = folder / f"{file.stem}-{precision}{more}"
     if not (bundle / "specexport.json").is_file():
-        methods = ({"method": "eagle3", "model": draft, "num_speculative_tokens": 4},) if draft else ()
+        methods = ({"method": "eagle3", "model": draft, "num_speculative_tokens": (1, 2, 4)},) if draft else ()
         build(BuildOptions(str(file), bundle, precision=precision, max_seq_len=CONTEXT, methods=methods))  # type: ignore[arg-type]
     return bundle
 

@@ -10,6 +10,8 @@ from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
 PRECISIONS = ("stored", "fp32", "bf16", "int8", "int4")
+WITH_DRAFT = ", with a draft"
+"""Follows the precision of real models that were measured with one."""
 ENGINES = {
     "specexport": "specexport",
     "transformers": "transformers",
@@ -60,7 +62,7 @@ def real_models(results: Any = None) -> str:
     header = ("model", "weights", "MB", "", "tokens/s", "a step", "over our plain", "over llama.cpp's best")
     rows = []
     for model, entry in (results or load("real")).items():
-        for precision in PRECISIONS:
+        for precision in (f"{name}{draft}" for name in PRECISIONS for draft in ("", WITH_DRAFT)):
             for row in entry.get(precision, {}).get("ways", []):
                 size = f"{entry[precision]['bytes'] / 1e6:.0f}" if row["engine"] == "specexport" else ""
                 way = {"ngram": "look-ups", "default": "by default"}.get(row["way"], row["way"])

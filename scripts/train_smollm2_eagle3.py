@@ -29,6 +29,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.train import train_eagle3
 from specexport.methods.eagle3.train_options import Eagle3Options
 
+TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _AT_ONCE = 64
 """Number of conversations per file, which are generated together."""
 _MOST_TOKENS = 192
@@ -201,6 +202,9 @@ def main() -> None:
     )
     record = train_eagle3(options, partial(print, flush=True))
     parameters = store_in_int8(args.output)
+    # The folders of this machine mean nothing to others.
+    record["options"] |= {"target": TARGET, "data": [learnt.name], "held_out": held_out.name, "work": None}
+    (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     bundle = args.work / "bundle"
     methods = ({"method": "eagle3", "model": str(args.output), "num_speculative_tokens": 4},)
     build(BuildOptions(target=args.target, output=bundle, precision="int8", methods=methods, overwrite=True))
@@ -214,13 +218,14 @@ def main() -> None:
         python=platform.python_version(),
         torch=torch.__version__,
         windows=record["windows"],
+        held_out_windows=record["held_out_windows"],
         steps=args.steps,
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         seed=args.seed,
         parameters=parameters,
         acceptance="\n".join(table),
-        curve="\n".join(f"| {point['step']} | {point['evaluation']} |" for point in curve),
+        curve="\n".join(f"| {point['step']} | {point['evaluation'].split()[-1]} |" for point in curve),
     )
     (args.output / "README.md").write_text(readme, encoding="utf-8")
 

@@ -103,6 +103,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, formatted by the model's chat template.
 
@@ -116,6 +117,7 @@ class LLM:
             add_generation_prompt: end the prompt with the introduction of the model's answer.
             tools: descriptions of functions that may be called, for the template.
             chat_template_kwargs: further variables of the template.
+            speculative: see :meth:`generate`.
 
         Raises:
             RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
@@ -133,14 +135,14 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run([(None, ids) for ids in tokens], sampling_params, use_tqdm)
+        return self._run([(None, ids) for ids in tokens], sampling_params, use_tqdm, speculative)
 
     def _run(
         self,
         prompts: list[tuple[str | None, engine.Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
+        speculative: SpeculativeLike | Sequence[SpeculativeLike] | None,
     ) -> list[RequestOutput]:
         params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         choices = _per_prompt("speculative", speculative, (Speculative, Mapping, str), len(prompts))

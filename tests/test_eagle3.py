@@ -259,6 +259,14 @@ def test_quantized_drafts_are_read_as_quantized_targets_are(draft: Path, target:
         fit(changed(draft, {"fc.weight_scale": None}))
 
 
+def test_the_draft_of_smollm2_fits_its_target() -> None:
+    outline = read_eagle3("examples/models/smollm2-eagle3")
+    outline.require_fit(hidden=576, vocab=49152, layers=30)
+    assert (outline.seen(30), outline.draft_vocab, outline.layer.rope_parameters["rope_theta"]) == (
+        (2, 15, 27), 8192, 100000.0
+    )  # fmt: skip
+
+
 def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, draft: Path) -> None:
     assert read_eagle3(str(draft)).seen(LAYERS) == (0, 1, 2)
     nested = changed(

@@ -169,3 +169,6 @@ def test_a_bundle_holds_all_templates(tmp_path: Path) -> None:
             (completion,) = llm.chat(CHAT, params, use_tqdm=False, **options)
             fields = {"chat_template": "rag", "documents": [{"text": "a"}]} if variables is None else variables
             assert list(completion.prompt_token_ids) == theirs.apply_chat_template(CHAT, return_dict=False, **fields)
+        guess = list(completion.outputs[0].token_ids)
+        (guessed,) = llm.chat(CHAT, params, use_tqdm=False, speculative={"hypothesis": guess}, **options)
+        assert guessed.outputs[0].metrics.accepted > 0
