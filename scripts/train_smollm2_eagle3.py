@@ -220,6 +220,7 @@ def main() -> None:
         windows=record["windows"],
         held_out_windows=record["held_out_windows"],
         steps=args.steps,
+        flags=f"--conversations {args.conversations} --summaries {args.summaries} --steps {args.steps}",
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         seed=args.seed,
