@@ -59,7 +59,7 @@ struct Activations {
   ptrdiff_t stride;
   const int16_t* integers;   // [rows, depth]
   const float* scales;       // [rows, depth / block]
-  const int32_t* sums;       // [rows, depth / block], of the integers of a block
+  const int32_t* sums;       // [rows, depth / block], of the integers of a block, as quantize() of the same kernels has them
 };
 
 // Rows of a matrix of floats that are multiplied at once. From the second span on, products add to the sums in y.

@@ -1,10 +1,16 @@
-// A file mapped read-only.
+// Files and memory mapped for reading, in pages as large as the system has.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
 namespace specexport {
+
+constexpr size_t kLargePage = 2 << 20;
+
+// Maps an open file, shared, at a multiple of kLargePage, and asks for large pages: with those of 4 KiB, reading weights
+// waits for translations of addresses. Filesystems with large folios grant them. Returns null if it cannot be mapped.
+void* map_large_pages(int file, size_t size, bool writable);
 
 class MappedFile {
  public:

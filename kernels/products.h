@@ -17,6 +17,10 @@ constexpr int kParts = kTile / kLanes;  // vectors per row of a tile
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 
+// A sum of integers of a block as a pair of 16-bit integers, lower + 256 * upper: in this form it is multiplied by zero
+// points like the integers by weights.
+inline int32_t in_pairs(int32_t sum) { return int32_t(uint32_t(sum >> 8) << 16 | (uint32_t(sum) & 255)); }
+
 void quantize(const float* x, int depth, int block, int16_t* integers, float* scales, int32_t* sums) {
   for (int b = 0; b < depth / block; b++, x += block, integers += block) {
     const float largest = largest_of(x, block);
@@ -35,7 +39,7 @@ void quantize(const float* x, int depth, int block, int16_t* integers, float* sc
       store_shorts(integers + i, q0, q1);
     }
     scales[b] = largest / 32767.0f;
-    sums[b] = sum(total);
+    sums[b] = in_pairs(-sum(total));
   }
 }
 
@@ -66,11 +70,17 @@ inline Integers pair_at(const int16_t* p) {
   return every(pair);
 }
 
+// Asks for weights twice: pages ahead, beyond which processors do not look by themselves, and again into the nearest cache.
+constexpr int kAhead = 1024, kFarAhead = 8192;  // bytes
+inline void prefetch(const uint8_t* p) {
 #if defined(__AVX2__)
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+  _mm_prefetch(reinterpret_cast<const char*>(p + kFarAhead), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
 #else
-inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+  __builtin_prefetch(p + kFarAhead, 0, 2);
+  __builtin_prefetch(p + kAhead, 0, 3);
 #endif
+}
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 inline Integers pairs(Integers a, Integers b, Integers total) {
@@ -125,13 +135,11 @@ inline Integers bytes_at(const uint8_t* p) {
 inline Floats halves_at(const uint8_t* p) { return load_half(p); }
 #endif
 
-constexpr int kAhead = 1024;  // bytes to prefetch
-
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 // Tiles at once: the sums of a block and of the row must fit into 32 registers.
 constexpr int most_rows(WeightKind) { return 8; }
 constexpr int rows_of_many(WeightKind) { return 8; }
-constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : 2; }
 #else
 // Two sums for each, a row of the tile and a broadcast must fit into sixteen registers; integers need more of them.
 constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 5 : 6; }
@@ -141,6 +149,9 @@ constexpr int rows_of_many(WeightKind kind) { return kind == WeightKind::kFloat 
 // For floats: an addition has a latency of four cycles, in which eight others can start.
 constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
+
+// Zero points, each as the pair of it and 256 times it.
+inline Integers zeros_in_pairs(Integers v) { return (v & every(0xffff)) | (v << 24); }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 // Partial sums per column; without VNNI the next addition can start after one cycle.
@@ -167,16 +178,22 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     const uint8_t *const scale = tile, *const zero = tile + kTile * scale_bytes;
     tile = zero + (zero_points ? kTile : 0);
     Integers t[kRows][kParts][kChains];
-    for (int m = 0; m < kRows; m++) {
-      // Without a zero point, four bits represent a weight plus eight.
-      const bool plus_eight = kKind == WeightKind::kInt4 && !zero_points;
-      const Integers start = plus_eight ? every(sums[m * blocks + b]) * -8 : every(0);
+    for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++)
-        for (int c = 0; c < kChains; c++) t[m][p][c] = c ? every(0) : start;
+        for (int c = 0; c < kChains; c++) t[m][p][c] = every(0);
+    if (zero_points || kKind == WeightKind::kInt4) {
+      // Without a zero point, four bits represent a weight plus eight. A pair is multiplied by zero and 256 * zero.
+      Integers zeros[kParts];
+      for (int p = 0; p < kParts; p++)
+        zeros[p] = zero_points ? zeros_in_pairs(bytes_at(zero + p * kLanes)) : every(0x08000008);
+      for (int m = 0; m < kRows; m++) {
+        const Integers a = every(sums[m * blocks + b]);
+        for (int p = 0; p < kParts; p++) t[m][p][0] = pairs(zeros[p], a, t[m][p][0]);
+      }
     }
     if (kKind == WeightKind::kInt8) {
       for (int k = 0; k < block; k += 4) {
-        prefetch(tile + kAhead);
+        prefetch(tile);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, tile += 2 * kTile) {
           Integers v[kParts];
@@ -191,7 +208,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     } else {
       const Integers low = every(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
-        prefetch(tile + kAhead);
+        prefetch(tile);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kParts];
@@ -212,7 +229,6 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
       for (int p = 0; p < kParts; p++) {
         Integers sum = t[m][p][0];
         if (kChains == 2) sum += t[m][p][kChains - 1];
-        if (zero_points) sum -= bytes_at(zero + p * kLanes) * every(sums[m * blocks + b]);
         total[m][p] = fma(as_floats(sum), s[p] * every(scales[m * blocks + b]), total[m][p]);
       }
     q += block;
@@ -268,8 +284,8 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   int k = 0;
   for (; k + 2 <= depth; k += 2) {
     for (int t = 0; t < kTiles; t++) {
-      prefetch(tile + size_t(t) * tile_bytes + size_t(k) * kStep + kAhead);
-      if (kStep == 64) prefetch(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep + kAhead);
+      prefetch(tile + size_t(t) * tile_bytes + size_t(k) * kStep);
+      if (kStep == 64) prefetch(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep);
     }
     add(k);
     add(k + 1);

@@ -291,6 +291,7 @@ class Compiled : public Program {
  private:
   void walk(Frame& frame) const {
     for (const std::unique_ptr<Step>& step : steps_) {
+      frame.team.announce(step->ahead);
       try {
         step->run(frame);
       } catch (const std::exception& error) {
@@ -380,7 +381,8 @@ class Compiled : public Program {
     return bias || same_shape(addend, product);
   }
 
-  // Finds when each value is used last. Values that may look at another's memory share its life.
+  // Finds when each value is used last, and which weights each step or the next one reads. Values that may look at
+  // another's memory share its life.
   void plan() {
     const size_t count = graph_.values.size();
     constants_.resize(count);
@@ -403,6 +405,11 @@ class Compiled : public Program {
         if (value >= 0) last[size_t(root[size_t(value)])] = int(s);
       for (int value : steps_[s]->outputs)
         if (value >= 0) last[size_t(root[size_t(value)])] = std::max(last[size_t(root[size_t(value)])], int(s));
+    }
+    Ahead ahead;
+    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
+      if (const PackedWeights* weights = (*step)->weights()) ahead = {weights->data, weights->bytes()};
+      (*step)->ahead = ahead;
     }
     for (size_t i = 0; i < count; i++)
       if (last[size_t(root[i])] >= 0) steps_[size_t(last[size_t(root[i])])]->last_uses.push_back(int(i));

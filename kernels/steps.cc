@@ -709,6 +709,7 @@ class Cast : public Step {
 class Product : public Step {
  public:
   explicit Product(const PackedWeights& weights) : weights_(weights) {}
+  const PackedWeights* weights() const override { return &weights_; }
   void run(Frame& frame) const override {
     View x = frame[inputs[0]];
     const int64_t depth = weights_.depth, columns = weights_.columns;

@@ -44,10 +44,13 @@ class Step {
  public:
   virtual ~Step() = default;
   virtual void run(Frame& frame) const = 0;
+  // The packed weights that it reads, if any.
+  virtual const PackedWeights* weights() const { return nullptr; }
 
   std::vector<int> inputs, outputs;  // values; -1 for none
   std::vector<int> last_uses;        // values whose memory is free after it
   std::string name;                  // of the node, for errors
+  Ahead ahead;                       // the weights that it or the next step with any reads
   bool looks = false;                // whether its outputs may be views of its first input
 };
 

@@ -12,6 +12,8 @@
 #include <new>
 #include <thread>
 
+#include "mapped_file.h"
+
 namespace specexport {
 namespace {
 
@@ -64,7 +66,10 @@ WeightStore::WeightStore(const Store& store, const std::vector<Matrix>& matrices
   for (const Matrix& matrix : matrices) half_scales.push_back(has_half_scales(matrix));
   lay_out(matrices, half_scales);
   if (!path.empty() && write(path, hash, matrices) && map(path, hash, matrices)) return;
-  if (posix_memalign(&memory_, 4096, size_)) throw std::bad_alloc();
+  if (posix_memalign(&memory_, kLargePage, size_)) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  madvise(memory_, size_, MADV_HUGEPAGE);
+#endif
   uint8_t* base = static_cast<uint8_t*>(memory_);
   for (size_t i = 0; i < matrices.size(); i++) pack(matrices[i], forms_[i], base + offsets_[i], machine_threads());
   place(base);
@@ -98,18 +103,17 @@ bool WeightStore::map(const std::string& path, uint64_t hash, const std::vector<
   std::vector<uint8_t> header(kHeader + matrices.size());
   uint64_t numbers[2];
   struct stat status;
-  void* mapping = MAP_FAILED;
+  void* mapping = nullptr;
   if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
       pread(file, header.data(), header.size(), 0) == ssize_t(header.size()) &&
       std::memcmp(header.data(), kMagic, sizeof kMagic) == 0) {
     std::memcpy(numbers, header.data() + sizeof kMagic, sizeof numbers);
     lay_out(matrices, std::vector<uint8_t>(header.begin() + kHeader, header.end()));
     if (numbers[0] == size_ && numbers[1] == hash && uint64_t(status.st_size) == size_)
-      mapping = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+      mapping = map_large_pages(file, size_, false);
   }
   close(file);
-  if (mapping == MAP_FAILED) return false;
-  madvise(mapping, size_, MADV_WILLNEED);
+  if (!mapping) return false;
   mapping_ = mapping;
   place(static_cast<const uint8_t*>(mapping));
   return true;
@@ -128,8 +132,8 @@ bool WeightStore::write(const std::string& path, uint64_t hash, const std::vecto
   if (file < 0) return false;
   bool whole = ftruncate(file, off_t(size_)) == 0 && posix_fallocate(file, 0, off_t(size_)) == 0;
   if (whole) {
-    void* mapping = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    whole = mapping != MAP_FAILED;
+    void* mapping = map_large_pages(file, size_, true);
+    whole = mapping != nullptr;
     if (whole) {
       uint8_t* base = static_cast<uint8_t*>(mapping);
       for (size_t i = 0; i < matrices.size(); i++) pack(matrices[i], forms_[i], base + offsets_[i], machine_threads());
