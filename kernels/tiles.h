@@ -23,7 +23,7 @@ int multiply_rows(int rows, const PackedWeights& w, const uint8_t* tile, int lef
 }
 
 constexpr int kTilesOfPanel = 4;  // processed by all rows before the next ones are read
-constexpr int kSlice = 256;       // rows of a tile of floats that stay in the nearest cache for all rows of activations
+constexpr int kSlice = 256;       // rows of tiles of floats that stay in the nearest cache for all rows of activations
 
 template <WeightKind kKind>
 void product_of(const PackedWeights& w, const Activations& x, int first, int last, float* y, ptrdiff_t stride) {
@@ -31,7 +31,7 @@ void product_of(const PackedWeights& w, const Activations& x, int first, int las
   // A few passes wait for memory anyway; more of them are faster with slices.
   const bool sliced = !w.quantized() && x.rows > 3 * kMost;
   const int most = sliced ? rows_of_many(kKind) : kMost, slice = sliced ? kSlice : w.depth;
-  const int panel = sliced ? 1 : kTilesOfPanel, full = std::min(last, w.columns / kTile);
+  const int panel = sliced ? tiles_at_once(most) : kTilesOfPanel, full = std::min(last, w.columns / kTile);
   const size_t tile_bytes = w.tile_bytes();
   for (Span span{0, 0}; span.from < w.depth; span.from = span.to) {
     span.to = std::min(span.from + slice, w.depth);
