@@ -16,12 +16,18 @@ import torch
 from torch import nn
 
 from specexport.contract.errors import UNREADABLE, BuildError
-from specexport.exporter.checkpoints import streamed
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.exporter.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
-from specexport.exporter.progress import Progress
+from specexport.exporter.checkpoints.stored import (
+    Factors,
+    Kind,
+    QuantizedTensor,
+    Scales,
+    read_parameter,
+    read_weights,
+    stand_for,
+)
+from specexport.exporter.pipeline import Progress
 from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
 from specexport.exporter.storage import block_for
 
@@ -116,7 +122,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         name = names[id(head.weight)]
         block = block_for(head.weight.shape[1], block_size)
         if block is not None and not isinstance(checkpoint.tensors.get(name), QuantizedTensor):
-            rounded[name] = _int8(name, head.weight, _numbers(head.weight), block)
+            rounded[name] = _int8(name, head.weight, read_parameter(head.weight).float(), block)
     if count and matrices:
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
         wide = _wide(checkpoint, matrices, block_size)
@@ -125,13 +131,8 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
     for name, tensor in rounded.items():
-        streamed.stand_for(parameters[name], tensor)
+        stand_for(parameters[name], tensor)
     return replace(checkpoint, tensors={**checkpoint.tensors, **rounded})
-
-
-def _numbers(parameter: torch.Tensor) -> torch.Tensor:
-    stored = streamed.stored(parameter)
-    return (parameter.detach() if stored is None else stored.read()).float()
 
 
 def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.exporter.checkpoints.quantized import Factors, Scales
+from specexport.exporter.checkpoints.stored import Factors, Scales
 from specexport.exporter.storage import SMALLEST_BLOCK, Storage
 
 _LARGEST_KEPT_BLOCK = 128

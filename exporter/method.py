@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specexport.contract.manifest import Manifest
-    from specexport.exporter.build_plan import BuildPlan
-    from specexport.exporter.build_state import Build
+    from specexport.exporter.build_state import Build, BuildPlan
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
     from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions

@@ -8,8 +8,9 @@ graphs are kept in the cache folder; :func:`traced`, after which a draft's pass 
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -19,21 +20,27 @@ import onnx_ir.passes.common as common
 
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
-from specexport.exporter.passes.collectives import join_along_first, use_collectives
 from specexport.exporter.passes.compute_type import Store, compute_in
-from specexport.exporter.passes.epsilon import keep_epsilons
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.passes.flatten_products import flatten_products
+from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
 from specexport.exporter.passes.linear import canonical_weights, merge_linear
-from specexport.exporter.passes.lookup_tables import restore_tables
 from specexport.exporter.passes.names import name_weights
-from specexport.exporter.passes.one_token import fix_drafts
+from specexport.exporter.passes.ranks import join_along_first, use_collectives
 from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.exporter.passes.sizes import fix_sizes
-from specexport.exporter.progress import Progress, during
-from specexport.exporter.simplify import simplify
+from specexport.exporter.passes.simplify import simplify
+from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
 
 NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@contextlib.contextmanager
+def during(progress: Progress, title: str) -> Iterator[None]:
+    """Reports the begin and the end of a step."""
+    progress(title, 0, 1)
+    yield
+    progress(title, 1, 1)
 
 
 class Form(enum.Flag):
@@ -83,7 +90,6 @@ def run_passes(model: ir.Model, passes: Passes) -> None:
 def exported(aliases: Mapping[str, str]) -> Passes:
     """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
     return (
-        Pass(keep_epsilons, needs=Form.EXPORTED),
         Pass(simplify, needs=Form.EXPORTED, ensures=Form.SIMPLE),
         Pass(partial(name_weights, aliases=aliases), needs=Form.SIMPLE, ensures=Form.NAMED),
     )

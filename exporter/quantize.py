@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.exporter.checkpoints.quantized import QuantizedTensor
+from specexport.exporter.checkpoints.stored import QuantizedTensor
 
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)

@@ -14,7 +14,7 @@ from specexport.contract.model import Model
 from specexport.contract.reading import changing, check_files, exchange_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.method import exporter_of
 
 

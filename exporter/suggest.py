@@ -17,7 +17,7 @@ from specexport.contract.methods import known, method_type
 from specexport.contract.suggestions import SMALLER, Device, Suggestion, Wanted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.outline import has_mtp, outline
-from specexport.exporter.checkpoints.tokens import require_same_tokenizer, stored_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
@@ -109,9 +109,6 @@ def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) ->
         compare(stored_tokenizer)
     except BuildError:
         with contextlib.suppress(ImportError):
-            # Imported here: torch takes seconds.
-            from specexport.exporter.checkpoints.checkpoint import load_tokenizer
-
             compare(lambda path: load_tokenizer(path).tokenizer)
             return
         raise

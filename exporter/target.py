@@ -16,22 +16,20 @@ from specexport.contract.methods import Method, MethodOptions, not_a_chain, with
 from specexport.contract.model import Model, RankFiles
 from specexport.contract.states import with_rows
 from specexport.contract.tree import TokenTree
-from specexport.exporter import quality, trace
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.build_state import Build, WrittenTarget
+from specexport.exporter import graph_checks, trace
+from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
 from specexport.exporter.calibration import calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
-from specexport.exporter.cut import cut
-from specexport.exporter.drafts import traced
 from specexport.exporter.method import Added, TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
+from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.storage import QUANTIZED, Precision
-from specexport.exporter.writing import Part, write_models
+from specexport.exporter.writing import Part, traced, write_models
 from specexport.graphs.step import StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -86,7 +84,7 @@ class TargetBuild:
     checkpoint: Checkpoint = field(init=False)
     calibration: list[int] = field(init=False)
     plan: BuildPlan = field(init=False)
-    sample: quality.Reference | None = field(init=False)
+    sample: graph_checks.Reference | None = field(init=False)
     added: list[Added | None] = field(init=False)
     parts: list[Part] = field(init=False)
     written: WrittenTarget = field(init=False)
@@ -176,8 +174,8 @@ def run_sample(target: TargetBuild) -> None:
     target.sample = None
     if target.options.precision in QUANTIZED:
         with target.build.during("reading the target's sample text"):
-            tokens = target.build.tokenizer.tokenizer.encode(quality.default_text()).ids
-            target.sample = quality.reference(target.checkpoint, tokens)
+            tokens = target.build.tokenizer.tokenizer.encode(graph_checks.default_text()).ids
+            target.sample = graph_checks.reference(target.checkpoint, tokens)
 
 
 def check(target: TargetBuild) -> None:
@@ -272,7 +270,7 @@ def measure(target: TargetBuild) -> None:
         return
     model = target.written.model
     with target.build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
-        measured = quality.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
+        measured = graph_checks.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
         model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=measured))
     target.written = msgspec.structs.replace(target.written, model=model)
 

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.checkpoints.quantized import Factors, QuantizedTensor, Scales
-from specexport.exporter.checkpoints.stored import StoredTensor
-from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
+from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.dequantize import GATHERED, StoredFactors, StoredMatrix, looked_up, restored, role_of, routers
 from specexport.exporter.kept_scales import KeptScales, kept_scales
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.names import names_in
@@ -34,7 +33,6 @@ from specexport.exporter.quantize import (
     scales_of_rows,
 )
 from specexport.exporter.storage import SMALLEST_BLOCK, Precision, Storage, WeightsReport, block_for
-from specexport.exporter.weight_roles import GATHERED, role_of, routers
 
 _EXACT = Storage("fp32", None)
 

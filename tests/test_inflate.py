@@ -24,7 +24,7 @@ from benchmarks.inflate import (
     real_layers,
 )
 from specexport.contract.methods import method_type, part
-from specexport.exporter.checkpoints.reference import reference_states
+from specexport.exporter.checkpoints.checkpoint import reference_states
 from specexport.graphs.layers import noted_states
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.mlp_speculator.export import ReferenceSpeculator

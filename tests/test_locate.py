@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints import checkpoint
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints import tokenizer
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.methods.eagle3.checkpoint import read_eagle3
 from specexport.methods.hidden_states.checkpoint import parts_of
 from tests.checkpoints import make_checkpoint, make_eagle3
@@ -170,7 +171,7 @@ def test_missing_tokenizer_packages_are_named(
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(content)
-    monkeypatch.setattr(checkpoint, "find_spec", lambda _: None)
+    monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
     with pytest.raises(BuildError, match=rf"tokenizer\.model: read by {library}, .* pip install {library}") as caught:
         load_tokenizer(folder)
     assert ("tiktoken" in str(caught.value)) == (library == "tiktoken")

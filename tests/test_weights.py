@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import (
     apply_scales,
     column_scales,
@@ -222,7 +222,7 @@ from pathlib import Path
 from typing import Any
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.passes.tensorrt import restore_tables
 import onnxruntime, torch, transformers
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()

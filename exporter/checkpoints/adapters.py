@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.locate import ADAPTER
+from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 

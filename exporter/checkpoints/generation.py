@@ -14,9 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Probability
-from specexport.exporter.checkpoints.config import GENERATION
-from specexport.exporter.checkpoints.documents import read_object
-from specexport.exporter.checkpoints.stored import CONFIG
+from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None

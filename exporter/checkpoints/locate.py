@@ -12,13 +12,10 @@ from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, passing_folder
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, INDEX, SINGLE, read_object
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
-ADAPTER = "adapter_config.json"
-"""The file of an adapter of peft, alone or beside its model."""
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "processor_config.json", "additional_chat_templates/*.jinja",
@@ -28,7 +25,7 @@ _VOCABULARY = (
     "sentencepiece.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
 """Files that a ``tokenizer.json`` is created from, if there is none."""
-_SETTINGS = (CONFIG, "generation_config.json", INDEX, ADAPTER)
+_SETTINGS = (CONFIG, GENERATION, INDEX, ADAPTER)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = "pytorch_model.bin"
 _FEW_LAYERS = 4
@@ -242,7 +239,7 @@ def _beside(adapter: Path, base: Path) -> Path:
     replaced = {file.relative_to(base) for file in _matching(base, *_TOKENIZER, *_VOCABULARY)} if matching else set()
     files = {file.relative_to(base): file for file in base.rglob("*") if file.is_file()}
     files = {place: file for place, file in files.items() if place not in replaced}
-    for file in (*matching, *_matching(adapter, "generation_config.json", ADAPTER, *_ADAPTERS)):
+    for file in (*matching, *_matching(adapter, GENERATION, ADAPTER, *_ADAPTERS)):
         files[file.relative_to(adapter)] = file
     return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
 

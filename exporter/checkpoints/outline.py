@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.exporter.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
+from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE
+from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields with the number of such layers."""

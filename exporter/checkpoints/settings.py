@@ -13,9 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import SettingNote, short
-from specexport.exporter.checkpoints.config import GENERATION
-from specexport.exporter.checkpoints.documents import read_object
-from specexport.exporter.checkpoints.stored import CONFIG
+from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, read_object
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]
@@ -57,7 +55,6 @@ _CLEAN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_o
 
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
-ADAPTER = "adapter_config.json"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(

@@ -19,11 +19,10 @@ import msgspec
 import torch
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints import streamed
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.parity import TOLERANCE
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
+from specexport.exporter.checkpoints.stored import read_weights, stand_for, stored_tensor
 from specexport.graphs.ops import join_of_ranks, met_by, sum_of_ranks
 
 
@@ -86,14 +85,14 @@ class _Part:
             halves = numbers.chunk(2, axis) if packed else (numbers,)
             return torch.cat([half.chunk(self.ranks, axis)[self.rank] for half in halves], axis)
 
-        stored = streamed.stored(whole)
+        stored = stored_tensor(whole)
         if stored is None:
             part = torch.nn.Parameter(cut(whole.detach()), requires_grad=False)
         else:
             shape = torch.Size(cut(whole.detach()).shape)
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
-            streamed.stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
+            stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
         self._made[id(whole), axis, packed] = part
         return part
 

@@ -30,9 +30,8 @@ from specexport.exporter.engines.options import (
     check_stored,
     dotted,
 )
-from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
-from specexport.exporter.engines.source import write_segments, write_source
-from specexport.exporter.progress import Progress
+from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
+from specexport.exporter.pipeline import Progress
 
 
 @dataclass(frozen=True)

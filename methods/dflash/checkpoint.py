@@ -22,9 +22,8 @@ from msgspec import Meta
 from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.config import SINGLE
+from specexport.exporter.checkpoints.documents import CONFIG, SINGLE, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import CONFIG, read_config
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape
 from specexport.methods.dflash.spec import MAX_BLOCK
 from specexport.methods.hidden_states.checkpoint import (

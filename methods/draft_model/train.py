@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
-from specexport.exporter.checkpoints.tokens import require_same_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.methods.draft_model.train_options import DraftOptions
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (

@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.config import SINGLE
+from specexport.exporter.checkpoints.documents import CONFIG, SINGLE, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import CONFIG, read_config
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.hidden_states.checkpoint import (
     D2T,

@@ -24,10 +24,10 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import stored_table
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.documents import CONFIG, read_object
 from specexport.exporter.checkpoints.quantized import dequantized
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
 from specexport.methods.hidden_states.spec import MAX_STATES

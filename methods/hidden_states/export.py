@@ -18,14 +18,12 @@ from specexport.contract.signature import caches
 from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
 from specexport.exporter.checkpoints.config import layers_in, outlined
 from specexport.exporter.checkpoints.outline import ModelOutline
-from specexport.exporter.checkpoints.reference import load_reference, reference_logits
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.drafts import traced
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
-from specexport.exporter.writing import Part, write_models
+from specexport.exporter.writing import Part, traced, write_models
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import noted_states
 from specexport.graphs.propose import MAX_CANDIDATES

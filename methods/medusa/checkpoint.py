@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.exporter.checkpoints.stored import CONFIG as CONFIG
-from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, read_config, stored_tensors
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, stored_tensors
 from specexport.methods.medusa.graph import MedusaHeads
 
 WEIGHTS = "medusa_lm_head"

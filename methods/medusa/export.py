@@ -11,9 +11,8 @@ import torch
 
 from specexport.contract.folders import expanded
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.reference import as_read, load_reference, reference_states
+from specexport.exporter.build_state import BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_states
 from specexport.exporter.method import (
     Added,
     Agreement,
@@ -24,7 +23,7 @@ from specexport.exporter.method import (
     vocabulary,
 )
 from specexport.exporter.options import BuildOptions
-from specexport.graphs.top_k import MAX_TOP_K
+from specexport.graphs.propose import MAX_TOP_K
 from specexport.methods.medusa.checkpoint import HeadsOutline, count_parameters, load_medusa, read_outline
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
 from specexport.methods.medusa.spec import Medusa, MedusaOptions

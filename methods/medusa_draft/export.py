@@ -13,13 +13,12 @@ from specexport.contract.errors import BuildError
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
-from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
-from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.reference import as_read, load_reference
-from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.build_state import PREFILL_CHUNK, Build, BuildPlan
+from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
+from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
-from specexport.graphs.top_k import MAX_TOP_K
 from specexport.methods.medusa.checkpoint import read_outline
 from specexport.methods.medusa.export import folder_of, heads_of, path_weight, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates

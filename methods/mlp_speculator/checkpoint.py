@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors, read_config
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.spec import MAX_STAGES

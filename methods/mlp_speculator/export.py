@@ -23,12 +23,10 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.reference import load_reference, reference_states
-from specexport.exporter.drafts import traced
+from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.checkpoints.checkpoint import load_reference, reference_states
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification
-from specexport.exporter.writing import Part, write_models
+from specexport.exporter.writing import Part, traced, write_models
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
 from specexport.methods.mlp_speculator.checkpoint import (

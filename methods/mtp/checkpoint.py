@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.config import checkpoint_tensors, read_model_config
+from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.outline import MTP_COUNTS
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor
+from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline, fill, require_parts, shapes_of

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
-from specexport.exporter.build_plan import BuildPlan
+from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.drafts import traced
 from specexport.exporter.method import Added, Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.writing import Part
+from specexport.exporter.writing import Part, traced
 from specexport.graphs.layers import first_layers
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.export import ChainDraftExporter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
@@ -18,6 +19,7 @@ from specexport.exporter.passes.linear import transposes_weight
 _ROUNDS = 2
 LARGEST_FOLDED = 1 << 13
 """Numbers of a weight up to which a graph may depend on what they are: those of more are never folded or compared."""
+_TAKEN_FOR_ZERO = 1e-8
 
 
 def _split_slices() -> rewriter.RewriteRule:
@@ -61,7 +63,8 @@ _RULES = rewriter.RewriteRuleSet(
 
 
 def simplify(model: ir.Model) -> None:
-    """Folds constants, removes what does nothing, and lifts constants into initializers, in place."""
+    """Folds constants, removes nodes without effect, and lifts constants into initializers, in place."""
+    keep_epsilons(model)
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
         # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
@@ -85,3 +88,15 @@ def simplify(model: ir.Model) -> None:
         passes.OutputFixPass(),
         passes.NameFixPass(),
     )(model)
+
+
+def keep_epsilons(model: ir.Model) -> None:
+    """Gives scalar constants of at most 1e-8 an axis, as the optimizer takes such scalars for zero and drops them."""
+    # A scalar that is only almost 1e-8 in float32 is taken for zero as well.
+    for node in model.graph.all_nodes():
+        value = node.attributes.get("value") if node.op_type == "Constant" else None
+        if value is not None:
+            array = value.as_tensor().numpy()
+            if array.dtype == np.float32 and array.ndim == 0 and 0 < abs(float(array)) <= _TAKEN_FOR_ZERO * 1.01:
+                node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(array.reshape(1)))
+                node.outputs[0].shape = ir.Shape([1])
