@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Model, Strict
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
-from specexport.exporter.pipeline import Progress, during
 from specexport.exporter.records import Records
 
 if TYPE_CHECKING:
@@ -27,6 +26,18 @@ BATCH_DRAFT_TOKENS = (1, 2)
 """Chains that a full batch may go back to, where a model proposes."""
 TEXT_DRAFT_TOKENS = (2, 4, 8)
 """Chains that every bundle verifies, for methods that need no graph of their own."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@contextmanager
+def during(progress: Progress, title: str) -> Iterator[None]:
+    """Reports the begin and the end of a step."""
+    progress(title, 0, 1)
+    yield
+    progress(title, 1, 1)
 
 
 class BuildPlan(Strict, frozen=True):
@@ -159,8 +170,6 @@ class Build:
         """Longest text that the target was trained for, in tokens."""
         return self.target.model.max_positions
 
-    @contextmanager
-    def during(self, title: str) -> Iterator[None]:
+    def during(self, title: str) -> AbstractContextManager[None]:
         """Reports the begin and the end of a step."""
-        with during(self.progress, title):
-            yield
+        return during(self.progress, title)

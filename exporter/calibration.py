@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from specexport.contract.errors import UNREADABLE, BuildError
+from specexport.exporter.build_state import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import (
@@ -27,8 +28,8 @@ from specexport.exporter.checkpoints.stored import (
     read_weights,
     stand_for,
 )
-from specexport.exporter.pipeline import Progress
-from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
+from specexport.exporter.external_data import pack_int4, unpack_int4
+from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
 from specexport.exporter.storage import block_for
 
 _WINDOW = 256
@@ -127,7 +128,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
         wide = _wide(checkpoint, matrices, block_size)
         calibration = _Calibration(matrices, wide, block_size, rounded, progress)
-        with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.reached():
+        with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.rounding():
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
     for name, tensor in rounded.items():
@@ -194,7 +195,7 @@ class _Calibration:
     """The input that was multiplied last, and the factor of its products."""
 
     @contextlib.contextmanager
-    def reached(self) -> Iterator[None]:
+    def rounding(self) -> Iterator[None]:
         """While active, a matrix that is multiplied is rounded first."""
         handles = []
         for name, module in self.matrices.items():
@@ -256,19 +257,19 @@ def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) ->
         blocks, 2, _LEAST, _LARGEST, zero_points=True, weight=energy.reshape(1, depth // block, block)
     )
     scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
-    left = weight.T[order].contiguous()  # [K,N]
+    weights_left = weight.T[order].contiguous()  # [K,N]
     integers = torch.empty(depth, outputs, dtype=torch.int8)
     for start in range(0, depth, _COLUMNS):
         end = min(depth, start + _COLUMNS)
         errors = torch.empty(end - start, outputs)
         for at in range(start, end):
             group = int(order[at]) // block
-            number = to_integers(left[at], scale[group], zero[group], _LEAST, _LARGEST)
+            number = to_integers(weights_left[at], scale[group], zero[group], _LEAST, _LARGEST)
             integers[order[at]] = number.to(torch.int8)
-            error = (left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
+            error = (weights_left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
             errors[at - start] = error
-            left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
-        left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+            weights_left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
+        weights_left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return _tensor(name, weight, "int4", block, integers.numpy(), scale.numpy(), zero.to(torch.int8).numpy())
 
 
@@ -292,7 +293,7 @@ def _tensor(
     scale = np.where(scale == 0, np.float32(1), scale)  # then its weights are 0 at any scale
 
     def read() -> torch.Tensor:
-        numbers = _unpacked(held, shape) if kind == "int4" else held
+        numbers = unpack_int4(held, shape) if kind == "int4" else held
         restored = numbers.astype(np.float32)
         if zero is not None:
             restored -= np.repeat(zero, block, axis=0)
@@ -311,10 +312,3 @@ def _tensor(
         error=error,
         energy=float(weight.square().sum(dtype=torch.float64)),
     )
-
-
-def _unpacked(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
-    """Undoes :func:`~specexport.exporter.quantize.pack_int4`."""
-    both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(shape)
-    signed: npt.NDArray[np.int8] = (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)
-    return signed

@@ -39,24 +39,24 @@ def routers(graph: ir.Graph) -> set[ir.Value]:
     They are those that experts' indices are computed from first, with a column for each expert.
     """
     matrices: set[ir.Value] = set()
-    chosen: dict[ir.Value | None, int] = {}
+    experts_by_index: dict[ir.Value | None, int] = {}
     for node in graph:
         stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
         if stack is not None:
-            chosen[node.inputs[1]] = stack.shape.numpy()[0]
-        elif node.op_type == "If" and (each := producer(node.inputs[0], "Split")) is not None:
-            chosen[each.inputs[0]] = len(each.outputs)
-    for start, experts in chosen.items():
-        seen, waiting = set[ir.Value](), [start]
+            experts_by_index[node.inputs[1]] = stack.shape.numpy()[0]
+        elif node.op_type == "If" and (split := producer(node.inputs[0], "Split")) is not None:
+            experts_by_index[split.inputs[0]] = len(split.outputs)
+    for start, experts in experts_by_index.items():
+        visited, waiting = set[ir.Value](), [start]
         while waiting:
             value = waiting.pop()
-            made_by = value.producer() if value is not None and value not in seen else None
-            if value is None or made_by is None:
+            origin = value.producer() if value is not None and value not in visited else None
+            if value is None or origin is None:
                 continue
-            seen.add(value)
-            weight = made_by.inputs[1] if made_by.op_type == "MatMul" else None
+            visited.add(value)
+            weight = origin.inputs[1] if origin.op_type == "MatMul" else None
             if weight is None or weight.const_value is None:
-                waiting += made_by.inputs
+                waiting += origin.inputs
             elif weight.const_value.shape[-1] == experts:
                 matrices.add(weight)
     return matrices
@@ -134,8 +134,8 @@ class _Nodes:
         if stored.fine is not None:
             _, count = _shape(stored.fine)
             fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine_wide")
-            each = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
-            product = self.reshape(self.op("Mul", [each, product], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
+            split = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
+            product = self.reshape(self.op("Mul", [split, product], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
         return product
 
 
@@ -152,17 +152,17 @@ def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
         numbers = nodes.op("Transpose", [numbers], "turned", perm=[1, 0])
     scale = nodes.factors(matrix.scale, "scale", turned=matrix.by_rows)
     zero = [] if matrix.zero is None else [matrix.zero]
-    undone = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
+    dequantized = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
     x, result = product.inputs[0], product.outputs[0]
-    product.replace_input_with(1, undone)
+    product.replace_input_with(1, dequantized)
     if matrix.offset is not None and matrix.block is not None:
         assert x is not None and x.shape is not None
         offset, block = nodes.factors(matrix.offset, "offset", turned=matrix.by_rows), matrix.block
         depth = _shape(matrix.numbers)[1 if matrix.by_rows else 0]
         ones = constant(graph, f"ones.{block}", np.ones((block, 1), np.float32))
-        kept = [0] * (len(x.shape) - 1)
-        blocks = nodes.reshape(x, [*kept, depth // block, block], "blocks")
-        sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*kept, depth // block], "sums")
+        leading = [0] * (len(x.shape) - 1)
+        blocks = nodes.reshape(x, [*leading, depth // block, block], "blocks")
+        sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*leading, depth // block], "sums")
         added = nodes.op("MatMul", [sums, offset], "offsets")
         total = op("Add", [result, added], f"{matrix.name}.total")
         replace_value(result, total.outputs[0])
@@ -176,7 +176,7 @@ def looked_up(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: 
 
     Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
     integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
-    (:func:`~specexport.exporter.quantize.pair_int4`), with scales ``[E,K/block,1,N]``.
+    (:func:`~specexport.exporter.external_data.pair_int4`), with scales ``[E,K/block,1,N]``.
 
     Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
     """

@@ -82,19 +82,6 @@ class Verification(Protocol):
 
 
 @dataclass(frozen=True)
-class Added:
-    """What a method adds to the target.
-
-    Attributes:
-        outputs: outputs of the target's own graph.
-        graph: one beside it, which reads the same weights and becomes the method's model.
-    """
-
-    outputs: Addition | None = None
-    graph: Part | None = None
-
-
-@dataclass(frozen=True)
 class MetaDraft:
     """A draft without its weights, for ``plan``.
 
@@ -153,8 +140,11 @@ class MethodExporter(Generic[O, M]):
             raise BuildError(f"{method.name}: {reason}")
         return planned
 
-    def add_to_target(self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Added | None:
-        """What it adds to the target, and is written together with it; None for nothing.
+    def add_to_target(
+        self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
+    ) -> Addition | Part | None:
+        """What it adds to the target, and is written together with it: outputs of its graph, or a graph that reads the
+        same weights and becomes the method's model. None for nothing.
 
         Raises:
             BuildError: it does not fit the target.

@@ -3,14 +3,14 @@
 A new rewrite is a file in ``exporter/passes`` and a line here. The lists follow each other: :func:`exported`, whose
 graphs are kept in the cache folder; :func:`traced`, after which a draft's pass may be put into a loop
 (``exporter/compose.py``); :func:`written`; and, for GPUs, :func:`for_device`. Stages are listed in
-``exporter/build.py`` and, for the target, in ``exporter/target.py``.
+``exporter/build.py`` and, for the target, in ``exporter/target.py``. Passes that need torch or onnxscript are imported
+where they are listed, as devices run :func:`for_device` without them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -20,27 +20,13 @@ import onnx_ir.passes.common as common
 
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
+from specexport.exporter.build_state import Progress, during
 from specexport.exporter.passes.compute_type import Store, compute_in
-from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
-from specexport.exporter.passes.linear import canonical_weights, merge_linear
-from specexport.exporter.passes.names import name_weights
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
-from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.exporter.passes.simplify import simplify
 from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
 
 NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-Progress = Callable[[str, int, int], None]
-"""Called with a step's name, how much of it is done, and how much there is in all."""
-
-
-@contextlib.contextmanager
-def during(progress: Progress, title: str) -> Iterator[None]:
-    """Reports the begin and the end of a step."""
-    progress(title, 0, 1)
-    yield
-    progress(title, 1, 1)
 
 
 class Form(enum.Flag):
@@ -89,6 +75,9 @@ def run_passes(model: ir.Model, passes: Passes) -> None:
 
 def exported(aliases: Mapping[str, str]) -> Passes:
     """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
+    from specexport.exporter.passes.names import name_weights
+    from specexport.exporter.passes.simplify import simplify
+
     return (
         Pass(simplify, needs=Form.EXPORTED, ensures=Form.SIMPLE),
         Pass(partial(name_weights, aliases=aliases), needs=Form.SIMPLE, ensures=Form.NAMED),
@@ -97,6 +86,9 @@ def exported(aliases: Mapping[str, str]) -> Passes:
 
 def traced(lowering: LoweredAs) -> Passes:
     """From there to a master graph, or to a pass of a draft."""
+    from specexport.exporter.passes.linear import canonical_weights, merge_linear
+    from specexport.exporter.passes.rms_norm import fuse_rms_norm
+
     return (
         Pass(canonical_weights, needs=Form.NAMED, ensures=Form.PRODUCTS),
         Pass(merge_linear, needs=Form.PRODUCTS),
@@ -111,6 +103,8 @@ def traced(lowering: LoweredAs) -> Passes:
 
 def written(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
     """From a master graph to its file; ``store`` moves the weights into theirs, ``branches`` gives each expert one."""
+    from specexport.exporter.passes.experts import lower_experts
+
     return (
         Pass(partial(lower_experts, branches=branches), needs=Form.PRODUCTS, ensures=Form.STANDARD),
         Pass(store, needs=Form.STANDARD | Form.PRODUCTS, ensures=Form.STORED),

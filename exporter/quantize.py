@@ -101,29 +101,6 @@ def apply_scales(
     return integers, restored if offset is None else restored + offset
 
 
-def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
-    nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
-    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
-    return packed
-
-
-def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
-
-    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts: ``[R,blocks,block/2,...]`` is made.
-    """
-    first, second = np.split(blocks, 2, axis=2)
-    pairs: npt.NDArray[np.int8] = first * np.int8(16) + second
-    return pairs
-
-
-def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Undoes :func:`pair_int4`."""
-    first = (pairs + np.int8(8)) >> 4
-    return np.concatenate([first, pairs - first * np.int8(16)], axis=2)
-
-
 def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
     """One scale for each column of a matrix, from the largest magnitude in it; none is 0, which TensorRT refuses.
 

@@ -59,9 +59,9 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         model = outline(path)
         total, size = model.total, model.active
         layer = has_mtp(path, model.layers)
-    drafts_there, refused = _drafts(path, bundle, size, drafts)
-    drafts_there += [] if bundle is None else _built(bundle.manifest)
-    wanted = Wanted(size, device, tuple(drafts_there), layer)
+    usable, refused = _drafts(path, bundle, size, drafts)
+    usable += [] if bundle is None else _built(bundle.manifest)
+    wanted = Wanted(size, device, tuple(usable), layer)
     suggestions = [suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(wanted)) is not None]
     suggestions.sort(key=lambda suggestion: suggestion.rank)
     return Advice(total, size, tuple(suggestions), refused)

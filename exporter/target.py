@@ -24,13 +24,13 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
-from specexport.exporter.method import Added, TargetOutline, exporter_of
+from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.storage import QUANTIZED, Precision
 from specexport.exporter.writing import Part, traced, write_models
-from specexport.graphs.step import StepModule
+from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -85,7 +85,7 @@ class TargetBuild:
     calibration: list[int] = field(init=False)
     plan: BuildPlan = field(init=False)
     sample: graph_checks.Reference | None = field(init=False)
-    added: list[Added | None] = field(init=False)
+    added: list[Addition | Part | None] = field(init=False)
     parts: list[Part] = field(init=False)
     written: WrittenTarget = field(init=False)
 
@@ -194,18 +194,18 @@ def trace_target(target: TargetBuild) -> None:
         exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
         for method in target.plan.methods
     ]
-    beside = [added.graph for added in target.added if added is not None and added.graph is not None]
-    if beside and options.tensor_parallel > 1:
+    graphs = [added for added in target.added if isinstance(added, Part)]
+    if graphs and options.tensor_parallel > 1:
         raise BuildError(
             f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
             "split; choose a draft of its own"
         )
-    target.parts = [_step(target, target.checkpoint), *beside] if options.tensor_parallel == 1 else []
+    target.parts = [_step(target, target.checkpoint), *graphs] if options.tensor_parallel == 1 else []
 
 
 def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
     """The step graph of the target, or of a rank's part."""
-    additions = [added.outputs for added in target.added if added is not None and added.outputs is not None]
+    additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
     whole = target.checkpoint
     states = dict(zip(whole.states, with_rows(list(whole.states.values()), target.plan.widths[-1]), strict=True))
@@ -230,7 +230,7 @@ def write(target: TargetBuild) -> None:
         models = iter(write_models(target.build, "target", target.parts, checkpoint, options.stored, options.proposing))
     model = next(models)
     methods = tuple(
-        method if added is None or added.graph is None else with_draft(method, next(models))
+        with_draft(method, next(models)) if isinstance(added, Part) else method
         for method, added in zip(target.plan.methods, target.added, strict=True)
     )
     states = with_rows(list(checkpoint.states.values()), target.plan.widths[-1])

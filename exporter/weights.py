@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +15,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import GATHERED, StoredFactors, StoredMatrix, looked_up, restored, role_of, routers
+from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
 from specexport.exporter.kept_scales import KeptScales, kept_scales
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.names import names_in
@@ -25,8 +25,6 @@ from specexport.exporter.quantize import (
     column_scales,
     fit_blocks,
     fits_half,
-    pack_int4,
-    pair_int4,
     quantize_blocks,
     quantize_columns,
     row_chunks,
@@ -52,16 +50,10 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
     "fp8": ir.DataType.FLOAT8E4M3FN,
 }
 _Matrix = npt.NDArray[np.float32]
-_Chunks = Iterator[npt.NDArray[np.generic]]
-
-INLINE_BYTES = 1024
-"""Smaller constants stay in the graph: shapes, axes, scales of one element."""
-
-_ALIGN = 4096
 
 
-class WeightsFile:
-    """An open weights file: ONNX external data, every tensor on a page boundary so that it can be mapped.
+class WeightsFile(DataFile):
+    """A weights file, and the report of what was written.
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
@@ -69,40 +61,11 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
-        self._path = path
-        self._file: BinaryIO = path.open("wb")
+        super().__init__(path)
         self._progress = progress or (lambda _: None)
-        # By size and content: graphs of one model share what they have in common.
-        self._places: dict[tuple[int, bytes], int] = {}
         self._tensors: Mapping[str, StoredTensor] = {}
         self._quantized: set[str] = set()
         self.report = WeightsReport()
-
-    def __enter__(self) -> WeightsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks) -> ir.ExternalTensor:
-        """Appends a tensor given as consecutive chunks of its bytes; one that is there already is not stored again."""
-        end = self._file.tell()
-        self._file.write(b"\0" * (-end % _ALIGN))
-        start = self._file.tell()
-        digest = hashlib.sha256()
-        for chunk in chunks:
-            data = np.ascontiguousarray(chunk).data
-            digest.update(data)
-            self._file.write(data)
-        length = self._file.tell() - start
-        there = self._places.setdefault((length, digest.digest()), start)
-        if there != start:
-            self._file.seek(end)
-            self._file.truncate()
-            start = there
-        return ir.ExternalTensor(
-            self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
-        )
 
     def externalize(
         self,
@@ -300,7 +263,7 @@ class WeightsFile:
         # Integers without a sign, where offsets say what they begin at.
         unsigned = kind == "int4" and kept is not None and kept.offset is not None
 
-        def numbers() -> _Chunks:
+        def numbers() -> Chunks:
             # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
             start = 0
             for chunk in row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
@@ -380,7 +343,7 @@ class WeightsFile:
         )
 
     def _initializer(
-        self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
+        self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Chunks
     ) -> ir.Value:
         value = ir.val(name, const_value=self.write(name, dtype, shape, chunks))
         graph.register_initializer(value)

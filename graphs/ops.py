@@ -81,17 +81,17 @@ def sum_of_experts(
     total: torch.Tensor,
     hidden: torch.Tensor,
     rows: torch.Tensor,
-    made: torch.Tensor,
+    products: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of what experts made, and, for the exporter, what it is made of.
+    """The weighted sum of experts' outputs; its other arguments tell the exporter how it is computed.
 
     Args:
         total: ``[N,H]``, the sum.
-        hidden: ``[N,H]``, what experts are given.
+        hidden: ``[N,H]``, the experts' input.
         rows: ``[1,M,H]``, the rows that are multiplied by experts' weights gathered from stacks.
-        made: ``[L,M,H]``, what each of the gathered experts makes of them.
+        products: ``[L,M,H]``, the output of each gathered expert.
         index: int64 ``[N,k]``, each token's experts.
         weights: ``[N,k]``.
     """
@@ -120,11 +120,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Where ranks meet there are operators that no runtime knows, as the graph is cut there, and one behind experts.
     """
     add, join = (_op(MEETING_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
-    given = dict.fromkeys(("total", "hidden", "rows", "made"), "float")
-    sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **given, index="int64", weights="float")
+    inputs = dict.fromkeys(("total", "hidden", "rows", "products"), "float")
+    sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **inputs, index="int64", weights="float")
     return {
         torch.ops.specexport.tensor_scatter.default: _tensor_scatter_onnx,
         torch.ops.specexport.sum_of_ranks.default: lambda part: add(part),
         torch.ops.specexport.join_of_ranks.default: lambda part, ranks: join(part),
-        torch.ops.specexport.sum_of_experts.default: lambda *given: sum_of_experts(*given),
+        torch.ops.specexport.sum_of_experts.default: lambda *inputs: sum_of_experts(*inputs),
     }

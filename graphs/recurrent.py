@@ -265,15 +265,15 @@ class StepStates:
         strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
         packed = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
         new = self._behind(1, packed)
-        there, places = self._cells >= 0, self._cells.clamp(min=0)
+        present, places = self._cells >= 0, self._cells.clamp(min=0)
         asked = (self._cells - shape.rows).clamp(min=0)
         if self._before:  # what later passes read is not there yet
-            there = there & (self._cells < shape.rows + new.shape[1])
-            places = torch.where(there, places, 0)
-            asked = torch.where(there, self._cells - shape.rows - self._done, 0).clamp(min=0)
-        rows = _rows(torch.cat([kept, new], 1), places) * there[..., None]  # [C,B,G,U]
+            present = present & (self._cells < shape.rows + new.shape[1])
+            places = torch.where(present, places, 0)
+            asked = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
+        rows = _rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
         queries = _rows(updates.query.flatten(2), asked)  # [C,B,G,Hk*Dk]
-        pending = (there & (self._cells < shape.rows)).sum((0, 2))  # [B]
+        pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
         whole = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < whole
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)

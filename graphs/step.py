@@ -11,7 +11,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
-from specexport.graphs.layers import noted_states
+from specexport.graphs.layers import recorded_states
 from specexport.graphs.recurrent import StepStates, recurrent
 
 
@@ -148,7 +148,7 @@ class StepModule(torch.nn.Module):
         if inputs_embeds is not None and embeds_mask is not None:
             token_embeds: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, token_embeds)
-        with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
+        with recorded_states(self.model, self.noted.values()) as noted, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
         known: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}

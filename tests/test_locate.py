@@ -16,7 +16,7 @@ from specexport.exporter.checkpoints import tokenizer
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
-from specexport.methods.eagle3.checkpoint import read_eagle3
+from specexport.methods.eagle3.export import read_eagle3
 from specexport.methods.hidden_states.checkpoint import parts_of
 from tests.checkpoints import make_checkpoint, make_eagle3
 from tests.hub import hub

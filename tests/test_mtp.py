@@ -32,7 +32,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
-from specexport.methods.mtp.checkpoint import read_mtp
+from specexport.methods.mtp.export import read_mtp
 from specexport.methods.mtp.spec import MTP, MTPOptions
 from specexport.runtime import Engine
 from specexport.runtime.buffers import buffers

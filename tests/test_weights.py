@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexport.exporter.external_data import pack_int4
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import (
@@ -23,7 +24,6 @@ from specexport.exporter.quantize import (
     column_scales,
     fit_blocks,
     fits_half,
-    pack_int4,
     quantize_blocks,
     quantize_columns,
 )

@@ -125,6 +125,24 @@ class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
     optimizer: Annotated[Optimizer, draft_option()] = "adamw"
 
 
+class StatesDraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+    """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
+
+    Attributes:
+        states: after how many of the target's layers the draft sees its residual stream (default: as published drafts,
+            EAGLE-3's after 2, L/2 and L - 3 of L, DFlash's one for each of its own layers, spread evenly).
+        self_distill: number of texts sampled from the target to learn, half of them greedy, instead of the data, which
+            give the prompts.
+        intermediate_size: width of the draft's MLPs (default: the target's).
+        decay: drafted token i counts D**i in the loss.
+    """
+
+    states: Annotated[tuple[int, ...] | None, draft_option("N")] = None
+    self_distill: Annotated[int, draft_option("TEXTS", ge=0)] = 0
+    intermediate_size: Annotated[int | None, draft_option("I", ge=16)] = None
+    decay: Annotated[float, draft_option("D", gt=0, le=1)] = 0.8
+
+
 class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
     """Options of trainings of heads and stages over a model's hidden states.
 

@@ -41,14 +41,14 @@ def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTe
     """
     state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("adapter_*")))
     model, changes = _changes(folder, state, make)
-    left = dict(changes)
+    pending = dict(changes)
     for tensor in tensors:
         names = (tensor.name, f"{model}.{tensor.name}", tensor.name.removeprefix(f"{model}."))
-        name = next((name for name in names if name in left), None)
-        yield tensor if name is None else replace(tensor, dtype="F32", read=partial(left.pop(name), tensor))
-    if left:
+        name = next((name for name in names if name in pending), None)
+        yield tensor if name is None else replace(tensor, dtype="F32", read=partial(pending.pop(name), tensor))
+    if pending:
         raise BuildError(
-            f"{_named(folder)}: changes {min(left)!r}, which the model's files hold under no such name; {_HINT}"
+            f"{_named(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; {_HINT}"
         )
 
 

@@ -86,12 +86,12 @@ def require_sane(path: Path, document: dict[str, Any]) -> None:
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """All integers with the names of their fields."""
-    left: list[tuple[str, Any]] = list(document.items())
-    while left:  # no recursion, as JSON may be nested deeply
-        name, value = left.pop()
+    pending: list[tuple[str, Any]] = list(document.items())
+    while pending:  # no recursion, as JSON may be nested deeply
+        name, value = pending.pop()
         if isinstance(value, dict):
-            left += value.items()
+            pending += value.items()
         elif isinstance(value, list):
-            left += ((name, inner) for inner in value)
+            pending += ((name, inner) for inner in value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
             yield name, int(value)

@@ -53,12 +53,12 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
         BuildError: a field has the wrong type or is out of range; names the file and the field.
     """
     path = folder / GENERATION
-    fields = _said(read_object(path)) if path.is_file() else None
+    fields = _stated(read_object(path)) if path.is_file() else None
     if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
         whole = read_object(path)
         part = whole.get("text_config")
-        fields = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
+        fields = (_stated(part) if isinstance(part, dict) else {}) | _stated(whole)
         fields.pop("eos_token_id", None)
     vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
     defaults, ends = _defaults(path, fields, vocab_size)
@@ -73,7 +73,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     return defaults, tuple(listed)
 
 
-def _said(document: dict[str, Any]) -> dict[str, Any]:
+def _stated(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value is not None}
 
 

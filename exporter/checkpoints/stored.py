@@ -7,6 +7,7 @@ which takes no memory and consists of NaN, so that accidental use shows in the r
 from __future__ import annotations
 
 import contextlib
+import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.documents import CONFIG, SINGLE
 
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
@@ -160,6 +163,15 @@ def head_tensors(folder: Path) -> list[StoredTensor]:
     if files := sorted(folder.glob("*.safetensors")):
         return [tensor for file in files for tensor in stored_tensors(file)]
     return pickled_tensors(folder / "pytorch_model.bin")
+
+
+def save_head_tensors(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str = SINGLE
+) -> None:
+    """Writes the checkpoint of heads or of a draft: its ``config.json`` and one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:

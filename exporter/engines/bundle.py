@@ -14,6 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
+from specexport.exporter.build_state import Progress
 from specexport.exporter.engines.compiler import (
     CompilerLibrary,
     EngineReport,
@@ -31,7 +32,6 @@ from specexport.exporter.engines.options import (
     dotted,
 )
 from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
-from specexport.exporter.pipeline import Progress
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,9 @@ def default_compute(weights: StoredAs) -> ComputedIn:
 def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
     """Refuses what onnxruntime has no kernels for on GPUs."""
     weights = manifest.target.precision.weights
-    stored = _stored(manifest) if asked else {weights, *_heads(manifest)}
+    # By default, models of methods are computed in by what their own matrices are stored in.
+    in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
+    stored = _stored(manifest) if asked else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
     if (asked or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
@@ -240,14 +242,9 @@ def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
         )
 
 
-def _heads(manifest: Manifest) -> set[StoredAs]:
-    """How matrices of methods in the target's graph are stored."""
-    return {kind for method in manifest.methods if (kind := method.stored_in_target) is not None}
-
-
 def _stored(manifest: Manifest) -> set[StoredAs]:
     """How the matrices of a bundle's graphs are stored."""
-    return _heads(manifest) | {model.precision.weights for model in manifest.models.values()}
+    return {manifest.target.precision.weights}.union(*(method.stored for method in manifest.methods))
 
 
 def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:

@@ -19,10 +19,10 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.program import program_points, program_sizes
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_points
+from specexport.exporter.external_data import INLINE_BYTES, DataFile
 from specexport.exporter.passes.fix_sizes import fix_sizes
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import for_device, run_passes
-from specexport.exporter.weights import INLINE_BYTES, WeightsFile
 
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
@@ -142,7 +142,7 @@ def write_source(
             f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
         )
     converted = output.with_suffix(".bin")
-    with WeightsFile(converted) as file:
+    with DataFile(converted) as file:
 
         def store(name: str, dtype: ir.DataType, array: npt.NDArray[np.generic]) -> ir.TensorProtocol:
             if array.nbytes <= INLINE_BYTES:
@@ -166,7 +166,7 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     Raises:
         BuildError: what goes from one segment to another is of no size that a shape point says.
     """
-    segments, written = cut(ir.load(source), sizes_apart=True), []
+    segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:
         for value in [value for segment in segments for value in segment.graph.outputs]:
             list(map(ShapePoint(1, 1, 1).size, map(str, value.shape or ("?",))))

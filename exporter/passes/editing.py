@@ -17,15 +17,15 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
     """The values, and all that they are computed from."""
-    reached: set[ir.Value] = set()
+    visited: set[ir.Value] = set()
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value is not None and value not in reached:
-            reached.add(value)
+        if value is not None and value not in visited:
+            visited.add(value)
             node = value.producer()
             waiting += node.inputs if node is not None else ()
-    return reached
+    return visited
 
 
 def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:

@@ -31,8 +31,8 @@ def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
 def joined_name(names: list[str]) -> str:
     """The name of several matrices in one: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
     parts = [name.split(".") for name in names]
-    head = _alike(zip(*parts, strict=False))
-    tail = _alike(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
+    head = _common(zip(*parts, strict=False))
+    tail = _common(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
     differing = ",".join(".".join(part[len(head) : len(part) - len(tail)]) for part in parts)
     return ".".join([*head, f"{{{differing}}}", *tail])
 
@@ -44,7 +44,7 @@ def names_in(name: str) -> list[str]:
     return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
 
 
-def _alike(columns: Iterable[tuple[str, ...]]) -> list[str]:
+def _common(columns: Iterable[tuple[str, ...]]) -> list[str]:
     """What all names have in common, up to where they begin to differ."""
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
@@ -54,8 +54,8 @@ def _in_checkpoint(name: str | None) -> str | None:
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name and name.startswith(prefix)), None)
 
 
-def _folded(made_of: Iterable[str]) -> str | None:
-    parameters = [name for name in map(_in_checkpoint, made_of) if name is not None]
+def _folded(sources: Iterable[str]) -> str | None:
+    parameters = [name for name in map(_in_checkpoint, sources) if name is not None]
     return f"{parameters[0]}.folded" if len(parameters) == 1 else None
 
 

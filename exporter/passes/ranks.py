@@ -13,7 +13,7 @@ from specexport.exporter.passes.editing import constant, op
 _KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), MEETINGS, strict=True))
 
 
-def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
+def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     """The segments of a graph (see ``specexport.contract.model.RankFiles``).
 
     A node is in the first segment in which all its inputs are known; what later segments read of it is an output. What
@@ -21,7 +21,7 @@ def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
 
     Args:
         model: changed in place.
-        sizes_apart: whether that holds for what depends on the inputs' sizes too, which the host would otherwise send
+        repeat_sizes: whether that holds for what depends on the inputs' sizes too, which the host would otherwise send
             back to a device in every segment.
     """
     passes.ShapeInferencePass()(model)  # inputs need types, which rewrites leave out
@@ -40,11 +40,11 @@ def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
     repeated: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
     for node in graph:
         read = [value for value in node.inputs if value is not None]
-        of_input = sizes_apart and node.op_type == "Shape" and read[0].is_graph_input()
-        if of_input or all(value in repeated for value in read):
-            said = frozenset(read) if of_input else frozenset[ir.Value]().union(*(repeated[value] for value in read))
-            if not said or all(map(_is_of_sizes, node.outputs)):
-                repeated |= dict.fromkeys(node.outputs, said)
+        is_size = repeat_sizes and node.op_type == "Shape" and read[0].is_graph_input()
+        if is_size or all(value in repeated for value in read):
+            sized_by = frozenset(read) if is_size else frozenset[ir.Value]().union(*(repeated[value] for value in read))
+            if not sized_by or all(map(_is_of_sizes, node.outputs)):
+                repeated |= dict.fromkeys(node.outputs, sized_by)
                 continue
         stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
         while stage >= len(segments):
@@ -65,18 +65,17 @@ def cut(model: ir.Model, *, sizes_apart: bool = False) -> list[ir.Model]:
         for nodes in map(dict.fromkeys, segments)
     ]
     inputs = [
-        list(dict.fromkeys(source for value in read_by for source in repeated.get(value, (value,))))
-        for read_by in inputs
+        list(dict.fromkeys(source for value in read for source in repeated.get(value, (value,)))) for read in inputs
     ]
-    for value in dict.fromkeys([*(value for read_by in inputs for value in read_by), *graph.outputs]):
+    for value in dict.fromkeys([*(value for read in inputs for value in read), *graph.outputs]):
         producer = value.producer()
         if producer is not None and producer.domain != MEETING_DOMAIN:
             outputs[stages[value]].append(value)
             if not value.is_graph_output():
                 value.name = f"{CARRIED}{value.name}"
     models = []
-    for at, (read_by, returned) in enumerate(zip(inputs, outputs, strict=True)):
-        segment = extract(graph, read_by, returned)
+    for at, (read, returned) in enumerate(zip(inputs, outputs, strict=True)):
+        segment = extract(graph, read, returned)
         segment.name = f"segment_{at}"
         segment.opset_imports.pop(MEETING_DOMAIN, None)
         models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
@@ -110,9 +109,9 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
             meetings[stage].append(node)
             stage += 1
         stages |= dict.fromkeys(node.outputs, stage)
-    for met in meetings:
-        parts, wholes = [_part(node) for node in met], [node.outputs[0] for node in met]
-        (kind,) = {node.op_type for node in met}
+    for nodes_met in meetings:
+        parts, wholes = [_part(node) for node in nodes_met], [node.outputs[0] for node in nodes_met]
+        (kind,) = {node.op_type for node in nodes_met}
         if kind == "JoinOfRanks":
             (part,) = parts
             nodes, results = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
@@ -120,7 +119,7 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
             nodes, results = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
         for value, whole in zip(results, wholes, strict=True):
             value.shape, value.type = whole.shape, whole.type
-        ir.convenience.replace_nodes_and_values(graph, met[-1], met, nodes, wholes, results)
+        ir.convenience.replace_nodes_and_values(graph, nodes_met[-1], nodes_met, nodes, wholes, results)
     graph.sort()  # what reads a sum may have come before the last part of it
     graph.opset_imports.pop(MEETING_DOMAIN, None)
 
@@ -137,11 +136,11 @@ def join_along_first(model: ir.Model, ranks: int) -> None:
     for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
         part, whole = _part(node), node.outputs[0]
         assert part.shape is not None
-        every = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
-        every.outputs[0].shape = ir.Shape([ranks, *part.shape])
-        nodes, results = _beside(graph, every.outputs[0], part, f"{whole.name}.joined")
+        combined = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
+        combined.outputs[0].shape = ir.Shape([ranks, *part.shape])
+        nodes, results = _beside(graph, combined.outputs[0], part, f"{whole.name}.joined")
         results[0].shape, results[0].type = whole.shape, whole.type
-        ir.convenience.replace_nodes_and_values(graph, node, [node], [every, *nodes], [whole], results)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [combined, *nodes], [whole], results)
 
 
 def _part(node: ir.Node) -> ir.Value:
@@ -158,24 +157,24 @@ def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tu
     (width,) = {part.shape[-1] for part in parts if part.shape is not None}
     rows = constant(graph, f"sizes.rows.{width}", np.array([-1, width]))
     flat = [op("Reshape", [part, rows], f"{name}.{at}.rows") for at, part in enumerate(parts)]
-    beside = op("Concat", [node.outputs[0] for node in flat], f"{name}.beside", axis=-1)
-    every = _collective(beside.outputs[0], name, "all_reduce", "sum", ranks)
-    apart = ir.node(
-        "Split", every.outputs, {"axis": -1, "num_outputs": len(parts)}, num_outputs=len(parts), name=f"{name}.apart"
+    joined = op("Concat", [node.outputs[0] for node in flat], f"{name}.beside", axis=-1)
+    combined = _collective(joined.outputs[0], name, "all_reduce", "sum", ranks)
+    split = ir.node(
+        "Split", combined.outputs, {"axis": -1, "num_outputs": len(parts)}, num_outputs=len(parts), name=f"{name}.apart"
     )
-    for at, value in enumerate(apart.outputs):
+    for at, value in enumerate(split.outputs):
         value.name = f"{name}.{at}.apart"
     shapes = [op("Shape", [part], f"{name}.{at}.shape") for at, part in enumerate(parts)]
     back = [
         op("Reshape", [value, shape.outputs[0]], f"{name}.{at}.back")
-        for at, (value, shape) in enumerate(zip(apart.outputs, shapes, strict=True))
+        for at, (value, shape) in enumerate(zip(split.outputs, shapes, strict=True))
     ]
-    for node in (*flat, beside, every, apart):
+    for node in (*flat, joined, combined, split):
         for value in node.outputs:
             value.type = parts[0].type
     for shape in shapes:
         shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-    return [*flat, beside, every, apart, *shapes, *back], [node.outputs[0] for node in back]
+    return [*flat, joined, combined, split, *shapes, *back], [node.outputs[0] for node in back]
 
 
 def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
@@ -185,20 +184,20 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
     """
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
-    every = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
-    nodes, results = _beside(graph, every.outputs[0], part, name)
-    return [first, every, *nodes], results
+    combined = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
+    nodes, results = _beside(graph, combined.outputs[0], part, name)
+    return [first, combined, *nodes], results
 
 
-def _beside(graph: ir.Graph, every: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
+def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
     """All ranks' parts, which have an axis of their own before those of a part, side by side along the last one."""
     assert part.shape is not None
     last = len(part.shape) - 1
-    beside = op("Transpose", [every], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
-    every.type = beside.outputs[0].type = part.type
+    joined = op("Transpose", [combined], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
+    combined.type = joined.outputs[0].type = part.type
     flat = constant(graph, f"sizes.kept.{last}", np.array([0] * last + [-1]))
-    whole = op("Reshape", [beside.outputs[0], flat], name)
-    return [beside, whole], list(whole.outputs)
+    whole = op("Reshape", [joined.outputs[0], flat], name)
+    return [joined, whole], list(whole.outputs)
 
 
 def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:

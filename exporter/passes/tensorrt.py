@@ -7,9 +7,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from specexport.exporter.external_data import split_int4
 from specexport.exporter.passes.compute_type import Store
 from specexport.exporter.passes.editing import constant, op, producer
-from specexport.exporter.quantize import split_int4
 
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -36,8 +36,8 @@ def flatten_products(model: ir.Model) -> None:
 
 def _weight(value: ir.Value | None) -> tuple[int, int] | None:
     """K and N of a matrix that is stored, perhaps quantized or in another type; None of anything else."""
-    while value is not None and (made_by := value.producer()) is not None:
-        value = made_by.inputs[0] if made_by.op_type in ("Cast", "DequantizeLinear") else None
+    while value is not None and (origin := value.producer()) is not None:
+        value = origin.inputs[0] if origin.op_type in ("Cast", "DequantizeLinear") else None
     if value is None or value.const_value is None or len(value.const_value.shape) != 2:
         return None
     rows, columns = value.const_value.shape.numpy()
@@ -63,17 +63,17 @@ def _flatten(graph: ir.Graph, node: ir.Node, x: ir.Value, rows: int, columns: in
 
 def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
     """Puts the sizes that are known of a reshaped value instead of a -1."""
-    shape, made_by = node.outputs[0].shape, node.inputs[1].producer() if node.inputs[1] is not None else None
-    if shape is None or made_by is None or made_by.op_type != "Concat" or len(made_by.inputs) != len(shape):
+    shape, origin = node.outputs[0].shape, node.inputs[1].producer() if node.inputs[1] is not None else None
+    if shape is None or origin is None or origin.op_type != "Concat" or len(origin.inputs) != len(shape):
         return
     parts = [
         _sizes(graph, [size]) if isinstance(size, int) else part
-        for size, part in zip(shape, made_by.inputs, strict=True)
+        for size, part in zip(shape, origin.inputs, strict=True)
     ]
-    pinned = op("Concat", parts, f"{node.outputs[0].name}.shape", axis=0)
-    _describe(pinned, ir.DataType.INT64, len(parts))
-    graph.insert_before(node, pinned)
-    node.replace_input_with(1, pinned.outputs[0])
+    sizes = op("Concat", parts, f"{node.outputs[0].name}.shape", axis=0)
+    _describe(sizes, ir.DataType.INT64, len(parts))
+    graph.insert_before(node, sizes)
+    node.replace_input_with(1, sizes.outputs[0])
 
 
 def _describe(node: ir.Node, dtype: ir.DataType | None, *shape: int | None) -> None:
@@ -101,8 +101,8 @@ def restore_tables(model: ir.Model, store: Store) -> None:
             continue
         columns, pairs = producer(node.inputs[1], "Reshape"), producer(node.inputs[0], "Concat")
         scales = producer(node.inputs[1] if columns is None else columns.inputs[0], "Gather")
-        apart = producer(pairs.inputs[1], "Sub") if pairs is not None else None
-        wide = producer(node.inputs[0] if apart is None else apart.inputs[0], "Cast")
+        difference = producer(pairs.inputs[1], "Sub") if pairs is not None else None
+        wide = producer(node.inputs[0] if difference is None else difference.inputs[0], "Cast")
         rows = producer(wide.inputs[0], "Gather") if wide is not None else None
         if wide is None or scales is None or rows is None:
             continue
@@ -111,7 +111,9 @@ def restore_tables(model: ir.Model, store: Store) -> None:
         name = f"{stored.name}.restored"
         if name not in graph.initializers:
             cast = producer(scales.inputs[0], "Cast")
-            array = _restored(stored, scales.inputs[0] if cast is None else cast.inputs[0], pairs=apart is not None)
+            array = _restored(
+                stored, scales.inputs[0] if cast is None else cast.inputs[0], pairs=difference is not None
+            )
             tensor = store(name, ir.DataType.FLOAT16, array)
             graph.register_initializer(ir.val(name, const_value=tensor))
         table = op("Cast", [graph.initializers[name]], f"{node.name}.table", to=ir.DataType.FLOAT.value)

@@ -29,15 +29,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, ``[B,N,D]``."""
 
 
-@dataclass(frozen=True)
-class DFlashShape:
-    """Sizes and switches of a draft.
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """How a draft drafts a block.
 
     Attributes:
-        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        target_hidden: the target's hidden size.
-        states: number of the target's layers it reads.
-        draft_vocab: tokens it may propose.
         block_size: tokens of the longest block, including its root.
         mask_token: placeholder for a token to draft.
         causal: per layer, whether a row of a block sees only itself and the rows before it.
@@ -46,16 +42,29 @@ class DFlashShape:
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
 
-    config: PretrainedConfig
-    target_hidden: int
-    states: int
-    draft_vocab: int
     block_size: int
     mask_token: int
     causal: tuple[bool, ...]
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashShape(BlockSettings):
+    """Sizes and switches of a draft.
+
+    Attributes:
+        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
+        target_hidden: the target's hidden size.
+        states: number of the target's layers it reads.
+        draft_vocab: tokens it may propose.
+    """
+
+    config: PretrainedConfig
+    target_hidden: int
+    states: int
+    draft_vocab: int
 
 
 class DFlashDraft(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Reading of EAGLE-3, DFlash and MTP checkpoints.
+"""Checkpoints of EAGLE-3, DFlash and MTP drafts.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
 the target's has ``d2t``, the offset of each token's id in the target, and ``t2d``, a mask of the target's tokens that
@@ -24,7 +24,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import stored_table
-from specexport.exporter.checkpoints.documents import CONFIG, read_object
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantized
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
@@ -64,6 +65,53 @@ class Layer(msgspec.Struct, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
     sliding_window: Size | None = None
+
+
+class _Config(msgspec.Struct, kw_only=True):
+    """The fields that EAGLE-3's and DFlash's ``config.json`` share.
+
+    SafeAILab, z-lab and SpecForge describe the layers at the top level, the ``speculators`` library in
+    ``transformer_layer_config``.
+    """
+
+    transformer_layer_config: Layer | None = None
+    speculators_model_type: str | None = None
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+
+
+def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool, dict[str, Any]]:
+    """Reads the configuration of a draft in a checkpoint of its own.
+
+    Args:
+        source: folder or hub id.
+        method: the expected ``speculators_model_type``.
+        description: the kind of draft, for error messages.
+
+    Returns:
+        The configuration of the layers, whether it is that of the ``speculators`` library, and the fields of
+        :class:`OwnFilesOutline` that all such drafts have.
+
+    Raises:
+        BuildError: a field is missing or malformed; names the file and the field.
+    """
+    folder = locate(source)
+    path = folder / CONFIG
+    config = read_config(path, _Config, description)
+    layer, stated = config.transformer_layer_config, config.speculators_model_type
+    if stated not in (None, method) or (layer is None) != (stated is None):
+        raise BuildError(
+            f"{path}: speculators_model_type is {stated!r}; expected {method!r} with a transformer_layer_config, or "
+            "neither"
+        )
+    layer = layer or read_config(path, Layer, description)
+    fields = {
+        "path": folder,
+        "vocab": layer.vocab_size,
+        "draft_vocab": config.draft_vocab_size or layer.vocab_size,
+        "target_hidden": config.target_hidden_size or layer.hidden_size,
+    }
+    return layer, stated is not None, fields
 
 
 @dataclass(frozen=True)
@@ -199,8 +247,8 @@ def layer_config(
     windows = "sliding_attention" in (layer.layer_types or ())
     if windows and (kind != "qwen3" or layer.sliding_window is None):
         raise BuildError(f"{path}: layer_types has 'sliding_attention'; expected it with a sliding_window in a qwen3")
-    fields |= {"num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads}
     fields |= {
+        "num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads,
         "head_dim": layer.head_dim or layer.hidden_size // layer.num_attention_heads,
         "use_sliding_window": windows,
     }
@@ -335,9 +383,8 @@ def fill(
         rows = state[EMBEDDING] if tied else _table(target, outline, head=True)
         state[HEAD] = rows if ids is None else rows[ids]
     draft.load_state_dict(state, assign=True)
-    draft.rotary_emb = type(draft.rotary_emb)(
-        outline.layer
-    )  # computed rather than stored, so it must be rebuilt off the meta device
+    # Computed rather than stored, so it must be rebuilt off the meta device.
+    draft.rotary_emb = type(draft.rotary_emb)(outline.layer)
     draft.target_ids = ids
     freeze_frequencies(draft, positions)
     draft.eval().requires_grad_(False)

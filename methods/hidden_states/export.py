@@ -25,7 +25,7 @@ from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
 from specexport.exporter.writing import Part, traced, write_models
 from specexport.graphs.attention import TwoPartLowering, lowering
-from specexport.graphs.layers import noted_states
+from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
@@ -129,7 +129,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
         for text, drafted in recorded:
-            with noted_states(original, method.states) as noted:
+            with recorded_states(original, method.states) as noted:
                 reference_logits(original, np.array(text[:-1]))
             states = torch.cat([noted[count] for count in method.states], -1).float()
             with torch.no_grad():

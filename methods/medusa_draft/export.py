@@ -19,8 +19,7 @@ from specexport.exporter.method import Agreement, MethodExporter, TargetOutline,
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
-from specexport.methods.medusa.checkpoint import read_outline
-from specexport.methods.medusa.export import folder_of, heads_of, path_weight, reference_heads
+from specexport.methods.medusa.export import folder_of, heads_of, path_weight, read_outline, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 

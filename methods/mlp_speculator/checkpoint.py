@@ -7,7 +7,6 @@ tied stages share may be stored once or for each stage.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +14,17 @@ from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
-from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, save_head_tensors
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.spec import MAX_STAGES
 
-WEIGHTS = "model.safetensors"
 WIDTHS = (5, 4, 3)
 """Default of ``top_k_tokens_per_head``, as in fms-extras; later stages repeat the last."""
 
@@ -228,7 +225,6 @@ def save_speculator(
         accuracy: if measured; stored under keys that other readers ignore.
         dtype: dtype of the stored tensors.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stages = len(speculator)
     config: dict[str, Any] = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -244,7 +240,8 @@ def save_speculator(
         "torch_dtype": str(dtype).removeprefix("torch."),
         **accuracy_config(accuracy),
     }
-    parameters = dict(speculator.named_parameters())
-    state = {f"{_PREFIX}{name}": tensor.detach().to(dtype).contiguous() for name, tensor in parameters.items()}
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_head_tensors(
+        folder,
+        config,
+        {f"{_PREFIX}{name}": tensor.detach().to(dtype) for name, tensor in speculator.named_parameters()},
+    )

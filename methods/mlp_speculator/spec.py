@@ -69,10 +69,6 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
     def support(self) -> int:
         return self.candidates
 
-    @property
-    def drafted_stages(self) -> int:
-        return self.stages
-
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
         """See :class:`Method`: the narrowest run that holds its levels, of those that a device has."""
         points = uncached_points(self.draft.graph.points) if self.draft is not None else []

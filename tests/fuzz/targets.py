@@ -137,7 +137,7 @@ def gguf(seed: str, data: bytes | None, folder: Path) -> None:
 
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
-    from specexport.methods.medusa.checkpoint import load_medusa
+    from specexport.methods.medusa.export import load_medusa
 
     source, _, name = seed.rpartition("|")
     heads = _copy(source, folder / name)
