@@ -32,13 +32,13 @@ from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
-from specexport.exporter.engines.program import write_program
 from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.records import RECORDS, Records
 from specexport.exporter.target import build_target, for_checkpoint
+from specexport.exporter.trace import write_program
 
 
 def build(

@@ -1,4 +1,4 @@
-"""The state of a build: its plan, and what its stages have written."""
+"""The state of a build: its plan, and the results of its stages."""
 
 from __future__ import annotations
 

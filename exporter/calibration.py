@@ -47,7 +47,7 @@ _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """What matrices are rounded for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
+    """The text to round matrices for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
 
     Raises:
         BuildError: there is no such file, or nothing in it.
@@ -90,11 +90,11 @@ def _text_of(path: Path, at: int, line: str) -> str:
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
     """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
 
-    Large matrices are read one at a time, and kept as integers. Embeddings and the head are in int8, and as many of the
-    matrices that return from the widest layers as :func:`_wide` says.
+    Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
+    :func:`_wide` are in int8.
 
     Args:
-        checkpoint: not changed but for what its parameters stand for.
+        checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
         tokens: of the text.
         block_size: weights that share a scale.
         progress: called as matrices are done.
@@ -137,7 +137,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
 
 
 def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
-    """Matrices for int8: those that return from a layer's widest part, whose inputs vary most between tokens.
+    """The matrices to store in int8: down projections, whose inputs vary most between tokens.
 
     As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
     first and last layers, then every third, then the others.
@@ -184,7 +184,7 @@ def _q4_k_m(depth: int, *, more: bool) -> float:
 
 @dataclass
 class _Calibration:
-    """The matrices, and what has become of those that the pass has reached."""
+    """The matrices, and the rounded ones of those that the pass has reached."""
 
     matrices: dict[str, nn.Linear]
     wide: set[str]
@@ -242,7 +242,7 @@ def products_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
-    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others make up for what it changes.
+    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others compensate for its error.
 
     Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales
     and zero points are fitted beforehand, errors weighed by the inputs' energy.

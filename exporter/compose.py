@@ -17,9 +17,9 @@ from specexport.exporter.passes.editing import constant
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 _DTYPES = {"int64": _INT64, "float32": _FLOAT, "bool": _BOOL}
 _LARGEST_CONSTANT = 1024
-"""Elements; what is larger is a parameter, and stays where it is multiplied."""
+"""Elements; larger constants are parameters, and stay where they are multiplied."""
 _FUSED = frozenset({"Transpose"})
-"""ONNX Runtime makes these part of the product after them, which costs less than a copy made once."""
+"""ONNX Runtime fuses these into the product after them, which costs less than a single copy."""
 
 
 def propose_graph(
@@ -173,8 +173,8 @@ def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
 def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
     """Moves nodes of a loop's body that depend on the graph around it, and on nothing of a pass, before the loop.
 
-    What depends on constants alone stays: those are weights, and a backend packs them where they are multiplied. So do
-    nodes that hold a graph, which may read values of a pass that are not among their inputs.
+    Nodes that depend on constants alone stay: those are weights, and a backend packs them where they are multiplied. So
+    do nodes that hold a graph, which may read values of a pass that are not among their inputs.
     """
     body = loop.attributes["body"].as_graph()
     constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}

@@ -77,10 +77,10 @@ class StoredFactors:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """Integers and what they are multiplied by, as initializers of a graph.
+    """Integers and their scales, as initializers of a graph.
 
     Attributes:
-        name: what values made of it are called after.
+        name: prefix of the names of values computed from it.
         numbers: ``[K,N]``, or ``[V,H]`` of a matrix that is stored by rows; see :func:`looked_up`.
         scale: of each block or column.
         zero: like the scales, of the integers' type.

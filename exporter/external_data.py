@@ -70,7 +70,8 @@ def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
 def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
 
-    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts: ``[R,blocks,block/2,...]`` is made.
+    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts; the result is
+    ``[R,blocks,block/2,...]``.
     """
     first, second = np.split(blocks, 2, axis=2)
     pairs: npt.NDArray[np.int8] = first * np.int8(16) + second

@@ -148,7 +148,7 @@ def default_text() -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Windows of a text and what the model says after each of their tokens, before anything was rounded.
+    """Windows of a text and the model's logits after each token, before anything was rounded.
 
     Attributes:
         tokens: int64 ``[W,T]``.
@@ -212,7 +212,7 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
 
 
 def compare(expected: Reference, logits: Array) -> Quality:
-    """Compares what another reading of the model says after the tokens of the same windows, ``[W,T,V]``."""
+    """Compares other logits over the same windows, ``[W,T,V]``."""
     sums = _Sums()
     for tokens, exact, other in zip(expected.tokens, expected.logits, logits, strict=True):
         sums.add(exact, other, tokens[1:])
@@ -220,7 +220,7 @@ def compare(expected: Reference, logits: Array) -> Quality:
 
 
 class _Sums:
-    """What is added up over the rows of a text."""
+    """Sums over the rows of a text."""
 
     def __init__(self) -> None:
         self._rows = self._followed = self._same = 0

@@ -23,9 +23,9 @@ import torch
 
 from specexport.contract.folders import locked
 from specexport.exporter.checkpoints.stored import form_of, read_parameter, stored_tensor
-from specexport.exporter.fingerprint import fingerprint
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.linear import FORM
+from specexport.exporter.records import fingerprint
 from specexport.runtime.machine import cache_folder
 
 MOST = 64
@@ -38,7 +38,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
 
     Args:
         module: what is traced.
-        about: whatever else the graph depends on, compared by ``repr``.
+        about: everything else that the graph depends on, compared by ``repr``.
         make: traces; initializers that are weights of the module share their memory.
     """
     large = {name: weight for name, weight in module.named_parameters() if _large(weight) or stored_tensor(weight)}

@@ -69,7 +69,7 @@ class Verification(Protocol):
     texts: list[list[int]]
 
     def source(self, method: Method | None, key: str = "model") -> Path:
-        """The folder of a checkpoint a method names, or of the target; what cannot be had ends the check."""
+        """The folder of a checkpoint that a method names, or of the target; a missing one ends the check."""
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         """Texts, each with the chain proposed after it: as if all, one and none of the drafts before were accepted."""
@@ -87,7 +87,7 @@ class MetaDraft:
 
     Attributes:
         source: its folder or hub id, and its method.
-        outline: what it is made of.
+        outline: its sizes.
         block: most tokens that it drafts, all in one pass; None where each takes a pass.
     """
 
@@ -102,13 +102,13 @@ class MethodExporter(Generic[O, M]):
     stage: ClassVar[str | None] = None
     """The folder it writes a model of its own into, in a stage after the target's."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
-    """Draft tokens of its trees where nobody says."""
+    """Draft tokens of its default trees."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not belong together, before anything large is read."""
 
     def outline(self, options: O, target: TargetOutline) -> M:
-        """The method with what its checkpoints say of themselves, without reading weights; it may lack trees yet.
+        """The method as its checkpoints' configurations describe it, without reading weights; perhaps without trees.
 
         Raises:
             BuildError: they are of another target.
@@ -120,7 +120,7 @@ class MethodExporter(Generic[O, M]):
         return TokenTree.chain(size + 1)
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
-        """What it verifies where nobody says."""
+        """The trees it verifies by default."""
         return tuple(self.sized(method, size) for size in self.default_sizes)
 
     def plan(self, options: O, target: TargetOutline) -> M:
@@ -160,7 +160,7 @@ class MethodExporter(Generic[O, M]):
         return ()
 
     def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:
-        """What drafts over the target's own states, where it is a model of its own.
+        """The draft over the target's states, if it is a model of its own.
 
         Args:
             options: the method's.
@@ -173,7 +173,7 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
-        """Compares what it proposes with what its original would.
+        """Compares its proposals with those of the original.
 
         Returns:
             What was compared, as the beginning of a sentence, and the result; None where there is nothing to compare.
@@ -211,5 +211,5 @@ def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
 
 
 def vocabulary(manifest: Manifest, model: Model) -> int:
-    """Tokens that a draft may propose: those that both know."""
+    """The number of tokens that a draft may propose: those in both vocabularies."""
     return min(manifest.target.vocab_size, model.vocab_size)

@@ -1,4 +1,4 @@
-"""What ``specexport build`` can be asked for. Imports no torch, so that ``--help`` needs none."""
+"""Options of ``specexport build``. Imports no torch, so that ``--help`` needs none."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class BuildOptions(BuildSettings, frozen=True):
 
     @property
     def proposing(self) -> Storage:
-        """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
+        """How models that only propose are stored: a draft, Medusa heads, an MLP speculator."""
         kind = self.draft_precision or ("int4" if self.precision == "int4" else "int8")
         block_size = self.stored.block_size
         if kind == "int4" and block_size is not None:

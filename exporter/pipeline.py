@@ -1,4 +1,4 @@
-"""The order of a build: what a stage is, and the passes over a graph, from what torch exports to what a device runs.
+"""The order of a build: its stages, and the passes over a graph from torch's export to the graph that a device runs.
 
 A new rewrite is a file in ``exporter/passes`` and a line here. The lists follow each other: :func:`exported`, whose
 graphs are kept in the cache folder; :func:`traced`, after which a draft's pass may be put into a loop
@@ -54,7 +54,6 @@ class Pass:
     """A rewrite of a graph, in place.
 
     Attributes:
-        rewrite: rewrites.
         needs: what the graph must be.
         ensures: what it is besides, afterwards.
     """
@@ -75,8 +74,7 @@ def run_passes(model: ir.Model, passes: Passes) -> None:
 
 def exported(aliases: Mapping[str, str]) -> Passes:
     """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
-    from specexport.exporter.passes.names import name_weights
-    from specexport.exporter.passes.simplify import simplify
+    from specexport.exporter.passes.simplify import name_weights, simplify
 
     return (
         Pass(simplify, needs=Form.EXPORTED, ensures=Form.SIMPLE),
@@ -134,7 +132,7 @@ def for_device(
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Names nodes after their outputs: other names count what the process has traced before."""
+    """Names nodes after their outputs, as other names contain counters of the process."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.name = node.outputs[0].name
 
@@ -148,7 +146,6 @@ class Stage(Generic[S]):
     """A stage of a build, a function of the build's state.
 
     Attributes:
-        run: sets attributes of the state.
         needs: attributes that it reads.
         ensures: attributes that it sets.
         title: for the progress; None if it reports its own.

@@ -1,5 +1,5 @@
-"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built;
-bundles, and models of usual families, are planned for without torch.
+"""``specexport plan``: memory and speed of a model on a device, with and without speculation. Nothing is loaded or
+built; bundles, and models of usual families, are planned for without torch.
 
 Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
 acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
@@ -25,7 +25,7 @@ EFFICIENCY = 0.7
 PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
 _DEFAULT_TREES = (5, 7, 9)
-"""Nodes of the chains that a draft is built for where nobody says."""
+"""Nodes of a draft's default chains."""
 _DECIDING = 18
 """Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
 _BLOCK = 32
@@ -43,7 +43,6 @@ class DeviceLimits:
     Attributes:
         memory: bytes of memory a GPU can use; on Jetson the CPU's too.
         bandwidth: bytes a second.
-        capability: compute capability.
         reserved: bytes that are not there for a model: of the system and of CUDA itself.
     """
 

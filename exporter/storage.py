@@ -15,7 +15,7 @@ SMALLEST_BLOCK = 16
 Precision = StoredAs
 PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
 QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8", "stored")
-"""Those that round more than half precision does, so that a build says by how much."""
+"""Precisions that round more than half precision does; builds report by how much."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Storage:
 
 @dataclass
 class WeightsReport:
-    """What was written: quantized matrices by name, and those left in fp32, with the reason.
+    """The result of writing a model: quantized matrices by name, and those stored in fp32, with the reason.
 
     Attributes:
         quantized: names in the graph.

@@ -39,7 +39,7 @@ class Advice:
 
 
 def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
-    """Looks at checkpoints, not at their weights, and says what suits the target.
+    """Suggests methods for a target from configurations, without reading weights.
 
     Args:
         target: bundle, folder or hub id.

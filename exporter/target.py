@@ -73,11 +73,9 @@ class TargetBuild:
     Attributes:
         checkpoint: until it is released.
         calibration: the text that it is rounded for, in tokens; empty where it is not.
-        plan: the plan of the bundle.
         sample: the checkpoint's logits over a sample text; None where nothing is rounded.
         added: what each method adds, in the order of the plan's methods.
         parts: the step graph, and graphs of methods that share its weights; none of a target that is split.
-        written: the result.
     """
 
     build: Build
@@ -188,7 +186,7 @@ def check(target: TargetBuild) -> None:
 
 
 def trace_target(target: TargetBuild) -> None:
-    """Traces the step graph, and what methods add to it; a split target is traced rank by rank as it is written."""
+    """Traces the step graph with the methods' additions; a split target is traced rank by rank as it is written."""
     options = target.options
     target.added = [
         exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
@@ -265,7 +263,7 @@ def release(target: TargetBuild) -> None:
 
 
 def measure(target: TargetBuild) -> None:
-    """Measures what rounding did to the logits; not where there is no onnxruntime, which builds do not need."""
+    """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not need."""
     if target.sample is None:
         return
     model = target.written.model

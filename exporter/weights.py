@@ -16,15 +16,16 @@ from specexport.contract import tensors
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import GATHERED, StoredFactors, StoredMatrix, looked_up, restored, role_of, routers
 from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
-from specexport.exporter.kept_scales import KeptScales, kept_scales
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
-from specexport.exporter.passes.names import names_in
+from specexport.exporter.passes.linear import names_in
 from specexport.exporter.quantize import (
+    KeptScales,
     RoundedTensor,
     apply_scales,
     column_scales,
     fit_blocks,
     fits_half,
+    kept_scales,
     quantize_blocks,
     quantize_columns,
     row_chunks,
@@ -36,7 +37,7 @@ _EXACT = Storage("fp32", None)
 
 _STORED: dict[str, Precision] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[Precision, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
-"""What ``stored`` may become, the fewest bits first."""
+"""Precisions that ``stored`` may become, the fewest bits first."""
 
 _Half = Literal["fp16", "bf16"]
 _Quantized = Literal["int8", "int4", "fp8"]
@@ -53,7 +54,7 @@ _Matrix = npt.NDArray[np.float32]
 
 
 class WeightsFile(DataFile):
-    """A weights file, and the report of what was written.
+    """A weights file, and the report of writing it.
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
@@ -109,18 +110,18 @@ class WeightsFile(DataFile):
                 value.replace_all_uses_with(restored)
                 del graph.initializers[_name(value)]
         else:
-            assert storage.kind != "stored", "what it becomes is chosen above"
+            assert storage.kind != "stored", "replaced above"
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
 
     def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
-        """What this build has rounded of a matrix, if all of it."""
+        """The parts of a matrix, if this build has rounded all of them."""
         parts = [self._tensors.get(name) for name in names_in(_name(value))]
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> Precision:
-        """What holds a matrix as the checkpoint has it; of several in one, the widest."""
+        """The precision that holds a matrix as the checkpoint does; of several joined ones, the widest."""
         kinds: list[Precision] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -297,7 +298,7 @@ class WeightsFile(DataFile):
 
         dtype, shape = ir.DataType.UINT4 if unsigned else _DTYPES[kind], matrix.shape
         if block is not None and gathered:
-            # What is looked up is divided into its blocks, so that scales broadcast.
+            # Matrices that are looked up are divided into their blocks, so that scales broadcast.
             dtype, shape = ir.DataType.INT8, (len(matrix), matrix.shape[1] // block, block, *matrix.shape[2:])
         held = (*shape[:2], shape[2] // 2, *shape[3:]) if gathered and kind == "int4" else shape
         stored = self._initializer(graph, name, dtype, held, numbers())
@@ -325,7 +326,7 @@ class WeightsFile(DataFile):
         return StoredMatrix(name, stored, factors("scale", stored_scales), zero, offset, block, by_rows)
 
     def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:
-        """Writes scales or offsets, in the shapes that :class:`StoredFactors` says."""
+        """Writes scales or offsets, in the shapes of :class:`StoredFactors`."""
         coarse, fine = factors.coarse, factors.fine
         if gathered and not by_rows:
             coarse = np.expand_dims(coarse, 2)

@@ -28,7 +28,6 @@ class Part:
     """A traced graph of a checkpoint: all of its layers or the first ones.
 
     Attributes:
-        name: of its file.
         points: the shapes it runs at.
     """
 
@@ -125,7 +124,7 @@ def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
 
 
 def load_draft(source: str, build: Build) -> Checkpoint:
-    """Loads a draft and checks that our lowering computes what it does.
+    """Loads a draft and checks that our lowering computes the same.
 
     Raises:
         BuildError: it was made for shorter texts, or cannot be lowered.
@@ -149,12 +148,32 @@ def load_draft(source: str, build: Build) -> Checkpoint:
 
 
 def write_draft(
-    draft: Checkpoint, build: Build, name: str, tracer: Callable[[], ir.Model], points: tuple[ShapePoint, ...]
+    draft: Checkpoint,
+    build: Build,
+    tracer: Callable[[], ir.Model],
+    points: tuple[ShapePoint, ...],
+    *,
+    role: str = "draft",
+    title: str = "draft",
+    name: str = "propose",
 ) -> Model:
-    """Traces a draft's graph and writes it into the bundle's folder ``draft``."""
-    with build.during("tracing the draft"):
+    """Traces a draft's graph and writes it.
+
+    Args:
+        draft: the draft.
+        build: the build.
+        tracer: returns the graph.
+        points: the shapes it runs at.
+        role: folder of the bundle.
+        title: the kind of draft, for the progress.
+        name: of the graph's file.
+
+    Raises:
+        BuildError: torch cannot trace it.
+    """
+    with build.during(f"tracing the {title}"):
         part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
-    (model,) = write_models(build, "draft", [part], draft, build.options.proposing)
+    (model,) = write_models(build, role, [part], draft, build.options.proposing)
     return model
 
 

@@ -147,7 +147,7 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _outcome(
     draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step returns, from what :func:`_walk` does and the bonus token, int64 ``[B,1]``."""
+    """The results of a step, from those of :func:`_walk` and the bonus token, int64 ``[B,1]``."""
     following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
     depth = torch.arange(following.shape[1])
     return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]

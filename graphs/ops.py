@@ -50,7 +50,7 @@ def met_by(meet: Meet) -> None:
 
 @torch.library.custom_op("specexport::sum_of_ranks", mutates_args=())
 def sum_of_ranks(part: torch.Tensor) -> torch.Tensor:
-    """The sum of what the ranks have, of one rank's part."""
+    """The sum of all ranks' parts, from one rank's part."""
     meet: Meet | None = getattr(_meeting, "meet", None)
     return part.clone() if meet is None else meet(part, False)
 
@@ -62,7 +62,7 @@ def _(part: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("specexport::join_of_ranks", mutates_args=())
 def join_of_ranks(part: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What the ranks have, side by side along the last axis."""
+    """All ranks' parts, side by side along the last axis."""
     meet: Meet | None = getattr(_meeting, "meet", None)
     return torch.cat([part] * ranks, -1) if meet is None else meet(part, True)
 
@@ -73,7 +73,7 @@ def _(part: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 EXPERTS_DOMAIN = "specexport.experts"
-"""Of the operator that says where a mixture's experts are, which no runtime knows: the exporter rewrites it."""
+"""Domain of the operator that marks a mixture's experts, which no runtime knows: the exporter rewrites it."""
 
 
 @torch.library.custom_op("specexport::sum_of_experts", mutates_args=())

@@ -146,16 +146,14 @@ class DraftPass(torch.nn.Module):
         logits_row: torch.Tensor,
         uniform: torch.Tensor,
         past_length: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Runs the draft over ``input_ids [B,T]``, which follow the cache and the ``R`` rows not in it yet.
 
-        ``past`` and ``rows`` end with what :class:`~specexport.graphs.recurrent.StepStates` is given.
+        ``sampling`` are the last arguments of :func:`draw_candidate`. ``past`` and ``rows`` end with the inputs of
+        :class:`~specexport.graphs.recurrent.StepStates`.
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``, and those
@@ -175,5 +173,5 @@ class DraftPass(torch.nn.Module):
         with recurrent(states):
             logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
         known_logits = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(known_logits, uniform, temperature, top_k, top_p, min_p)
+        token, ids, probs = draw_candidate(known_logits, uniform, *sampling)
         return (token, ids, probs, *flat(two_part.returned), *states.returned)

@@ -38,7 +38,7 @@ _EPSILON = 1e-6
 
 
 class Updates(NamedTuple):
-    """What T tokens do to a layer's state, and what they ask of it.
+    """The updates of a layer's state by T tokens, and their queries.
 
     Attributes:
         query: ``[B,T,Hk,Dk]``, scaled.
@@ -56,13 +56,13 @@ class Updates(NamedTuple):
 
 
 class States(Protocol):
-    """What the layers without attention of one run go on from."""
+    """The states from which the layers without attention continue in one run."""
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
         """A convolution's inputs ``[B,C,T]``, with those before them that it reads; ``width`` is all it reads."""
 
     def read(self, updates: Updates) -> torch.Tensor:
-        """What the layer that convolved last says of its tokens, ``[B,T,H,Dv]``."""
+        """The output of the layer that convolved last for its tokens, ``[B,T,H,Dv]``."""
 
 
 _active: States | None = None
@@ -80,7 +80,7 @@ def recurrent(active: States) -> Iterator[None]:
 
 
 def active_states() -> States | None:
-    """Those of the run that is going on."""
+    """The states of the current run."""
     return _active
 
 

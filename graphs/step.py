@@ -71,7 +71,7 @@ def run_model(
 
 
 class Addition(torch.nn.Module, ABC):
-    """What a method adds to a step graph: outputs that follow from the model's last hidden state.
+    """A method's addition to a step graph: outputs computed from the model's last hidden state.
 
     Attributes:
         prefix: what names of its parameters begin with in the graph, as they do where it is published.

@@ -88,12 +88,12 @@ class RunOptions(Options, frozen=True, kw_only=True):
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on; the data and the models are told by their contents instead."""
+        """The options that determine the result; the data and the models are identified by their contents instead."""
         fixed = [name for name, declared in options(type(self)).items() if declared.about.get("fixed", True)]
         return {name: getattr(self, name) for name in fixed}
 
     def record(self) -> dict[str, Any]:
-        """All options, as JSON says them."""
+        """All options as JSON values."""
         return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:

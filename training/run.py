@@ -222,7 +222,7 @@ class Run(Generic[O]):
     record: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, target: TrainingModel, texts: int) -> None:
-        """Samples that many texts of a target, describes what is learnt and seeds torch's generator."""
+        """Samples that many texts of a target, logs the training data and seeds torch's generator."""
         if texts:
             self.self_distill(target, texts)
         self.describe_data()

@@ -64,6 +64,22 @@ class Checkpoint:
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
 
+    @classmethod
+    def of_draft(
+        cls,
+        source: str,
+        path: Path,
+        family: str,
+        model: torch.nn.Module,
+        cache: tuple[CacheLayer, ...],
+        vocab_size: int,
+        input_vocab: int,
+        max_positions: int,
+    ) -> Checkpoint:
+        """A draft or speculator that is no causal LM of its own."""
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(source, path, family, model, cache, vocab_size, input_vocab, max_positions, parameters, ())
+
     @property
     def layers(self) -> int:
         """The number of decoder layers."""

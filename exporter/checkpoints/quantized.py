@@ -154,10 +154,7 @@ class _Parts:
     """The stored parts of a quantized matrix.
 
     Attributes:
-        folder: the checkpoint's folder.
         prefix: the common prefix of the parts' names.
-        name: of the matrix in the model.
-        held: all tensors of the checkpoint.
         used: the names of tensors that were used.
     """
 

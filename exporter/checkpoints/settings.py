@@ -27,9 +27,7 @@ class Setting(NamedTuple):
     """Settings of a file with the same handling.
 
     Attributes:
-        file: the file's name.
         keys: top-level keys; for a text file, a description.
-        handling: see the module.
         note: the effect here, or in transformers.
         neutral: values besides null that change nothing.
         changes: for named settings, whether a value changes transformers' text, given all files; None if every value

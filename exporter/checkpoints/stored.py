@@ -36,10 +36,7 @@ class StoredTensor:
     """A tensor of a file.
 
     Attributes:
-        name: in the file.
-        shape: its shape.
         dtype: safetensors' name of its type.
-        read: reads it as stored.
         form: identifies the representation; matrices of different forms cannot be joined without rounding again.
     """
 

@@ -30,8 +30,6 @@ class TokenizerFiles:
     """A tokenizer in the form that the runtime needs.
 
     Attributes:
-        tokenizer: the fast tokenizer.
-        chat_templates: the Jinja templates by name.
         special_tokens: ``bos_token`` and the like, for chat templates.
         eos_token_id: the tokenizer's own token that ends a text.
         split_special_tokens: whether special tokens in a text are read as text.

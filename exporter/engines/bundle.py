@@ -36,7 +36,7 @@ from specexport.exporter.engines.source import CompileJob, model_jobs, program_j
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What was compiled."""
+    """The result of a compilation."""
 
     engines: tuple[EngineReport, ...]
     runtime: EngineRuntime
@@ -120,7 +120,7 @@ class _Compiler:
         """The model with its engines, those of every rank where it is split."""
         compute = self.options.compute or default_compute(model.precision.weights)
         new = []
-        # What is not compiled stores nothing twice for one token at a time.
+        # Only compiled engines would store the weights twice for one token at a time.
         plain = self.options.plain_profile or self.library is None
         ranks = len(model.ranks)
         for rank in range(max(1, ranks)):
@@ -158,7 +158,7 @@ class _Compiler:
         return path
 
     def _batches(self, manifest: Manifest) -> tuple[int, ...]:
-        """What is not compiled runs any number of slots."""
+        """Batch sizes of the engines; graphs that are not compiled run any number of slots."""
         return self.options.engine_batch_sizes if self.library else manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
@@ -215,7 +215,7 @@ class _Compiler:
         )
 
     def _free(self, path: Path) -> Path:
-        """The path, or one like it: what the manifest lists is whole until the manifest is exchanged."""
+        """A free path like this: files in the manifest must stay whole until the manifest is exchanged."""
         free, number = path, 1
         while free.relative_to(self.folder).as_posix() in self.listed:
             number += 1
@@ -224,14 +224,14 @@ class _Compiler:
 
 
 def default_compute(weights: StoredAs) -> ComputedIn:
-    """What activations are where nobody says: what the weights are, and fp16 where those take 8 bits or fewer."""
+    """The default type of activations: that of the weights, or fp16 if these take 8 bits or fewer."""
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
 def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
-    """Refuses what onnxruntime has no kernels for on GPUs."""
+    """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
-    # By default, models of methods are computed in by what their own matrices are stored in.
+    # By default, the type that a method's own model computes in follows from its own matrices.
     in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
     stored = _stored(manifest) if asked else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
@@ -248,7 +248,7 @@ def _stored(manifest: Manifest) -> set[StoredAs]:
 
 
 def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
-    """The devices to compile for, checked against what the library and they know."""
+    """The devices to compile for, checked against the library and the stored types."""
     if library.runtime == "tensorrt":
         here = _this_device()
         devices = options.compute_capability
@@ -293,7 +293,7 @@ def _this_device() -> Capability:
 def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
     """The step program of a bundle that was built without one; plain steps can do without, where torch is not there."""
     try:
-        from specexport.exporter.engines.program import write_program
+        from specexport.exporter.trace import write_program
     except ImportError as error:
         if not manifest.methods:
             return ()
@@ -305,7 +305,7 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 
 def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
-    """The new manifest with entries of its engines' files, and none of those that only the old one used."""
+    """The new manifest with entries of its engines' files, without files that only the old one used."""
     before, used = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in before | used)
     return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(used))))

@@ -115,7 +115,7 @@ def reason(errors: list[str]) -> str:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What a compilation made.
+    """The result of compiling one graph.
 
     Attributes:
         layers: of the network, before the compiler fuses them.
@@ -170,7 +170,7 @@ def compile_graph(
 
 
 class _RefusedError(Exception):
-    """The library does not compile a graph; says why."""
+    """The library does not compile a graph; holds the reason."""
 
 
 def _attempt(
@@ -237,7 +237,7 @@ def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
 
 
 def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: CompilerLibrary) -> None:
-    """The network takes and gives what the ONNX graph does, and writes caches in place."""
+    """Checks that the network has the inputs and outputs of the ONNX graph, and writes caches in place."""
     sides = (
         ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),
         ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),

@@ -19,7 +19,7 @@ row does not depend on how many others chose the expert."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
-    """Puts standard operators in the place of what :func:`specexport.graphs.experts.apply_experts` was traced to.
+    """Replaces the operators that :func:`specexport.graphs.experts.apply_experts` was traced to by standard ones.
 
     Gathered, experts need no control flow. As ``branches`` each has its matrices ``[K,N]`` in a branch of an If, which
     runs where a token chose it: ONNX Runtime packs them beforehand, and fuses their dequantization, as it does with any
@@ -35,7 +35,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 
 
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """Adds Ifs, each of which adds what its expert makes to the sum ``[N,H]`` so far; returns the last sum."""
+    """Adds Ifs, each of which adds its expert's output to the sum ``[N,H]`` so far; returns the last sum."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
     region = _between(hidden, rows, products)
     gathered = [value for inner in region for value in inner.inputs if _stack(value) is not None]
@@ -125,7 +125,7 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 
 
 def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
-    """The nodes, in their order, that make one value of another, and of what is gathered from stacks."""
+    """The nodes, in their order, that compute one value from another and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
     known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 

@@ -1,4 +1,4 @@
-"""onnxscript's optimizer, with only those rules that apply to transformers' models.
+"""onnxscript's optimizer, with only those rules that apply to transformers' models, and names of weights after it.
 
 Its own list matches convolutions and batch norms at every node, and looks for pairs of slices at every node among all
 nodes, which takes longer than the rest where layers are many.
@@ -7,19 +7,23 @@ nodes, which takes longer than the rest where layers are many.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
+from onnxscript.optimizer import FOLDED_FROM_KEY
 from onnxscript.rewriter.rules import common
 
 from specexport.exporter.passes.linear import transposes_weight
 
 _ROUNDS = 2
 LARGEST_FOLDED = 1 << 13
-"""Numbers of a weight up to which a graph may depend on what they are: those of more are never folded or compared."""
+"""Largest size of a weight whose numbers a graph may depend on; larger ones are never folded or compared."""
 _TAKEN_FOR_ZERO = 1e-8
+_PREFIXES = ("model.", "additions.")
+"""Prefixes that traced modules add to the names in checkpoints."""
 
 
 def _split_slices() -> rewriter.RewriteRule:
@@ -100,3 +104,37 @@ def keep_epsilons(model: ir.Model) -> None:
             if array.dtype == np.float32 and array.ndim == 0 and 0 < abs(float(array)) <= _TAKEN_FOR_ZERO * 1.01:
                 node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(array.reshape(1)))
                 node.outputs[0].shape = ir.Shape([1])
+
+
+def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
+    """Renames the initializers of a graph that was just traced and optimized.
+
+    Parameters lose the traced module's prefixes. A constant that the optimizer folded from one parameter (Gemma's norms
+    are 1 + weight) is named after that parameter, with the suffix ``.folded``.
+
+    Args:
+        model: changed in place.
+        aliases: names in the traced module of parameters that have another one too, which is the one to use.
+    """
+    for value in list(model.graph.initializers.values()):
+        name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
+        if name is not None:
+            value.name = _free(model.graph, name)
+
+
+def _in_checkpoint(name: str | None) -> str | None:
+    """A parameter's name in the checkpoint; None if it is no parameter."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name and name.startswith(prefix)), None)
+
+
+def _folded(sources: Iterable[str]) -> str | None:
+    parameters = [name for name in map(_in_checkpoint, sources) if name is not None]
+    return f"{parameters[0]}.folded" if len(parameters) == 1 else None
+
+
+def _free(graph: ir.Graph, name: str) -> str:
+    number, free = 1, name
+    while free in graph.initializers:
+        number += 1
+        free = f"{name}.{number}"
+    return free

@@ -247,7 +247,7 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
 
 def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: LoweredAs) -> ir.Model:
     """The propose graph of a DFlash draft (:class:`~specexport.methods.dflash.graph.DFlashModule`)."""
-    inputs: trace.Inputs = [*block_inputs(draft.fc.in_features), caches(shapes)]
+    inputs: trace.Inputs = [*block_inputs(draft.fc.in_features), tensors.SAMPLING, caches(shapes)]
     outputs = [*tensors.DRAFTED, *cache_outputs(shapes, (), lowering, "F")]
     attention = draft.layers[0].get_submodule("self_attn")
     traced = trace.trace_module(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)

@@ -56,9 +56,7 @@ class DFlashShape(BlockSettings):
 
     Attributes:
         config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        target_hidden: the target's hidden size.
         states: number of the target's layers it reads.
-        draft_vocab: tokens it may propose.
     """
 
     config: PretrainedConfig
@@ -238,10 +236,7 @@ class DFlashModule(torch.nn.Module):
         past_length: torch.Tensor,
         block_rows: torch.Tensor,
         uniform: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Drafts K tokens in every slot.
@@ -253,10 +248,7 @@ class DFlashModule(torch.nn.Module):
             past_length: int64 ``[B]``, valid rows of the cache.
             block_rows: int64 ``[B]``, rows of each slot's block; the rest of the 1 + K are masked.
             uniform: float32 ``[B,K]``.
-            temperature: ``[B]``, like the following; see :func:`~specexport.graphs.propose.draw_candidate`.
-            top_k: likewise.
-            top_p: likewise.
-            min_p: likewise.
+            sampling: temperature, top_k, top_p and min_p ``[B]`` of :func:`~specexport.graphs.propose.draw_candidate`.
             past: caches.
 
         Returns:
@@ -271,9 +263,7 @@ class DFlashModule(torch.nn.Module):
             block = self.model.block(input_ids[:, 0], rows)
             output = self.model(block, self.model.context(layer_states), block_positions, positions)
         logits = self.model.logits(output[:, 1:])
-        token, ids, probs = draw_candidate(
-            logits, uniform, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None]
-        )
+        token, ids, probs = draw_candidate(logits, uniform, *(parameter[:, None] for parameter in sampling))
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
         # As many rows as other drafts return; those after the context's are the block's and are discarded.

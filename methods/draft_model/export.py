@@ -92,7 +92,7 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
         one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
         return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
-    return msgspec.structs.replace(write_draft(draft, build, "propose", tracer, points), states=layers)
+    return msgspec.structs.replace(write_draft(draft, build, tracer, points), states=layers)
 
 
 EXPORTER = DraftModelExporter()

@@ -119,11 +119,9 @@ class DraftOutline(ABC):
     """A draft's configuration, without its weights.
 
     Attributes:
-        path: the folder.
         layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target it was trained for.
         draft_vocab: number of tokens it may propose.
-        target_hidden: the target's hidden size.
     """
 
     path: Path
@@ -408,15 +406,7 @@ def as_checkpoint(
 
     ``source`` is the user's name for it.
     """
-    return Checkpoint(
-        source=source,
-        path=outline.path,
-        family=family,
-        model=draft,
-        cache=outline.cache(draft),
-        vocab_size=outline.draft_vocab,
-        input_vocab=outline.vocab,
-        max_positions=positions,
-        parameters=sum(parameter.numel() for parameter in draft.parameters()),
-        eos_token_ids=(),
+    cache = outline.cache(draft)
+    return Checkpoint.of_draft(
+        source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions
     )

@@ -23,7 +23,7 @@ from specexport.exporter.checkpoints.config import layers_in, outlined
 from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
-from specexport.exporter.writing import Part, traced, write_models
+from specexport.exporter.writing import write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -97,10 +97,14 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
             outline = self.read(source)
             draft = outline.load(build.source, layers_in(build.source), positions)
             checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
-        with build.during(f"tracing the {self.title}"):
-            graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
-            part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
-        (model,) = write_models(build, method.role, [part], checkpoint, build.options.proposing)
+        model = write_draft(
+            checkpoint,
+            build,
+            lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering),
+            self.points(method, build.plan),
+            role=method.role,
+            title=self.title,
+        )
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 
@@ -179,6 +183,6 @@ def trace_own_state(
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
     real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
     rows = trace.row_inputs(shapes)
-    inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, *tensors.SAMPLING, caches(shapes), rows]
+    inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]
     return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)

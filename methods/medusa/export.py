@@ -65,9 +65,6 @@ class HeadsOutline:
     """The configuration of a checkpoint's heads.
 
     Attributes:
-        path: the folder.
-        count: number of heads.
-        layers: residual blocks of each head.
         tied: whether they end in the model's own head.
         tree: the checkpoint's tree, if it has one.
         accuracy: of the heads, if training measured it.
@@ -253,7 +250,7 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
-        folder = folder_of(options.model)
+        folder = expanded(options.model)
         heads = read_outline(folder)
         return Medusa(
             trees=(),
@@ -266,12 +263,12 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
 
     def sized(self, method: Medusa, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size by the heads' measured or published accuracy."""
-        heads = read_outline(folder_of(method.model))
+        heads = read_outline(expanded(method.model))
         return TokenTree.best(path_weight(heads), size + 1, method.candidates, heads.count)
 
     def default_trees(self, method: Medusa) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
-        published = read_outline(folder_of(method.model)).tree
+        published = read_outline(expanded(method.model)).tree
         return (published,) if published is not None else super().default_trees(method)
 
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:
@@ -289,11 +286,6 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
         return "the heads in the target's graph propose the original heads' own token", agreement
 
 
-def folder_of(source: str) -> Path:
-    """The folder of heads."""
-    return expanded(source)
-
-
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     """Loads the heads of a model.
 
@@ -301,7 +293,7 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
         BuildError: they are another model's.
     """
     return load_medusa(
-        folder_of(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
+        expanded(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
     )
 
 

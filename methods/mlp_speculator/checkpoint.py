@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, save_head_tensors
@@ -55,14 +54,10 @@ class SpeculatorOutline:
     """A speculator checkpoint's configuration.
 
     Attributes:
-        path: the folder.
         vocab: V.
         hidden: H, of the target it was trained for.
         inner: I.
-        stages: number of stages.
         widths: most children of a node per stage, ``top_k_tokens_per_head``.
-        scale_input: see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages`.
-        tied: likewise.
         accuracy: of stages after correct tokens, if training measured it.
     """
 
@@ -187,25 +182,6 @@ def _shared(speculator: SpeculatorStages) -> list[list[str]]:
     for name, parameter in speculator.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
-    """A speculator as a model to write beside the target, for texts of at most ``positions`` tokens.
-
-    It has neither a cache nor a tokenizer; ``source`` is the user's name for it.
-    """
-    return Checkpoint(
-        source=source,
-        path=outline.path,
-        family="mlp_speculator",
-        model=speculator,
-        cache=(),
-        vocab_size=outline.vocab,
-        input_vocab=outline.vocab,
-        max_positions=positions,
-        parameters=sum(parameter.numel() for parameter in speculator.parameters()),
-        eos_token_ids=(),
-    )
 
 
 def save_speculator(

@@ -26,7 +26,6 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
-        stream: decodes the target's tokens.
         whole: whether the text ends at a character's end.
     """
 

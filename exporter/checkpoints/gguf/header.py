@@ -50,9 +50,7 @@ class TensorPlace:
     """A tensor of a file.
 
     Attributes:
-        name: in the file.
         shape: in NumPy's order, rows first.
-        kind: storage type of its numbers.
         data: its memory-mapped bytes, uint8 ``[..., bytes of a row]``.
     """
 
@@ -68,8 +66,6 @@ class Header:
 
     Attributes:
         path: the file, or the first part.
-        fields: the metadata by key.
-        tensors: by name.
     """
 
     path: Path

@@ -36,7 +36,6 @@ class BlockType:
     Attributes:
         kind: our smallest type that holds its integers.
         group: number of neighbours in a row that share a scale.
-        scales: the kind of scales and offsets.
         parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
     """
 
@@ -184,11 +183,7 @@ def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
             scales = functools.partial(_scales, places[0], order)
             yield QuantizedTensor(name, shape, "F32", read, KEPT[kind].form, scales=scales, kind=KEPT[kind].kind)
         else:
-            yield QuantizedTensor(name, shape, "F32", read, kind.name, scales=_none)
-
-
-def _none() -> None:
-    return None
+            yield QuantizedTensor(name, shape, "F32", read, kind.name, scales=lambda: None)
 
 
 def _order(processor: Any, place: TensorPlace) -> npt.NDArray[np.int64] | None:
