@@ -26,7 +26,7 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
-from specexport.exporter.build_state import PREFILL_CHUNK, Build, Progress, WrittenTarget
+from specexport.exporter.build_state import Build, Progress, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template
@@ -34,7 +34,7 @@ from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import PREFILL_CHUNK, BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.records import RECORDS, Records
 from specexport.exporter.target import build_target, for_checkpoint

@@ -14,6 +14,7 @@ from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Model, Strict
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
+from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.records import Records
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
     from specexport.exporter.options import BuildOptions
 
-PREFILL_CHUNK = 64
 BATCH_DRAFT_TOKENS = (1, 2)
 """Chains that a full batch may go back to, where a model proposes."""
 TEXT_DRAFT_TOKENS = (2, 4, 8)

@@ -117,7 +117,7 @@ class _Nodes:
         return self.op("Cast", [value], name, to=ir.DataType.FLOAT.value)
 
     def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
-        """``[G,N]`` in fp32; made of constants alone, so that engines can fold it."""
+        """``[G,N]`` in fp32, computed from constants alone, so that engines can fold it."""
         product = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
             product = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), product], f"{name}.products")
@@ -139,11 +139,11 @@ class _Nodes:
         return product
 
 
-def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
-    """Has a product, ``MatMul(x, W)``, read a stored matrix.
+def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
+    """Makes a product, ``MatMul(x, W)``, read a stored matrix.
 
-    Offsets are the same for all numbers of a block: the sums of blocks of ``x`` are multiplied by them, in a product
-    of its own, so that engines still fuse that of the integers.
+    Offsets are the same for all numbers of a block: a separate product multiplies the sums of blocks of ``x`` by them,
+    so that engines still fuse the product of the integers.
     """
     nodes = _Nodes(graph, matrix.name)
     numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}
@@ -171,7 +171,7 @@ def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
     graph.insert_before(product, nodes.list)
 
 
-def looked_up(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
+def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
     """Looks up integers and scales, and multiplies only those found.
 
     Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in

@@ -25,7 +25,7 @@ _SAME: dict[Any, Any] = {
 }
 """Operators, and their decompositions."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
-"""Composite operators that have a good translation of their own."""
+"""Composite operators with a good translation."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
@@ -97,12 +97,12 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
     if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
-        return False  # ONNX's Split makes as many parts as it is told
+        return False  # ONNX's Split has a fixed number of parts
     return target in whole or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _functional(target: torch._ops.OpOverload) -> Any:
-    """``add.Tensor`` for ``add_.Tensor``; the operator itself where there is no such one."""
+    """``add.Tensor`` for ``add_.Tensor``; the operator itself if there is none."""
     packet = getattr(_ATEN, target._schema.name.partition("::")[2].removesuffix("_"), None)
     return getattr(packet, target._overloadname, target)
 

@@ -100,7 +100,7 @@ class MethodExporter(Generic[O, M]):
     """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
     stage: ClassVar[str | None] = None
-    """The folder it writes a model of its own into, in a stage after the target's."""
+    """The folder of its own model, which a stage after the target's writes; None if it has none."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
     """Draft tokens of its default trees."""
 
@@ -156,7 +156,7 @@ class MethodExporter(Generic[O, M]):
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """Of the graph of its own model."""
+        """The shape points of its own model's graph."""
         return ()
 
     def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:

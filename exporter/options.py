@@ -19,6 +19,9 @@ from specexport.contract.shapes import batch_points
 from specexport.exporter.engines.options import CompileOptions, check_batches, check_stored
 from specexport.exporter.storage import Precision, Storage
 
+PREFILL_CHUNK = 64
+
+
 DEFAULT_BLOCK_SIZE = 32
 _DEFAULTS = GenerationDefaults()
 _methods, _sizes, _weights, _device = (

@@ -288,11 +288,8 @@ def kept_scales(
 ) -> KeptScales | None:
     """The checkpoint's own scales of a matrix ``[...,K,N]``, if its integers can be stored with them.
 
-    Args:
-        parts: of each matrix that it was joined of; None where one is not quantized.
-        role: how it is read.
-        shape: its own.
-        storage: how it is to be stored.
+    ``parts`` are the scales of each matrix that was joined into it, None for one that is not quantized; ``role`` is how
+    it is read.
     """
     scales = [part for part in parts if part is not None]
     by_rows = role == "lookup" or (role == "tied" and storage.any_scales)

@@ -49,7 +49,7 @@ class WeightsReport:
 
     Attributes:
         quantized: names in the graph.
-        left: names, and why.
+        not_quantized: names, and why.
         kept: names in the checkpoint of matrices that kept its own integers and scales.
         converted: those that were quantized there, and rounded again.
         kept_block: weights that share a scale in what was kept, at most.
@@ -57,7 +57,7 @@ class WeightsReport:
     """
 
     quantized: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    not_quantized: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     kept_block: int | None = None

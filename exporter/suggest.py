@@ -90,7 +90,7 @@ def _drafts(
 
 
 def _built(manifest: Manifest) -> list[tuple[str, float]]:
-    """The draft that a bundle has, unless that has a tokenizer of its own, and how many times smaller it is."""
+    """A bundle's draft with the target's tokenizer, and how many times smaller it is."""
     return [
         (model.source, manifest.target.parameters / model.parameters)
         for method in manifest.methods

@@ -62,7 +62,7 @@ PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"),
 def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
     """The step graph of a target, or of a draft with Medusa heads; see :func:`~specexport.contract.signature`.
 
-    With an ``embedding_size`` H it reads embeddings in the place of tokens too.
+    With an ``embedding_size`` H it also reads embeddings instead of tokens.
     """
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
@@ -142,7 +142,7 @@ def trace_module(
         module: what is traced.
         inputs: see :data:`Inputs`.
         outputs: names.
-        lowering: which operators attention is made of.
+        lowering: the operators of attention.
         opset: None for the lowering's.
     """
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]

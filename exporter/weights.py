@@ -14,7 +14,15 @@ import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
-from specexport.exporter.dequantize import GATHERED, StoredFactors, StoredMatrix, looked_up, restored, role_of, routers
+from specexport.exporter.dequantize import (
+    GATHERED,
+    StoredFactors,
+    StoredMatrix,
+    dequantize_lookup,
+    dequantize_product,
+    role_of,
+    routers,
+)
 from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
@@ -136,7 +144,7 @@ class WeightsFile(DataFile):
         dtype, numpy_dtype = _HALVES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
         if largest > float(ml_dtypes.finfo(numpy_dtype).max):
-            self._leave(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
+            self._store_fp32(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
             return None
         chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
@@ -144,8 +152,8 @@ class WeightsFile(DataFile):
         graph.insert_before(graph[0], cast)
         return cast.outputs[0]
 
-    def _leave(self, value: ir.Value, array: _Matrix, why: str) -> None:
-        self.report.left[_name(value)] = why
+    def _store_fp32(self, value: ir.Value, array: _Matrix, why: str) -> None:
+        self.report.not_quantized[_name(value)] = why
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, row_chunks(array))
 
     def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, storage: Storage) -> None:
@@ -180,7 +188,9 @@ class WeightsFile(DataFile):
                 self.report.any_scales |= kept.any_scales
                 self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
             elif block is None and not by_column:
-                self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}")
+                self._store_fp32(
+                    value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
+                )
                 return
             # Experts, most of a mixture's weights, are gathered as bytes of two integers.
             width: _Quantized = "int8" if by_rows else kind
@@ -195,7 +205,7 @@ class WeightsFile(DataFile):
             gathered = role in GATHERED
             # int8 stays what every backend reads: its scales are a ninth of it at most.
             any_scales = storage.any_scales and storage.kind != "int8"
-            held = self._store(
+            stored = self._store(
                 graph,
                 name,
                 matrix,
@@ -209,10 +219,10 @@ class WeightsFile(DataFile):
                 rounded=rounded,
             )
             if gathered:
-                replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
+                replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
-                    restored(graph, held, product)
+                    dequantize_product(graph, stored, product)
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 

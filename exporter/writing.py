@@ -41,15 +41,9 @@ class Part:
 def write_models(
     build: Build, role: str, parts: list[Part], checkpoint: Checkpoint, stored: Storage, heads: Storage | None = None
 ) -> list[Model]:
-    """Writes one weights file and the graphs that share it.
+    """Writes one weights file and the graphs that share it, which are rewritten in place, into the folder ``role``.
 
-    Args:
-        build: the build.
-        role: the folder of the bundle.
-        parts: the graphs; rewritten in place.
-        checkpoint: theirs.
-        stored: how matrices are stored.
-        heads: how those of Medusa heads are; None for ``stored``.
+    ``heads`` is how matrices of Medusa heads are stored; None for ``stored``.
 
     Returns:
         The manifest's entry of each part.
@@ -106,7 +100,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         cache="fp32",
         block_size=block if quantized else None,
         weight_rms_error=report.rms_error if quantized else None,
-        not_quantized=report.left,
+        not_quantized=report.not_quantized,
         quantized_before=before,
         only_cpu=report.any_scales,
     )
@@ -157,16 +151,7 @@ def write_draft(
     title: str = "draft",
     name: str = "propose",
 ) -> Model:
-    """Traces a draft's graph and writes it.
-
-    Args:
-        draft: the draft.
-        build: the build.
-        tracer: returns the graph.
-        points: the shapes it runs at.
-        role: folder of the bundle.
-        title: the kind of draft, for the progress.
-        name: of the graph's file.
+    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is for the progress.
 
     Raises:
         BuildError: torch cannot trace it.

@@ -6,7 +6,7 @@ the static cache. Two lowerings exist:
 
 * :class:`NativeLowering`: one TensorScatter into the cache, one Attention over it (opset 24).
 * :class:`TwoPartLowering`: plain MatMul and Softmax over two parts, the cache as it was and the new rows. The cache is
-  only read; new rows are returned. Portable step graphs are made of it, as opset 20 can say it; ``propose`` always is,
+  only read; new rows are returned. Portable step graphs use it, as opset 20 can express it; ``propose`` always does,
   since a cache can be written in place only once a graph.
 """
 

@@ -34,7 +34,7 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
 
     Args:
         model: the model.
-        layers: after how many of its layers; 0 for what the first one is given.
+        layers: after how many of its layers; 0 for the input of the first.
 
     Raises:
         ValueError: it has fewer layers, or keeps them in no list, or in several.
@@ -68,7 +68,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
     """Leaves out all but the first decoder layers of a transformers causal LM, in place.
 
     Returns:
-        What puts the others back.
+        A function that restores the others.
 
     Raises:
         ValueError: the model has no more layers than that, or keeps them in no list, or in several.
@@ -83,7 +83,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
-    """As :func:`keep_first_layers`, while the block runs."""
+    """Context of :func:`keep_first_layers`."""
     put_back = keep_first_layers(model, count)
     try:
         yield

@@ -38,21 +38,21 @@ def _tensor_scatter_onnx(cache: Any, update: Any, write_indices: Any) -> Any:
     return _OPSET.TensorScatter(cache, update, write_indices, axis=-2)
 
 
-Meet = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Puts a rank's part together with the others': added up, or joined along the last axis."""
-_meeting = threading.local()
+Combine = Callable[[torch.Tensor, bool], torch.Tensor]
+"""Combines a rank's part with the others': their sum, or, if true, joined along the last axis."""
+_combining = threading.local()
 
 
-def met_by(meet: Meet) -> None:
-    """Has the ranks that this thread runs meet in torch; without it each goes on with its own part."""
-    _meeting.meet = meet
+def combine_by(combine: Combine) -> None:
+    """Sets how this thread's rank combines its part with others in torch; by default it continues with its own part."""
+    _combining.combine = combine
 
 
 @torch.library.custom_op("specexport::sum_of_ranks", mutates_args=())
 def sum_of_ranks(part: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' parts, from one rank's part."""
-    meet: Meet | None = getattr(_meeting, "meet", None)
-    return part.clone() if meet is None else meet(part, False)
+    combine: Combine | None = getattr(_combining, "meet", None)
+    return part.clone() if combine is None else combine(part, False)
 
 
 @sum_of_ranks.register_fake
@@ -63,8 +63,8 @@ def _(part: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("specexport::join_of_ranks", mutates_args=())
 def join_of_ranks(part: torch.Tensor, ranks: int) -> torch.Tensor:
     """All ranks' parts, side by side along the last axis."""
-    meet: Meet | None = getattr(_meeting, "meet", None)
-    return torch.cat([part] * ranks, -1) if meet is None else meet(part, True)
+    combine: Combine | None = getattr(_combining, "meet", None)
+    return torch.cat([part] * ranks, -1) if combine is None else combine(part, True)
 
 
 @join_of_ranks.register_fake

@@ -16,7 +16,7 @@ from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.step import flat, pairs, run_model
 
 MAX_CANDIDATES = 64
-"""q is given by its most probable tokens only. Whatever q is, speculative sampling is exact as long as the token was
+"""q is limited to its most probable tokens. Whatever q is, speculative sampling is exact as long as the token was
 drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
 saves moving K vocabularies of probabilities."""
 MAX_TOP_K = 10
@@ -167,7 +167,7 @@ class DraftPass(torch.nn.Module):
         positions = past_length[:, None] + fresh[None, :]
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         states = StepStates(self.states, past, past_length, rows)
-        count = len(past) - states.given
+        count = len(past) - states.input_count
         two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
         known = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):

@@ -362,7 +362,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     report = weights.report
     multiplied = [name for name in report.quantized if ".matmul" in name or ".tied" in name]
     assert len(multiplied) == matrices > 0, report
-    assert not report.left
+    assert not report.not_quantized
     text = random_text(12, 0)
     graph = Graph(tmp_path / "step.onnx", family.checkpoint, 1, 16)
     ours = graph.step(np.array([text]), [0], TokenTree.chain(12))[0]

@@ -127,7 +127,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
         weights.externalize(model, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
-    assert not weights.report.left
+    assert not weights.report.not_quantized
     stored = {str(value.name): value for value in model.graph.initializers.values()}
     integers = [value for name, value in stored.items() if name.endswith(f".{kind}.experts")]
     scales = [value for name, value in stored.items() if name.endswith(f".{kind}.experts.scale")]

@@ -26,7 +26,7 @@ _data, training_option, draft_option, ahead_option = (
 
 
 class RunOptions(Options, frozen=True, kw_only=True):
-    """Options of every training. ``fixed``: a training that goes on must have the same value.
+    """Options of every training. ``fixed``: a resumed training must have the same value.
 
     Attributes:
         target: Hugging Face folder or hub id.

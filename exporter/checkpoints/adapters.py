@@ -29,12 +29,9 @@ _NAME = "default"
 
 
 def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint; those that its adapter changes are merged, in fp32.
+    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
 
-    Args:
-        folder: the adapter's folder.
-        make: creates the model of a folder on torch's meta device.
-        tensors: the model's own.
+    ``make`` creates the model of a folder on torch's meta device.
 
     Raises:
         BuildError: the adapter cannot be merged; names the file and the reason.

@@ -22,7 +22,7 @@ from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.layers import keep_first_layers
-from specexport.graphs.recurrent import StateProbe, recurrent, take_over
+from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies
 
 
@@ -131,7 +131,7 @@ def load_checkpoint(source: str) -> Checkpoint:
         raise BuildError(f"{path}: model family '{family}' has no language-model head; expected a causal LM")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    take_over(model)
+    patch_recurrence(model)
     cache, states = _probe(model, family, max_positions)
     return Checkpoint(
         source=source,

@@ -114,9 +114,7 @@ def read_model_config(folder: Path) -> Any:
 def _language_model(config: Any, document: dict[str, Any]) -> Any:
     """The configuration of the language model: the whole configuration, or a part of a multimodal model's.
 
-    Args:
-        config: transformers' configuration.
-        document: the file, which distinguishes stated values from defaults.
+    ``document`` is the file, which distinguishes stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -233,14 +231,14 @@ def load_causal_lm(
     with quiet():
         stand_ins = StandIns(outline)
         stored: dict[str, StoredTensor] = {}
-        held: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
             stored[tensor.name] = tensor
-            held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
+            state[tensor.name] = stand_ins.tensor_to_load(tensor) if streamed else tensor.read()
         model, loaded = type(outline).from_pretrained(
-            None, state_dict=held, config=config, output_loading_info=True, **options
+            None, state_dict=state, config=config, output_loading_info=True, **options
         )
-        stand_ins.find(model, stored)
+        stand_ins.mark(model, stored)
         return model, loaded, stored
 
 

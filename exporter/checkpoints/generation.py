@@ -45,9 +45,7 @@ class _GenerationConfig(msgspec.Struct):
 def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """Reads the defaults for requests, and the tokens that end a text.
 
-    Args:
-        folder: the checkpoint.
-        config: its configuration, for end tokens that ``generation_config.json`` lacks.
+    ``config`` has end tokens that ``generation_config.json`` may lack.
 
     Raises:
         BuildError: a field has the wrong type or is out of range; names the file and the field.

@@ -68,7 +68,7 @@ def find(source: str, *, weights: bool = True) -> Path:
             base = _folder(*base_of(path), weights)
         except BuildError as error:
             raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
-        path = _beside(path, base)
+        path = _linked_adapter(path, base)
     if not (path / CONFIG).is_file() and (path / "specexport.json").is_file():
         raise BuildError(f"{path}: a bundle, which is built already; expected a Hugging Face model folder or a hub id")
     if not (path / CONFIG).is_file():
@@ -84,10 +84,10 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
     path = expanded(source)
     files = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
     if path.suffix == GGUF and path.is_file():
-        return _beside_nothing(path.parent, split_files(source, path.name, files))
+        return _linked_gguf(path.parent, split_files(source, path.name, files))
     if path.is_dir():
         if files and not any(path.glob("*.safetensors")):
-            return _beside_nothing(path, only_model(source, files))
+            return _linked_gguf(path, only_model(source, files))
         return path
     of_hub = not source.startswith((".", "/", "~")) and not path.exists()
     if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
@@ -184,7 +184,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
             raise BuildError(f"{source}: has no file {file}; its GGUF files: {listed}")
         files = split_files(source, file, names) if file else only_model(source, names)
         folder = snapshot_download(source, revision=revision, allow_patterns=files, cache_dir=hub_cache())
-        return _beside_nothing(Path(folder), files)
+        return _linked_gguf(Path(folder), files)
 
     try:
         if file:
@@ -226,7 +226,7 @@ def _layers(config: Path) -> int:
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
-def _beside(adapter: Path, base: Path) -> Path:
+def _linked_adapter(adapter: Path, base: Path) -> Path:
     """A folder with the files of an adapter and of its model; the tokenizer is the adapter's, if it has one."""
     if (base / ADAPTER).is_file():
         raise BuildError(
@@ -244,7 +244,7 @@ def _beside(adapter: Path, base: Path) -> Path:
     return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
 
 
-def _beside_nothing(folder: Path, names: list[str]) -> Path:
+def _linked_gguf(folder: Path, names: list[str]) -> Path:
     """A folder with only the files of a GGUF model, as others beside them belong to other models."""
     files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
     states = [file.stat() for _, file in files]

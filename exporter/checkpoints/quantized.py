@@ -62,11 +62,7 @@ class _Config(msgspec.Struct):
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
-    """The format of a quantized checkpoint, and the precision that stores its numbers unchanged.
-
-    Args:
-        path: its ``config.json``, for messages.
-        document: the file's content.
+    """The format of a quantized checkpoint by its ``config.json``, and the precision that stores its numbers unchanged.
 
     Returns:
         None if it is not quantized.
@@ -117,12 +113,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
 
 
 def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """The model's tensors of a quantized checkpoint, from the headers of its files.
-
-    Args:
-        path: its ``config.json``.
-        document: the file's content.
-        tensors: the tensors of its files.
+    """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
 
     Raises:
         BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales

@@ -258,10 +258,7 @@ def read_documents(folder: Path) -> Documents:
 def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
     """Warnings about settings of a checkpoint that change transformers' text but not ours, or the other way round.
 
-    Args:
-        folder: the checkpoint.
-        end: the tokenizer's own end token.
-        ends: the end tokens by the model's configurations.
+    ``end`` is the tokenizer's own end token, ``ends`` are those of the model's configurations.
     """
     documents = read_documents(folder)
     notes = []

@@ -198,7 +198,7 @@ def pickled_tensors(path: Path) -> list[StoredTensor]:
 
 
 class StandIns:
-    """Creates stand-ins for the tensors of a checkpoint, and finds them in the loaded model.
+    """Creates stand-ins for the tensors of a checkpoint, and marks them in the loaded model.
 
     Args:
         outline: the model without weights. Only tensors that it has by name and shape get stand-ins: those that
@@ -211,7 +211,7 @@ class StandIns:
         self._prefix = f"{outline.base_model_prefix}."
         self._stored: dict[int, StoredTensor] = {}
 
-    def held(self, tensor: StoredTensor) -> torch.Tensor:
+    def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor to load: a stand-in for a large one."""
         known = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
         # Narrow ones belong to convolutions, whose weights are read by the module around them.
@@ -222,7 +222,7 @@ class StandIns:
         self._stored[stand_in.data_ptr()] = tensor
         return stand_in
 
-    def find(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+    def mark(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
         """Records on each stand-in its stored tensor, and on other parameters the form of the stored tensor."""
         for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:

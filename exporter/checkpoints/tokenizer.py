@@ -168,10 +168,6 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
     They are the tokenizer's (``chat_template.jinja`` and ``additional_chat_templates``, or ``tokenizer_config.json``),
     or, if it has none, the processor's.
 
-    Args:
-        folder: the checkpoint.
-        tokenizer: transformers' tokenizer.
-
     Raises:
         BuildError: a template is not a string, or its name is not a file name; names the file.
     """

@@ -14,7 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.build_state import Progress
+from specexport.exporter.build_state import Progress, during
 from specexport.exporter.engines.compiler import (
     CompilerLibrary,
     EngineReport,
@@ -151,10 +151,9 @@ class _Compiler:
         path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}{kind}.{compute}.onnx")
         if any(self.folder / engine.source == path for engine in engines):
             return path
-        self.progress(f"writing {path.parent.name}/{path.name}", 0, 1)
-        compiled = self.library is not None
-        write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
-        self.progress(f"writing {path.parent.name}/{path.name}", 1, 1)
+        with during(self.progress, f"writing {path.parent.name}/{path.name}"):
+            compiled = self.library is not None
+            write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
         return path
 
     def _batches(self, manifest: Manifest) -> tuple[int, ...]:
@@ -167,20 +166,22 @@ class _Compiler:
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
+        """Compiles a graph; without a library, its source is what onnxruntime opens."""
+        output = source
         if self.library is None:
-            return self._rewritten(source, job, compute, rank)
-        devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
-        output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
-        name = f"compiling {source.parent.name}/{source.stem}"
-        self.progress(name, 0, 1)
-        report = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
+            report = _source_report(source, len(job.profiles))
+        else:
+            devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
+            output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
+            with during(self.progress, f"compiling {source.parent.name}/{source.stem}"):
+                capabilities = tuple(map(capability, self.capabilities))
+                report = compile_graph(source, output, job.sizes, self.library, capabilities)
         self.reports.append(report)
-        self.progress(name, 1, 1)
         return CompiledEngine(
             file=output.relative_to(self.folder).as_posix(),
             source=source.relative_to(self.folder).as_posix(),
             runtime=self.options.backend,
-            version=self.library.version,
+            version=self.library.version if self.library else "",
             compute_capabilities=self.capabilities,
             compute=compute,
             rank=rank,
@@ -195,25 +196,6 @@ class _Compiler:
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
         return msgspec.structs.replace(engine, segments=segments)
 
-    def _rewritten(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int) -> CompiledEngine:
-        """The source as onnxruntime opens it."""
-        start = time.monotonic()
-        nodes = onnx.load(source, load_external_data=False).graph.node
-        attentions = sum(node.op_type == "Attention" for node in nodes)
-        size, seconds = source.stat().st_size, time.monotonic() - start
-        self.reports.append(EngineReport(source.name, len(job.profiles), len(nodes), attentions, None, size, seconds))
-        file = source.relative_to(self.folder).as_posix()
-        return CompiledEngine(
-            file=file,
-            source=file,
-            runtime=self.options.backend,
-            version="",
-            compute_capabilities=(),
-            compute=compute,
-            rank=rank,
-            profiles=job.profiles,
-        )
-
     def _free(self, path: Path) -> Path:
         """A free path like this: files in the manifest must stay whole until the manifest is exchanged."""
         free, number = path, 1
@@ -221,6 +203,14 @@ class _Compiler:
             number += 1
             free = path.with_name(f"{path.stem}-{number}{path.suffix}")
         return free
+
+
+def _source_report(source: Path, profiles: int) -> EngineReport:
+    start = time.monotonic()
+    nodes = onnx.load(source, load_external_data=False).graph.node
+    attentions = sum(node.op_type == "Attention" for node in nodes)
+    size, seconds = source.stat().st_size, time.monotonic() - start
+    return EngineReport(source.name, profiles, len(nodes), attentions, None, size, seconds)
 
 
 def default_compute(weights: StoredAs) -> ComputedIn:

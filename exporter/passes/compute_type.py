@@ -37,7 +37,7 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
         model: changed in place.
         narrow: ``FLOAT16`` or ``BFLOAT16``.
         store: called with each constant that has to be converted.
-        narrow_norms: whether norms are given the narrow type and make it, for backends whose kernels sum in float32
+        narrow_norms: whether norms read and write the narrow type, for backends whose kernels sum in float32
             all the same (ONNX Runtime's on GPUs); else they are float32 between two casts.
 
     Raises:

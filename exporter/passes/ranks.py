@@ -92,10 +92,6 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
 
     All ranks must meet in the same order, and an engine keeps only the order that its data have. So sums that do not
     depend on one another, as in layers with attention and MLP side by side, are one sum.
-
-    Args:
-        model: a rank's graph as it was traced; changed in place.
-        ranks: how many there are.
     """
     passes.ShapeInferencePass()(model)  # later rewrites ask for ranks and types of what is made here
     graph = model.graph
@@ -125,12 +121,7 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
 
 
 def join_along_first(model: ir.Model, ranks: int) -> None:
-    """Has the ranks' parts be joined along a new first axis, as NCCL does it, and moved from there by the graph.
-
-    Args:
-        model: a rank's graph as it was traced; changed in place.
-        ranks: how many there are.
-    """
+    """Joins the ranks' parts along a new first axis, as NCCL does; the graph moves that axis."""
     passes.ShapeInferencePass()(model)
     graph = model.graph
     for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
@@ -180,7 +171,7 @@ def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tu
 def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
     """Parts side by side along the last axis.
 
-    What is gathered is joined along the first axis: each part gets one of its own, which then moves before the last.
+    A gather joins parts along the first axis: each part gets an additional one, which then moves before the last.
     """
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
@@ -190,7 +181,7 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
 
 
 def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
-    """All ranks' parts, which have an axis of their own before those of a part, side by side along the last one."""
+    """All ranks' parts, stacked along a first axis, side by side along the last one."""
     assert part.shape is not None
     last = len(part.shape) - 1
     joined = op("Transpose", [combined], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])

@@ -110,11 +110,8 @@ def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
     """Renames the initializers of a graph that was just traced and optimized.
 
     Parameters lose the traced module's prefixes. A constant that the optimizer folded from one parameter (Gemma's norms
-    are 1 + weight) is named after that parameter, with the suffix ``.folded``.
-
-    Args:
-        model: changed in place.
-        aliases: names in the traced module of parameters that have another one too, which is the one to use.
+    are 1 + weight) is named after that parameter, with the suffix ``.folded``. ``aliases`` maps names in the traced
+    module to others of the same parameters, which are used instead.
     """
     for value in list(model.graph.initializers.values()):
         name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))

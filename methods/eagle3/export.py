@@ -73,7 +73,10 @@ class Eagle3Outline(OwnFilesOutline):
         "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
     keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
-    same: ClassVar[Mapping[str, str]] = {_FIRST: _SAME_AS}
+
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        return {_FIRST: _SAME_AS}
 
     def usual_states(self, layers: int) -> tuple[int, ...]:
         return usual_states(layers)

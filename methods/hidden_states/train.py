@@ -33,15 +33,9 @@ def train_and_write(
 ) -> None:
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
-    Args:
-        run: the run.
-        draft: the draft.
-        outer: see :func:`~specexport.training.loop.optimizers`.
-        loss_of: the loss of a batch, given its number too.
-        accuracy_of: measures the draft over windows.
-        save: writes it to a folder.
-        read: reads it from there.
-        watch: whether it is measured on a few held-out windows at every checkpoint too.
+    ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number. With
+    ``watch`` the draft is measured on a few held-out windows at every checkpoint too. What ``save`` has written is read
+    again, so that it can be used.
 
     Raises:
         BuildError: what was written does not fit the target.

@@ -25,7 +25,7 @@ class ResBlock(torch.nn.Module):
 
 
 class MedusaHeads(torch.nn.ModuleList):
-    """Heads of residual blocks, each ending in a projection to the vocabulary of its own or through the model's.
+    """Heads of residual blocks, each with its own projection to the vocabulary or the model's.
 
     Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
     t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``

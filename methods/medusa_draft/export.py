@@ -14,9 +14,10 @@ from specexport.contract.folders import expanded
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
-from specexport.exporter.build_state import PREFILL_CHUNK, Build, BuildPlan
+from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule

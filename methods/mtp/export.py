@@ -32,7 +32,7 @@ from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache
 from specexport.graphs.experts import EXPERTS_NAME
-from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline, fill, require_parts, shapes_of
+from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline, shapes_of
 from specexport.methods.hidden_states.export import OwnStateExporter
 from specexport.methods.hidden_states.graph import OwnStateModule
 from specexport.methods.mtp.spec import MTP, MTPOptions
@@ -113,8 +113,11 @@ class MTPOutline(DraftOutline):
             model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.layer), trust_remote_code=False)
             return MTPDraft(model.base_model)
 
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        return {start: to for start, to in self.names.items() if to}
+
     def parts(self) -> dict[str, StoredTensor]:
-        """The tensors by the names of the draft's modules."""
         parts = {}
         for tensor in checkpoint_tensors(self.path):
             start = next((start for start in self.names if tensor.name.startswith(start)), None)
@@ -132,8 +135,7 @@ class MTPOutline(DraftOutline):
             for name, shape in shapes_of(self.make(layers)).items()
             for part in _parts(name, shape, stored)
         }
-        same = {start: stands_for for start, stands_for in self.names.items() if stands_for}
-        require_parts(self, stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes", same=same)
+        self._require_parts(stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes")
 
     def load(self, target: Path, layers: int, positions: int) -> MTPDraft:
         draft, stored = self.make(layers), self.parts()
@@ -142,7 +144,7 @@ class MTPOutline(DraftOutline):
             if parts != [name]:
                 read = partial(_joined, shape, [stored[part] for part in parts], self.path)
                 stored[name] = StoredTensor(name, shape, "F32", read)
-        fill(draft, self, stored, target, positions, tied=False)
+        self._fill(draft, stored, target, positions)
         return draft
 
 

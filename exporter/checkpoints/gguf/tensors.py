@@ -121,12 +121,7 @@ KEPT: dict[GGMLQuantizationType, BlockType] = {
 
 
 def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
-    """The scales and offsets of a matrix.
-
-    Args:
-        data: its rows, ``[N,bytes]``.
-        kind: a type of :data:`KEPT`.
-    """
+    """The scales and offsets of a matrix of a type in :data:`KEPT`, from its rows ``[N,bytes]``."""
     block = KEPT[kind]
     scale, offset = block.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
     return Scales(block.kind, block.group, scale.turned(), None, None if offset is None else offset.turned())
@@ -142,11 +137,7 @@ def format_of(header: Header) -> str:
 
 
 def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
-    """The tensors of a model.
-
-    Args:
-        header: the file's header.
-        outline: transformers' model without weights.
+    """The tensors of a model; ``outline`` is transformers' model without weights.
 
     Raises:
         BuildError: the file has a tensor that the model does not have, or has with another size.
