@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specexport.methods.medusa.checkpoint import load_medusa, read_outline, save_medusa
+from specexport.methods.medusa.export import load_medusa, read_outline, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit, save_speculator
 

@@ -16,10 +16,11 @@ import msgspec
 
 from benchmarks import common, tables
 from specexport.contract.reading import read_manifest
-from specexport.exporter import quality
+from specexport.exporter import graph_checks
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
 
 
@@ -64,11 +65,11 @@ def _built(source: str, output: Path, precision: Any) -> dict[str, Any]:
 
 def _read(source: str, file: Path) -> dict[str, Any]:
     checkpoint = load_checkpoint(source)
-    tokens = load_tokenizer(locate(source)).tokenizer.encode(quality.default_text()).ids
-    expected = quality.reference(checkpoint, tokens)
+    tokens = load_tokenizer(locate(source)).tokenizer.encode(graph_checks.default_text()).ids
+    expected = graph_checks.reference(checkpoint, tokens)
     assert expected is not None
     del checkpoint
-    other = quality.reference(load_checkpoint(str(file)), tokens)
+    other = graph_checks.reference(load_checkpoint(str(file)), tokens)
     assert other is not None
-    comparison = quality.compare(expected, other.logits)
+    comparison = graph_checks.compare(expected, other.logits)
     return {"bytes": file.stat().st_size, **msgspec.to_builtins(comparison)}

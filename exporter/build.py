@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import onnx
 import torch
+import transformers
 
 from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import BuildError
@@ -25,22 +26,19 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
-from specexport.exporter.build_plan import PREFILL_CHUNK
-from specexport.exporter.build_state import Build, WrittenTarget
-from specexport.exporter.checkpoints.checkpoint import TRANSFORMERS_VERSION, load_tokenizer
+from specexport.exporter.build_state import Build, Progress, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
-from specexport.exporter.checkpoints.templates import other_template
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
-from specexport.exporter.engines.program import write_program
-from specexport.exporter.finite_check import require_finite
+from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import PREFILL_CHUNK, BuildOptions
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.progress import Progress
 from specexport.exporter.records import RECORDS, Records
 from specexport.exporter.target import build_target, for_checkpoint
+from specexport.exporter.trace import write_program
 
 
 def build(
@@ -55,7 +53,7 @@ def build(
 
     Args:
         options: what to build.
-        progress: see :data:`~specexport.exporter.progress.Progress`.
+        progress: see :data:`~specexport.exporter.build_state.Progress`.
         compiled: called with the engines' report, if the bundle is to have some.
 
     Returns:
@@ -205,7 +203,7 @@ def compile_engines(build: Build) -> None:
 
 
 def _built_with() -> dict[str, str]:
-    return {"torch": str(torch.__version__), "transformers": TRANSFORMERS_VERSION, "onnx": onnx.__version__}
+    return {"torch": str(torch.__version__), "transformers": transformers.__version__, "onnx": onnx.__version__}
 
 
 def _file_entries(build: Build) -> tuple[FileEntry, ...]:

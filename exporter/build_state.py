@@ -1,9 +1,10 @@
-"""The state of a build: what its stages know and what they have written."""
+"""The state of a build: its plan, and the results of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +13,106 @@ from specexport.contract.engines import ProgramGraph
 from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Model, Strict
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.progress import Progress, during
+from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
+from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.records import Records
 
 if TYPE_CHECKING:
-    from specexport.exporter.checkpoints.checkpoint import TokenizerFiles
+    from specexport.exporter.checkpoints.tokenizer import TokenizerFiles
     from specexport.exporter.engines.bundle import CompileReport
     from specexport.exporter.options import BuildOptions
+
+BATCH_DRAFT_TOKENS = (1, 2)
+"""Chains that a full batch may go back to, where a model proposes."""
+TEXT_DRAFT_TOKENS = (2, 4, 8)
+"""Chains that every bundle verifies, for methods that need no graph of their own."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is in all."""
+
+
+@contextmanager
+def during(progress: Progress, title: str) -> Iterator[None]:
+    """Reports the begin and the end of a step."""
+    progress(title, 0, 1)
+    yield
+    progress(title, 1, 1)
+
+
+class BuildPlan(Strict, frozen=True):
+    """The trees and shapes of a bundle.
+
+    Attributes:
+        methods: with the trees of each, the default method first.
+        widths: T of plain and verify steps, ascending.
+        chains: draft tokens of shorter chains, to which a full batch may go back.
+        batches: B of the graphs, ascending.
+        caches: S of the graphs, ascending.
+        max_seq_len: longest sequence, in tokens.
+    """
+
+    methods: tuple[Method, ...]
+    widths: tuple[int, ...]
+    chains: tuple[int, ...]
+    batches: tuple[int, ...]
+    caches: tuple[int, ...]
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, methods: tuple[Method, ...], options: BuildOptions, max_seq_len: int) -> BuildPlan:
+        """The plan for methods whose trees are known."""
+        batches = batch_points(options.max_batch_size)
+        deepest = max(
+            (tree.depth for method in methods if method.needs_graph for tree in method.token_trees()), default=0
+        )
+        chains = tuple(k for k in BATCH_DRAFT_TOKENS if k < deepest) if batches[-1] > 1 else ()
+        needed = {width for method in methods for width in (*method.widths(), *(len(t) for t in method.token_trees()))}
+        widths = tuple(sorted({1, *needed, *(k + 1 for k in (*chains, *TEXT_DRAFT_TOKENS))}))
+        caches = cache_buckets(max_seq_len, max(*widths, PREFILL_CHUNK))
+        return cls(
+            methods=methods, widths=widths, chains=chains, batches=batches, caches=caches, max_seq_len=max_seq_len
+        )
+
+    @classmethod
+    def of_bundle(cls, manifest: Manifest) -> BuildPlan:
+        """The plan that a finished bundle was built by."""
+        points = manifest.target.graph.points
+        widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
+        return cls(
+            methods=manifest.methods,
+            widths=widths,
+            chains=tuple(k for k in BATCH_DRAFT_TOKENS if k + 1 in widths) if len(manifest.batch_sizes) > 1 else (),
+            batches=manifest.batch_sizes,
+            caches=tuple(sorted({point.cache for point in points})),
+            max_seq_len=manifest.max_seq_len,
+        )
+
+    # --- shape points -------------------------------------------------------------------------------------------------
+    def target_points(self) -> tuple[ShapePoint, ...]:
+        """Of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
+        steps = ((batch, width, width, 0) for width in self.widths for batch in self.batches)
+        return self.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
+
+    def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
+        """Of a propose graph: every depth of the method's trees, and the shorter chains."""
+        runs = [(batch, method.catch_up, 0, depth) for depth in self.depths(method) for batch in self.batches]
+        return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
+
+    def depths(self, method: Method) -> list[int]:
+        """Draft tokens a method's graph may be asked for in a row, ascending."""
+        deep = {tree.depth for tree in method.token_trees()}
+        return [depth for depth in sorted({*deep, *self.chains}) if depth <= max(deep)]
+
+    def at_caches(
+        self, shapes: Iterable[tuple[int, int, int, int]], caches: tuple[int, ...] | None = None
+    ) -> tuple[ShapePoint, ...]:
+        """(batch, tokens, rows, drafts) at every cache size."""
+        sizes = self.caches if caches is None else caches
+        return tuple(
+            ShapePoint(batch, tokens, cache, rows, drafts)
+            for (batch, tokens, rows, drafts), cache in itertools.product(shapes, sizes)
+        )
 
 
 class WrittenTarget(Strict, frozen=True):
@@ -77,8 +170,6 @@ class Build:
         """Longest text that the target was trained for, in tokens."""
         return self.target.model.max_positions
 
-    @contextmanager
-    def during(self, title: str) -> Iterator[None]:
+    def during(self, title: str) -> AbstractContextManager[None]:
         """Reports the begin and the end of a step."""
-        with during(self.progress, title):
-            yield
+        return during(self.progress, title)

@@ -16,13 +16,20 @@ import torch
 from torch import nn
 
 from specexport.contract.errors import UNREADABLE, BuildError
-from specexport.exporter.checkpoints import streamed
+from specexport.exporter.build_state import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
-from specexport.exporter.checkpoints.quantized import Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
-from specexport.exporter.progress import Progress
-from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, pack_int4, quantize_blocks, to_integers
+from specexport.exporter.checkpoints.stored import (
+    Factors,
+    Kind,
+    QuantizedTensor,
+    Scales,
+    read_parameter,
+    read_weights,
+    stand_for,
+)
+from specexport.exporter.external_data import pack_int4, unpack_int4
+from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
 from specexport.exporter.storage import block_for
 
 _WINDOW = 256
@@ -40,7 +47,7 @@ _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """What matrices are rounded for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
+    """The text to round matrices for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
 
     Raises:
         BuildError: there is no such file, or nothing in it.
@@ -83,11 +90,11 @@ def _text_of(path: Path, at: int, line: str) -> str:
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
     """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
 
-    Large matrices are read one at a time, and kept as integers. Embeddings and the head are in int8, and as many of the
-    matrices that return from the widest layers as :func:`_wide` says.
+    Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
+    :func:`_wide` are in int8.
 
     Args:
-        checkpoint: not changed but for what its parameters stand for.
+        checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
         tokens: of the text.
         block_size: weights that share a scale.
         progress: called as matrices are done.
@@ -116,26 +123,21 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         name = names[id(head.weight)]
         block = block_for(head.weight.shape[1], block_size)
         if block is not None and not isinstance(checkpoint.tensors.get(name), QuantizedTensor):
-            rounded[name] = _int8(name, head.weight, _numbers(head.weight), block)
+            rounded[name] = _int8(name, head.weight, read_parameter(head.weight).float(), block)
     if count and matrices:
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
         wide = _wide(checkpoint, matrices, block_size)
         calibration = _Calibration(matrices, wide, block_size, rounded, progress)
-        with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.reached():
+        with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.rounding():
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
     for name, tensor in rounded.items():
-        streamed.stand_for(parameters[name], tensor)
+        stand_for(parameters[name], tensor)
     return replace(checkpoint, tensors={**checkpoint.tensors, **rounded})
 
 
-def _numbers(parameter: torch.Tensor) -> torch.Tensor:
-    stored = streamed.stored(parameter)
-    return (parameter.detach() if stored is None else stored.read()).float()
-
-
 def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
-    """Matrices for int8: those that return from a layer's widest part, whose inputs vary most between tokens.
+    """The matrices to store in int8: down projections, whose inputs vary most between tokens.
 
     As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
     first and last layers, then every third, then the others.
@@ -182,7 +184,7 @@ def _q4_k_m(depth: int, *, more: bool) -> float:
 
 @dataclass
 class _Calibration:
-    """The matrices, and what has become of those that the pass has reached."""
+    """The matrices, and the rounded ones of those that the pass has reached."""
 
     matrices: dict[str, nn.Linear]
     wide: set[str]
@@ -193,7 +195,7 @@ class _Calibration:
     """The input that was multiplied last, and the factor of its products."""
 
     @contextlib.contextmanager
-    def reached(self) -> Iterator[None]:
+    def rounding(self) -> Iterator[None]:
         """While active, a matrix that is multiplied is rounded first."""
         handles = []
         for name, module in self.matrices.items():
@@ -240,7 +242,7 @@ def products_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
-    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others make up for what it changes.
+    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others compensate for its error.
 
     Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales
     and zero points are fitted beforehand, errors weighed by the inputs' energy.
@@ -255,19 +257,19 @@ def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) ->
         blocks, 2, _LEAST, _LARGEST, zero_points=True, weight=energy.reshape(1, depth // block, block)
     )
     scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
-    left = weight.T[order].contiguous()  # [K,N]
+    weights_left = weight.T[order].contiguous()  # [K,N]
     integers = torch.empty(depth, outputs, dtype=torch.int8)
     for start in range(0, depth, _COLUMNS):
         end = min(depth, start + _COLUMNS)
         errors = torch.empty(end - start, outputs)
         for at in range(start, end):
             group = int(order[at]) // block
-            number = to_integers(left[at], scale[group], zero[group], _LEAST, _LARGEST)
+            number = to_integers(weights_left[at], scale[group], zero[group], _LEAST, _LARGEST)
             integers[order[at]] = number.to(torch.int8)
-            error = (left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
+            error = (weights_left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
             errors[at - start] = error
-            left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
-        left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+            weights_left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
+        weights_left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return _tensor(name, weight, "int4", block, integers.numpy(), scale.numpy(), zero.to(torch.int8).numpy())
 
 
@@ -291,7 +293,7 @@ def _tensor(
     scale = np.where(scale == 0, np.float32(1), scale)  # then its weights are 0 at any scale
 
     def read() -> torch.Tensor:
-        numbers = _unpacked(held, shape) if kind == "int4" else held
+        numbers = unpack_int4(held, shape) if kind == "int4" else held
         restored = numbers.astype(np.float32)
         if zero is not None:
             restored -= np.repeat(zero, block, axis=0)
@@ -310,10 +312,3 @@ def _tensor(
         error=error,
         energy=float(weight.square().sum(dtype=torch.float64)),
     )
-
-
-def _unpacked(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
-    """Undoes :func:`~specexport.exporter.quantize.pack_int4`."""
-    both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(shape)
-    signed: npt.NDArray[np.int8] = (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)
-    return signed

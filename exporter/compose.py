@@ -13,10 +13,13 @@ from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches, propose_signature
 from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
-from specexport.exporter.passes.hoist import hoist_invariants
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 _DTYPES = {"int64": _INT64, "float32": _FLOAT, "bool": _BOOL}
+_LARGEST_CONSTANT = 1024
+"""Elements; larger constants are parameters, and stay where they are multiplied."""
+_FUSED = frozenset({"Transpose"})
+"""ONNX Runtime fuses these into the product after them, which costs less than a single copy."""
 
 
 def propose_graph(
@@ -46,17 +49,17 @@ def propose_graph(
     carried = {str(value.name): value.shape for value in pass_inputs if str(value.name).startswith("row.")}
     past = [_value(tensor) for tensor in caches(shapes)]
     drafted = [str(value.name) for value in draft_pass.graph.outputs if str(value.name).startswith("draft_")]
-    handed = [] if start is None else list(start.graph.outputs)
+    start_values = [] if start is None else list(start.graph.outputs)
     start_inputs = [] if start is None else [ir.val(v.name, v.dtype, v.shape) for v in start.graph.inputs]
-    kept = [
+    state_inputs = [
         ir.val(value.name, value.dtype, value.shape)
         for value in pass_inputs
         if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
     ]
-    read_first = map(_value, propose_signature("M").inputs)
-    inputs = {str(value.name): value for value in (*read_first, *start_inputs, *past, *kept)}
+    inputs_of_loop = map(_value, propose_signature("M").inputs)
+    inputs = {str(value.name): value for value in (*inputs_of_loop, *start_inputs, *past, *state_inputs)}
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
-    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in handed), *carried], drafted)
+    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in start_values), *carried], drafted)
     if start is not None:
         _put_before(start.graph, graph, body, inputs)
 
@@ -75,7 +78,7 @@ def propose_graph(
     read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
     results = tape.op_multi_out(
         "Loop",
-        [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *handed, *first],
+        [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *start_values, *first],
         {"body": ir.AttrGraph("body", body)},
         outputs=_loop_outputs(body, drafted),
         name="draft",
@@ -96,7 +99,7 @@ def propose_graph(
         if shape is not None and len(shape) == 3:
             row.shape = ir.Shape(["B", "F", shape[2]])
         returned.append(row)
-    states = results[len(read) :][: len(handed[:1])]
+    states = results[len(read) :][: len(start_values[:1])]
     for state in states:
         state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[3].shape
     graph.outputs.extend([*stacked, *states, *returned])
@@ -127,32 +130,32 @@ def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[s
     graph.extend(nodes)
 
 
-def _loop_body(body: ir.Graph, around: dict[str, ir.Value], handed: list[str], drafted: list[str]) -> ir.Graph:
+def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[str], drafted: list[str]) -> ir.Graph:
     """Turns a pass's graph into the body of a Loop, which reads constant inputs from the graph around it."""
     named = {str(value.name): value for value in body.inputs}
     last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
     read = [named[tensors.INPUT_IDS], last_row]
-    carried = [*read, *(named[name] for name in handed)]
+    carried = [*read, *(named[name] for name in start_values)]
     for name, value in named.items():
         if value not in carried and value is not uniform:
-            value.replace_all_uses_with(around[name])
+            value.replace_all_uses_with(outer[name])
     iteration, going = ir.val("iteration", _INT64, []), ir.val("going", _BOOL, [])
     tape = Tape()
-    noise = tape.op("Gather", [around[tensors.UNIFORM], iteration], {"axis": 1}, output=ir.val("noise"))
+    noise = tape.op("Gather", [outer[tensors.UNIFORM], iteration], {"axis": 1}, output=ir.val("noise"))
     uniform.replace_all_uses_with(noise)
     body.insert_before(body[0], tape.nodes)
 
-    stacked, handed_on = body.outputs[: len(drafted)], body.outputs[len(drafted) :]
+    stacked, next_values = body.outputs[: len(drafted)], body.outputs[len(drafted) :]
     tape = Tape(body)
     following = [tape.op("Identity", [going], output=ir.val("go_on"))]
     next_ids = ir.val("next_input_ids")
     axis = constant(body, "next_token_axis", np.array([1], np.int64))
     following.append(tape.op("Unsqueeze", [stacked[0], axis], output=next_ids))
     following.append(tape.op("Sub", [last_row, last_row], output=ir.val("next_last_row")))
-    for value in (*read, *stacked, *handed_on):
+    for value in (*read, *stacked, *next_values):
         value.name = f"pass.{value.name}"
     body.inputs[:] = [iteration, going, *carried]
-    body.outputs[:] = [*following, *handed_on, *stacked]
+    body.outputs[:] = [*following, *next_values, *stacked]
     body.name = "draft_pass"
     return body
 
@@ -165,3 +168,31 @@ def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
         assert value.shape is not None
         results.append(ir.val(name, value.dtype, ["K", *value.shape]))
     return results
+
+
+def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
+    """Moves nodes of a loop's body that depend on the graph around it, and on nothing of a pass, before the loop.
+
+    Nodes that depend on constants alone stay: those are weights, and a backend packs them where they are multiplied. So
+    do nodes that hold a graph, which may read values of a pass that are not among their inputs.
+    """
+    body = loop.attributes["body"].as_graph()
+    constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}
+    varying = set(body.inputs)
+    for node in list(body):
+        read = {value for value in node.inputs if value is not None}
+        small = all(constants[value].size <= _LARGEST_CONSTANT for value in read & constants.keys())
+        invariant = small and not read & varying and not read <= constants.keys()
+        holds_graph = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
+        returned = any(value.is_graph_output() for value in node.outputs)
+        if not invariant or holds_graph or returned or node.op_type in _FUSED:
+            varying.update(node.outputs)
+            continue
+        for at, value in enumerate(node.inputs):
+            if value in constants:
+                node.replace_input_with(at, constant(graph, f"every.{value.name}", constants[value].numpy()))
+        body.remove(node)
+        graph.insert_before(loop, node)
+    for value in constants:
+        if not value.uses() and value.name is not None:
+            del body.initializers[value.name]

@@ -1,4 +1,4 @@
-"""Nodes that undo the quantization of a stored matrix: before a product, or of the rows that are looked up."""
+"""How the nodes of a graph read its weights, and nodes that undo the quantization of a stored matrix."""
 
 from __future__ import annotations
 
@@ -7,12 +7,64 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from specexport.exporter.passes.editing import constant, op, replace_value
+from specexport.exporter.passes.editing import constant, op, producer, replace_value
+
+GATHERED = ("lookup", "experts")
+"""Roles of matrices of which rows are gathered."""
+
+
+def role_of(node: ir.Node, index: int) -> str:
+    """How a node reads an initializer: ``matmul``, row ``lookup``, ``experts``, ``tied`` (transposed head) or other."""
+    if node.op_type == "MatMul" and index == 1:
+        return "matmul"
+    axis = node.attributes.get("axis")
+    if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0):
+        return "experts" if of_experts(node, 3) else "other" if of_experts(node, 2) else "lookup"
+    if node.op_type == "Transpose" and all(use.op_type == "MatMul" and at == 1 for use, at in node.outputs[0].uses()):
+        return "tied"
+    return "other"
+
+
+def of_experts(node: ir.Node, rank: int) -> bool:
+    """Whether a node gathers experts from a stack of that rank: 3 for their matrices, 2 for their biases."""
+    stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
+    if stack is None or ids is None or stack.const_value is None or ids.shape is None:
+        return False
+    return len(ids.shape) == 1 and len(stack.const_value.shape) == rank
+
+
+def routers(graph: ir.Graph) -> set[ir.Value]:
+    """The matrices whose products choose experts: rounded, they would choose others.
+
+    They are those that experts' indices are computed from first, with a column for each expert.
+    """
+    matrices: set[ir.Value] = set()
+    experts_by_index: dict[ir.Value | None, int] = {}
+    for node in graph:
+        stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
+        if stack is not None:
+            experts_by_index[node.inputs[1]] = stack.shape.numpy()[0]
+        elif node.op_type == "If" and (split := producer(node.inputs[0], "Split")) is not None:
+            experts_by_index[split.inputs[0]] = len(split.outputs)
+    for start, experts in experts_by_index.items():
+        visited, waiting = set[ir.Value](), [start]
+        while waiting:
+            value = waiting.pop()
+            origin = value.producer() if value is not None and value not in visited else None
+            if value is None or origin is None:
+                continue
+            visited.add(value)
+            weight = origin.inputs[1] if origin.op_type == "MatMul" else None
+            if weight is None or weight.const_value is None:
+                waiting += origin.inputs
+            elif weight.const_value.shape[-1] == experts:
+                matrices.add(weight)
+    return matrices
 
 
 @dataclass(frozen=True)
 class StoredFactors:
-    """Scales or offsets, stored: see :class:`~specexport.exporter.checkpoints.quantized.Factors`.
+    """Scales or offsets, stored: see :class:`~specexport.exporter.checkpoints.stored.Factors`.
 
     Attributes:
         coarse: fp32 or fp16; ``[G,N]``, or ``[S,1,N]`` beside fine ones; of rows that are looked up ``[V,S]``.
@@ -25,10 +77,10 @@ class StoredFactors:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """Integers and what they are multiplied by, as initializers of a graph.
+    """Integers and their scales, as initializers of a graph.
 
     Attributes:
-        name: what values made of it are called after.
+        name: prefix of the names of values computed from it.
         numbers: ``[K,N]``, or ``[V,H]`` of a matrix that is stored by rows; see :func:`looked_up`.
         scale: of each block or column.
         zero: like the scales, of the integers' type.
@@ -65,7 +117,7 @@ class _Nodes:
         return self.op("Cast", [value], name, to=ir.DataType.FLOAT.value)
 
     def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
-        """``[G,N]`` in fp32; made of constants alone, so that engines can fold it."""
+        """``[G,N]`` in fp32, computed from constants alone, so that engines can fold it."""
         product = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
             product = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), product], f"{name}.products")
@@ -82,16 +134,16 @@ class _Nodes:
         if stored.fine is not None:
             _, count = _shape(stored.fine)
             fine = self.wide(self.op("Gather", [stored.fine, ids], f"{name}.fine_rows", axis=0), f"{name}.fine_wide")
-            each = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
-            product = self.reshape(self.op("Mul", [each, product], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
+            split = self.reshape(fine, [0, 0, blocks, count // blocks], f"{name}.each")
+            product = self.reshape(self.op("Mul", [split, product], f"{name}.both"), [0, 0, count, 1], f"{name}.all")
         return product
 
 
-def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
-    """Has a product, ``MatMul(x, W)``, read a stored matrix.
+def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
+    """Makes a product, ``MatMul(x, W)``, read a stored matrix.
 
-    Offsets are the same for all numbers of a block: the sums of blocks of ``x`` are multiplied by them, in a product
-    of its own, so that engines still fuse that of the integers.
+    Offsets are the same for all numbers of a block: a separate product multiplies the sums of blocks of ``x`` by them,
+    so that engines still fuse the product of the integers.
     """
     nodes = _Nodes(graph, matrix.name)
     numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}
@@ -100,17 +152,17 @@ def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
         numbers = nodes.op("Transpose", [numbers], "turned", perm=[1, 0])
     scale = nodes.factors(matrix.scale, "scale", turned=matrix.by_rows)
     zero = [] if matrix.zero is None else [matrix.zero]
-    undone = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
+    dequantized = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
     x, result = product.inputs[0], product.outputs[0]
-    product.replace_input_with(1, undone)
+    product.replace_input_with(1, dequantized)
     if matrix.offset is not None and matrix.block is not None:
         assert x is not None and x.shape is not None
         offset, block = nodes.factors(matrix.offset, "offset", turned=matrix.by_rows), matrix.block
         depth = _shape(matrix.numbers)[1 if matrix.by_rows else 0]
         ones = constant(graph, f"ones.{block}", np.ones((block, 1), np.float32))
-        kept = [0] * (len(x.shape) - 1)
-        blocks = nodes.reshape(x, [*kept, depth // block, block], "blocks")
-        sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*kept, depth // block], "sums")
+        leading = [0] * (len(x.shape) - 1)
+        blocks = nodes.reshape(x, [*leading, depth // block, block], "blocks")
+        sums = nodes.reshape(nodes.op("MatMul", [blocks, ones], "block_sums"), [*leading, depth // block], "sums")
         added = nodes.op("MatMul", [sums, offset], "offsets")
         total = op("Add", [result, added], f"{matrix.name}.total")
         replace_value(result, total.outputs[0])
@@ -119,12 +171,12 @@ def restored(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
     graph.insert_before(product, nodes.list)
 
 
-def looked_up(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
+def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
     """Looks up integers and scales, and multiplies only those found.
 
     Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
     integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
-    (:func:`~specexport.exporter.quantize.pair_int4`), with scales ``[E,K/block,1,N]``.
+    (:func:`~specexport.exporter.external_data.pair_int4`), with scales ``[E,K/block,1,N]``.
 
     Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
     """

@@ -1,5 +1,5 @@
-"""Spares ``torch.onnx.export`` what changes nothing: reading its translations again, decomposing a program, and running
-it again to promote types.
+"""Skips steps of ``torch.onnx.export`` that change nothing: reading its translations again, decomposing a program, and
+running it again to promote types.
 
 Decomposing traces the whole program once more, which is a third of a trace's time, while nearly all operators of a
 transformer are translated under their own names.
@@ -23,9 +23,9 @@ _SAME: dict[Any, Any] = {
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
     _ATEN.reshape.default: _ATEN.view.default,
 }
-"""Operators, and what decomposing makes of them."""
+"""Operators, and their decompositions."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
-"""Composite operators that have a good translation of their own."""
+"""Composite operators with a good translation."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
@@ -86,9 +86,7 @@ def _known_registry(opset_version: int) -> Any:
 
 
 def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
-    """Whether decomposing would make of a node what :func:`_lower` does; ``whole`` can be kept though they are composed
-    of others.
-    """
+    """Whether decomposing a node would have the effect of :func:`_lower`; ``whole`` are composite operators to keep."""
     target = _SAME.get(node.target, node.target)
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_own(node):
         target = _functional(target)
@@ -99,18 +97,18 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
     if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
-        return False  # ONNX's Split makes as many parts as it is told
+        return False  # ONNX's Split has a fixed number of parts
     return target in whole or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _functional(target: torch._ops.OpOverload) -> Any:
-    """``add.Tensor`` for ``add_.Tensor``; the operator itself where there is no such one."""
+    """``add.Tensor`` for ``add_.Tensor``; the operator itself if there is none."""
     packet = getattr(_ATEN, target._schema.name.partition("::")[2].removesuffix("_"), None)
     return getattr(packet, target._overloadname, target)
 
 
 def _writes_own(node: torch.fx.Node) -> bool:
-    """Whether what a node writes into is a tensor that nothing else is a view of, and keeps its type."""
+    """Whether a node writes into a tensor that has no views, and keeps its type."""
     written, *others = node.args
     if not isinstance(written, torch.fx.Node) or not _makes_own(written):
         return False
@@ -123,7 +121,7 @@ def _writes_own(node: torch.fx.Node) -> bool:
 
 
 def _makes_own(node: torch.fx.Node) -> bool:
-    """Whether what a node returns shares no memory with what it reads."""
+    """Whether a node's results share no memory with its inputs."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and all(
         result.alias_info is None for result in target._schema.returns

@@ -22,10 +22,10 @@ import onnx_ir as ir
 import torch
 
 from specexport.contract.folders import locked
-from specexport.exporter import simplify
-from specexport.exporter.checkpoints import streamed
-from specexport.exporter.fingerprint import fingerprint
+from specexport.exporter.checkpoints.stored import form_of, read_parameter, stored_tensor
+from specexport.exporter.passes import simplify
 from specexport.exporter.passes.linear import FORM
+from specexport.exporter.records import fingerprint
 from specexport.runtime.machine import cache_folder
 
 MOST = 64
@@ -38,10 +38,10 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
 
     Args:
         module: what is traced.
-        about: whatever else the graph depends on, compared by ``repr``.
+        about: everything else that the graph depends on, compared by ``repr``.
         make: traces; initializers that are weights of the module share their memory.
     """
-    large = {name: weight for name, weight in module.named_parameters() if _large(weight) or streamed.stored(weight)}
+    large = {name: weight for name, weight in module.named_parameters() if _large(weight) or stored_tensor(weight)}
     root = cache_folder()
     path = None if root is None else root / "traces" / f"{_key(module, about)}.onnx"
     with contextlib.ExitStack() as turn:
@@ -59,7 +59,7 @@ def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[
         if isinstance(value.const_value, ir.ExternalTensor):
             parameter = large[str(value.const_value.location)]
             value.const_value = _lazy(parameter, str(value.name))
-            value.meta[FORM] = streamed.form_of(parameter)
+            value.meta[FORM] = form_of(parameter)
     return graph
 
 
@@ -76,8 +76,7 @@ def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
 
 def _lazy(parameter: torch.Tensor, name: str) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
-        stored = streamed.stored(parameter)
-        return ir.Tensor((parameter.detach() if stored is None else stored.read().float()).numpy(), name=name)
+        return ir.Tensor(read_parameter(parameter).float().numpy(), name=name)
 
     return ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(parameter.shape), name=name)
 
@@ -128,8 +127,7 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
         # Tied weights are stored once, equal ones are not.
         parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
         if not _large(tensor) or not isinstance(tensor, torch.nn.Parameter):
-            stored = streamed.stored(tensor)
-            numbers = (tensor.detach() if stored is None else stored.read()).contiguous()
+            numbers = read_parameter(tensor).contiguous()
             parts.update(numbers.flatten().view(torch.uint8).numpy().tobytes())
     parts.update(repr(list(about)).encode())
     return parts.hexdigest()

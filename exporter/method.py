@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specexport.contract.manifest import Manifest
-    from specexport.exporter.build_plan import BuildPlan
-    from specexport.exporter.build_state import Build
+    from specexport.exporter.build_state import Build, BuildPlan
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
     from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions
@@ -70,7 +69,7 @@ class Verification(Protocol):
     texts: list[list[int]]
 
     def source(self, method: Method | None, key: str = "model") -> Path:
-        """The folder of a checkpoint a method names, or of the target; what cannot be had ends the check."""
+        """The folder of a checkpoint that a method names, or of the target; a missing one ends the check."""
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         """Texts, each with the chain proposed after it: as if all, one and none of the drafts before were accepted."""
@@ -83,25 +82,12 @@ class Verification(Protocol):
 
 
 @dataclass(frozen=True)
-class Added:
-    """What a method adds to the target.
-
-    Attributes:
-        outputs: outputs of the target's own graph.
-        graph: one beside it, which reads the same weights and becomes the method's model.
-    """
-
-    outputs: Addition | None = None
-    graph: Part | None = None
-
-
-@dataclass(frozen=True)
 class MetaDraft:
     """A draft without its weights, for ``plan``.
 
     Attributes:
         source: its folder or hub id, and its method.
-        outline: what it is made of.
+        outline: its sizes.
         block: most tokens that it drafts, all in one pass; None where each takes a pass.
     """
 
@@ -114,15 +100,15 @@ class MethodExporter(Generic[O, M]):
     """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
     stage: ClassVar[str | None] = None
-    """The folder it writes a model of its own into, in a stage after the target's."""
+    """The folder of its own model, which a stage after the target's writes; None if it has none."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
-    """Draft tokens of its trees where nobody says."""
+    """Draft tokens of its default trees."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not belong together, before anything large is read."""
 
     def outline(self, options: O, target: TargetOutline) -> M:
-        """The method with what its checkpoints say of themselves, without reading weights; it may lack trees yet.
+        """The method as its checkpoints' configurations describe it, without reading weights; perhaps without trees.
 
         Raises:
             BuildError: they are of another target.
@@ -134,7 +120,7 @@ class MethodExporter(Generic[O, M]):
         return TokenTree.chain(size + 1)
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
-        """What it verifies where nobody says."""
+        """The trees it verifies by default."""
         return tuple(self.sized(method, size) for size in self.default_sizes)
 
     def plan(self, options: O, target: TargetOutline) -> M:
@@ -154,8 +140,11 @@ class MethodExporter(Generic[O, M]):
             raise BuildError(f"{method.name}: {reason}")
         return planned
 
-    def add_to_target(self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Added | None:
-        """What it adds to the target, and is written together with it; None for nothing.
+    def add_to_target(
+        self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
+    ) -> Addition | Part | None:
+        """What it adds to the target, and is written together with it: outputs of its graph, or a graph that reads the
+        same weights and becomes the method's model. None for nothing.
 
         Raises:
             BuildError: it does not fit the target.
@@ -167,11 +156,11 @@ class MethodExporter(Generic[O, M]):
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """Of the graph of its own model."""
+        """The shape points of its own model's graph."""
         return ()
 
     def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:
-        """What drafts over the target's own states, where it is a model of its own.
+        """The draft over the target's states, if it is a model of its own.
 
         Args:
             options: the method's.
@@ -184,7 +173,7 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
-        """Compares what it proposes with what its original would.
+        """Compares its proposals with those of the original.
 
         Returns:
             What was compared, as the beginning of a sentence, and the result; None where there is nothing to compare.
@@ -222,5 +211,5 @@ def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
 
 
 def vocabulary(manifest: Manifest, model: Model) -> int:
-    """Tokens that a draft may propose: those that both know."""
+    """The number of tokens that a draft may propose: those in both vocabularies."""
     return min(manifest.target.vocab_size, model.vocab_size)

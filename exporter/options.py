@@ -1,4 +1,4 @@
-"""What ``specexport build`` can be asked for. Imports no torch, so that ``--help`` needs none."""
+"""Options of ``specexport build``. Imports no torch, so that ``--help`` needs none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from specexport.contract.options import Options, option
 from specexport.contract.shapes import batch_points
 from specexport.exporter.engines.options import CompileOptions, check_batches, check_stored
 from specexport.exporter.storage import Precision, Storage
+
+PREFILL_CHUNK = 64
+
 
 DEFAULT_BLOCK_SIZE = 32
 _DEFAULTS = GenerationDefaults()
@@ -151,7 +154,7 @@ class BuildOptions(BuildSettings, frozen=True):
 
     @property
     def proposing(self) -> Storage:
-        """How what only proposes is stored: a draft, Medusa heads, an MLP speculator."""
+        """How models that only propose are stored: a draft, Medusa heads, an MLP speculator."""
         kind = self.draft_precision or ("int4" if self.precision == "int4" else "int8")
         block_size = self.stored.block_size
         if kind == "int4" and block_size is not None:

@@ -1,9 +1,10 @@
-"""The order of a build: what a stage is, and the passes over a graph, from what torch exports to what a device runs.
+"""The order of a build: its stages, and the passes over a graph from torch's export to the graph that a device runs.
 
 A new rewrite is a file in ``exporter/passes`` and a line here. The lists follow each other: :func:`exported`, whose
 graphs are kept in the cache folder; :func:`traced`, after which a draft's pass may be put into a loop
 (``exporter/compose.py``); :func:`written`; and, for GPUs, :func:`for_device`. Stages are listed in
-``exporter/build.py`` and, for the target, in ``exporter/target.py``.
+``exporter/build.py`` and, for the target, in ``exporter/target.py``. Passes that need torch or onnxscript are imported
+where they are listed, as devices run :func:`for_device` without them.
 """
 
 from __future__ import annotations
@@ -19,19 +20,11 @@ import onnx_ir.passes.common as common
 
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
-from specexport.exporter.passes.collectives import join_along_first, use_collectives
+from specexport.exporter.build_state import Progress, during
 from specexport.exporter.passes.compute_type import Store, compute_in
-from specexport.exporter.passes.epsilon import keep_epsilons
-from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.passes.flatten_products import flatten_products
-from specexport.exporter.passes.linear import canonical_weights, merge_linear
-from specexport.exporter.passes.lookup_tables import restore_tables
-from specexport.exporter.passes.names import name_weights
-from specexport.exporter.passes.one_token import fix_drafts
-from specexport.exporter.passes.rms_norm import fuse_rms_norm
-from specexport.exporter.passes.sizes import fix_sizes
-from specexport.exporter.progress import Progress, during
-from specexport.exporter.simplify import simplify
+from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
+from specexport.exporter.passes.ranks import join_along_first, use_collectives
+from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
 
 NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
@@ -61,7 +54,6 @@ class Pass:
     """A rewrite of a graph, in place.
 
     Attributes:
-        rewrite: rewrites.
         needs: what the graph must be.
         ensures: what it is besides, afterwards.
     """
@@ -82,8 +74,9 @@ def run_passes(model: ir.Model, passes: Passes) -> None:
 
 def exported(aliases: Mapping[str, str]) -> Passes:
     """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
+    from specexport.exporter.passes.simplify import name_weights, simplify
+
     return (
-        Pass(keep_epsilons, needs=Form.EXPORTED),
         Pass(simplify, needs=Form.EXPORTED, ensures=Form.SIMPLE),
         Pass(partial(name_weights, aliases=aliases), needs=Form.SIMPLE, ensures=Form.NAMED),
     )
@@ -91,6 +84,9 @@ def exported(aliases: Mapping[str, str]) -> Passes:
 
 def traced(lowering: LoweredAs) -> Passes:
     """From there to a master graph, or to a pass of a draft."""
+    from specexport.exporter.passes.linear import canonical_weights, merge_linear
+    from specexport.exporter.passes.rms_norm import fuse_rms_norm
+
     return (
         Pass(canonical_weights, needs=Form.NAMED, ensures=Form.PRODUCTS),
         Pass(merge_linear, needs=Form.PRODUCTS),
@@ -105,6 +101,8 @@ def traced(lowering: LoweredAs) -> Passes:
 
 def written(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
     """From a master graph to its file; ``store`` moves the weights into theirs, ``branches`` gives each expert one."""
+    from specexport.exporter.passes.experts import lower_experts
+
     return (
         Pass(partial(lower_experts, branches=branches), needs=Form.PRODUCTS, ensures=Form.STANDARD),
         Pass(store, needs=Form.STANDARD | Form.PRODUCTS, ensures=Form.STORED),
@@ -134,7 +132,7 @@ def for_device(
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Names nodes after their outputs: other names count what the process has traced before."""
+    """Names nodes after their outputs, as other names contain counters of the process."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.name = node.outputs[0].name
 
@@ -148,7 +146,6 @@ class Stage(Generic[S]):
     """A stage of a build, a function of the build's state.
 
     Attributes:
-        run: sets attributes of the state.
         needs: attributes that it reads.
         ensures: attributes that it sets.
         title: for the progress; None if it reports its own.

@@ -1,5 +1,5 @@
-"""``specexport plan``: what a model takes on a device, and what speculation can gain there. Nothing is loaded or built;
-bundles, and models of usual families, are planned for without torch.
+"""``specexport plan``: memory and speed of a model on a device, with and without speculation. Nothing is loaded or
+built; bundles, and models of usual families, are planned for without torch.
 
 Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
 acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
@@ -19,16 +19,15 @@ from specexport.contract.shapes import cache_buckets
 from specexport.exporter.checkpoints.outline import ModelOutline, Parameter, outline
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
-PREFILL_CHUNK = 64
 MOST_DRAFTS = 8
 _DEFAULT_TREES = (5, 7, 9)
-"""Nodes of the chains that a draft is built for where nobody says."""
+"""Nodes of a draft's default chains."""
 _DECIDING = 18
 """Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
-_BLOCK = 32
 _SCALE_BYTES = 2
 _UNDONE = {"int8": 5, "int4": 16}
 """Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more it undoes a matrix, gate and up as one, into
@@ -43,7 +42,6 @@ class DeviceLimits:
     Attributes:
         memory: bytes of memory a GPU can use; on Jetson the CPU's too.
         bandwidth: bytes a second.
-        capability: compute capability.
         reserved: bytes that are not there for a model: of the system and of CUDA itself.
     """
 
@@ -88,7 +86,7 @@ class ModelPlan:
         active: those of them that one token uses: of a mixture's experts only its own.
         weights: all that is stored in an engine.
         read: what of it a step of one token reads: not the table that rows are looked up in.
-        read_more: what a step reads more for each further token, until it reads ``read_most``.
+        read_per_token: what a step reads more for each further token, until it reads ``read_limit``.
         cache: for every row of the context.
         cache_row: for one token.
         scratch: activations of a prefill chunk, and logits.
@@ -99,8 +97,8 @@ class ModelPlan:
     active: int
     weights: int
     read: int
-    read_more: int
-    read_most: int
+    read_per_token: int
+    read_limit: int
     cache: int
     cache_row: int
     scratch: int
@@ -111,7 +109,7 @@ class ModelPlan:
 
     def step(self, tokens: int, past: float) -> float:
         """Bytes that a step of so many tokens reads, with ``past`` rows in the cache."""
-        return min(self.read + (tokens - 1) * self.read_more, self.read_most) + self.cache_row * past
+        return min(self.read + (tokens - 1) * self.read_per_token, self.read_limit) + self.cache_row * past
 
 
 @dataclass(frozen=True)
@@ -195,13 +193,7 @@ def _draft(method: MethodOptions, target: str, outlined: ModelOutline) -> MetaDr
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
-    """The same of a bundle, as it is stored: with its first method that drafts with a model of its own.
-
-    Args:
-        manifest: the bundle's.
-        source: what it is called.
-        device: where it is to run.
-        acceptance: chance that a draft token is accepted.
+    """Plans for a bundle as it is stored, with its first method that drafts with a model of its own; see :func:`plan`.
 
     Raises:
         BuildError: an argument makes no sense.
@@ -227,8 +219,8 @@ def _bundled(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
         active=model.parameters,
         weights=weights,
         read=weights,
-        read_more=0,
-        read_most=weights,
+        read_per_token=0,
+        read_limit=weights,
         cache=row * max(point.cache for point in points),
         cache_row=row,
         scratch=4 * max(point.tokens for point in points) * model.vocab_size,
@@ -265,13 +257,13 @@ def _model(
         )
     by_onnxruntime = backend == "onnxruntime-cuda"
     weights = read = experts = 0
-    read_more = 0.0
+    read_per_token = 0.0
     for parameter in model.parameters:
         numel = parameter.numel
         if parameter.share is not None:  # gathered, and so in 16 bits as rows of a table are
             weights += 2 * numel
             experts += 2 * numel
-            read_more += parameter.share * 2 * numel
+            read_per_token += parameter.share * 2 * numel
             continue
         if parameter.table:
             by_block = by_onnxruntime and precision in _UNDONE  # else looked up in 16 bits
@@ -294,9 +286,9 @@ def _model(
         parameters=model.total,
         active=model.active,
         weights=weights,
-        read=read + round(read_more),
-        read_more=round(read_more),
-        read_most=read + experts,
+        read=read + round(read_per_token),
+        read_per_token=round(read_per_token),
+        read_limit=read + experts,
         cache=model.row * cache_buckets(context, PREFILL_CHUNK)[-1],
         cache_row=model.row,
         scratch=scratch,
@@ -308,5 +300,5 @@ def _stored(parameter: Parameter, precision: str) -> int:
     bits, numel = _BITS[precision], parameter.numel
     if len(parameter.shape) < 2 or bits == 16:
         return 2 * numel
-    scales = parameter.shape[0] if precision == "fp8" else numel // _BLOCK
+    scales = parameter.shape[0] if precision == "fp8" else numel // DEFAULT_BLOCK_SIZE
     return numel * bits // 8 + scales * _SCALE_BYTES

@@ -1,18 +1,19 @@
-"""Matrices in fewer bits: the arithmetic, without files or graphs."""
+"""Matrices in fewer bits: the arithmetic, and scales of a quantized checkpoint that a bundle keeps."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.exporter.checkpoints.quantized import QuantizedTensor
+from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales
+from specexport.exporter.storage import SMALLEST_BLOCK, Storage
 
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
@@ -22,6 +23,13 @@ _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
 """Of powers of two that fp16 holds."""
+_LARGEST_KEPT_BLOCK = 128
+_PIECE = 1 << 17
+"""Weights that are fitted at once, so that intermediate results stay in a core's cache."""
+_SPANS = (1.0, 0.93, 0.86, 0.79)
+"""Shares of a block's range that its levels may span: cutting off the largest weights rounds the others less."""
+BlockFactors = tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]
+"""Scales, zero points and offsets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,7 @@ class Blocks:
     zero: npt.NDArray[np.int8] | None = None
 
     def restored(self, axis: int) -> npt.NDArray[np.float32]:
-        """The numbers that they stand for."""
+        """The dequantized matrix."""
         block = self.integers.shape[axis] // self.scale.shape[axis]
         numbers = self.integers.astype(np.float32)
         if self.zero is not None:
@@ -81,14 +89,14 @@ def apply_scales(
     kind: Literal["int4", "int8", "fp8"],
     offset: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Numbers ``(matrix - offset) / scale + zero``, rounded; what they are made with broadcasts to the matrix.
+    """Numbers ``(matrix - offset) / scale + zero``, rounded; scale, zero and offset broadcast to the matrix.
 
-    Where the matrix was made of such numbers they are found again exactly: a product of 8 bits and a float32 is within
-    one rounding of it, far less than half a step. Where a scale is 0 they are 0.
+    A matrix that was dequantized from such numbers yields them again exactly: a product of 8 bits and a float32 is
+    within one rounding of it, far less than half a step. Where a scale is 0 they are 0.
 
     Returns:
-        int8 integers (four-bit ones in -8..7, with offsets in 0..15), or the bytes of float8_e4m3fn numbers, and what
-        they stand for.
+        int8 integers (four-bit ones in -8..7, with offsets in 0..15), or the bytes of float8_e4m3fn numbers, and the
+        dequantized matrix.
     """
     divided = (matrix if offset is None else matrix - offset) / np.where(scale == 0, np.float32(1), scale)
     if kind == "fp8":
@@ -99,29 +107,6 @@ def apply_scales(
     integers = moved.clip(least, most).astype(np.int8)
     restored = (integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero) * scale
     return integers, restored if offset is None else restored + offset
-
-
-def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
-    nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
-    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
-    return packed
-
-
-def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
-
-    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts: ``[R,blocks,block/2,...]`` is made.
-    """
-    first, second = np.split(blocks, 2, axis=2)
-    pairs: npt.NDArray[np.int8] = first * np.int8(16) + second
-    return pairs
-
-
-def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Undoes :func:`pair_int4`."""
-    first = (pairs + np.int8(8)) >> 4
-    return np.concatenate([first, pairs - first * np.int8(16)], axis=2)
 
 
 def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
@@ -150,12 +135,6 @@ def quantize_columns(
     else:
         rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
     return rounded
-
-
-_PIECE = 1 << 17
-"""Weights that are fitted at once: what is computed of them stays in a core's cache."""
-_SPANS = (1.0, 0.93, 0.86, 0.79)
-"""Shares of a block's range that its levels may span: cutting off the largest weights rounds the others less."""
 
 
 def fit_blocks(
@@ -272,3 +251,92 @@ def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.N
     rows = max(1, _CHUNK_ELEMENTS // width // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield np.ascontiguousarray(array[start : start + rows])
+
+
+@dataclass(frozen=True)
+class KeptScales:
+    """Scales of the checkpoint that a matrix is stored with.
+
+    Attributes:
+        block: weights along the summed axis that share one; None where each column has one.
+        scale: ``[...,K/block,N]``, or ``[1,N]`` by columns.
+        zero: int8 like ``scale``, or None.
+        offset: like ``scale``, or None.
+        any_scales: whether they are of a kind that only CPUs read.
+    """
+
+    block: int | None
+    scale: Factors
+    zero: npt.NDArray[np.int8] | None
+    offset: Factors | None
+    any_scales: bool
+
+    def for_rows(self) -> BlockFactors:
+        """For a matrix that is stored by rows, ``[N,K]``."""
+        scale, zero, offset = self.values()
+        return scale.T, None if zero is None else zero.T, None if offset is None else offset.T
+
+    def values(self) -> BlockFactors:
+        """Scales, zero points and offsets in full."""
+        scale = self.scale.values()
+        offset = None if self.offset is None else self.offset.values()
+        return (scale[0] if self.block is None else scale), self.zero, offset
+
+
+def kept_scales(
+    parts: Sequence[Scales | None], role: str, shape: tuple[int, ...], storage: Storage
+) -> KeptScales | None:
+    """The checkpoint's own scales of a matrix ``[...,K,N]``, if its integers can be stored with them.
+
+    ``parts`` are the scales of each matrix that was joined into it, None for one that is not quantized; ``role`` is how
+    it is read.
+    """
+    scales = [part for part in parts if part is not None]
+    by_rows = role == "lookup" or (role == "tied" and storage.any_scales)
+    if by_rows:
+        shape = shape[::-1]
+    if (role not in ("matmul", "experts") and not (by_rows and storage.any_scales)) or len(scales) < len(parts):
+        return None
+    # Pairs of experts' integers hold -7 to 7 only.
+    allowed = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}["int8" if by_rows else storage.kind]
+    if not {part.kind for part in scales} <= allowed or (role, storage.kind) == ("experts", "int4"):
+        return None
+    by_column = all(part.group == shape[-2] for part in scales)
+    if storage.block_size is None or storage.kind == "fp8":
+        block = None
+        if not by_column:
+            if storage.kind != "fp8" or not storage.any_scales or storage.block_size is None:
+                return None
+            block = min(part.group & -part.group for part in scales)
+    else:
+        block = min(_LARGEST_KEPT_BLOCK, *(part.group & -part.group for part in scales))
+    zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
+    if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
+        return None
+    rest = (zeros or offsets, *(part.scale.fine is not None for part in scales))
+    if role == "experts" and any(rest):
+        return None
+
+    def joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        size = shape[-2] if block is None else block
+        wide = [np.repeat(array, part.group // size, -2) for array, part in zip(arrays, scales, strict=True)]
+        return np.concatenate(wide, axis=-1)
+
+    def factors(each: list[Factors]) -> Factors:
+        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, each, strict=True)}
+        if not storage.any_scales or len(kinds) > 1 or not kinds.pop()[0]:
+            return Factors(joined([value.values() for value in each]))
+        fine = [value.fine for value in each if value.fine is not None]
+        coarse = np.concatenate([value.coarse for value in each], axis=-1)
+        return Factors(coarse, np.concatenate(fine, axis=-1) if fine else None)
+
+    def zeros_like(part: Scales, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.zeros(part.scale.values().shape, dtype)
+
+    scale = factors([part.scale for part in scales])
+    zero = joined([zeros_like(part, np.int8) if part.zero is None else part.zero for part in scales]) if zeros else None
+    offset = factors([part.offset or Factors(zeros_like(part, np.float32)) for part in scales]) if offsets else None
+    columns = scale.coarse.shape[-1]
+    if columns != shape[-1] or (any(rest) and not storage.any_scales) or (zeros and columns % 2):
+        return None
+    return KeptScales(block, scale, zero, offset, any(rest) or (storage.kind == "fp8" and block is not None))

@@ -1,7 +1,11 @@
-"""Records of a build's finished stages, so that a build that was killed continues after them."""
+"""What earlier work a build may reuse: a hash of the exporter, and records of finished stages. Imports little."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +19,39 @@ from specexport.contract.methods import decode_hook
 from specexport.contract.model import Strict
 from specexport.contract.reading import file_entry
 
+PACKAGES = ("contract", "graphs", "exporter", "methods")
+"""Packages whose code determines the content of a bundle."""
+LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
+"""Libraries that trace and rewrite graphs."""
 RECORDS = ".stages"
 """The folder of records, while a bundle is being written."""
 Result = TypeVar("Result")
+
+
+@functools.cache
+def fingerprint() -> str:
+    """SHA-256 of the exporter's source files and of its libraries' versions, in hexadecimal."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for folder in _folders(package):
+            for file in sorted(folder.rglob("*.py")):
+                content = hashlib.sha256(file.read_bytes()).hexdigest()
+                digest.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
+    for library in LIBRARIES:
+        digest.update(f"{library} {_version(library)}\n".encode())
+    return digest.hexdigest()
+
+
+def _folders(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(f"specexport.{package}")  # finds the package without importing it
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
 
 class _Record(Strict, frozen=True):

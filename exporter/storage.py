@@ -15,7 +15,7 @@ SMALLEST_BLOCK = 16
 Precision = StoredAs
 PRECISIONS: tuple[Precision, ...] = get_args(StoredAs)
 QUANTIZED: tuple[Precision, ...] = ("int8", "int4", "fp8", "stored")
-"""Those that round more than half precision does, so that a build says by how much."""
+"""Precisions that round more than half precision does; builds report by how much."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Storage:
 
 @dataclass
 class WeightsReport:
-    """What was written: quantized matrices by name, and those left in fp32, with the reason.
+    """The result of writing a model: quantized matrices by name, and those stored in fp32, with the reason.
 
     Attributes:
         quantized: names in the graph.
-        left: names, and why.
+        not_quantized: names, and why.
         kept: names in the checkpoint of matrices that kept its own integers and scales.
         converted: those that were quantized there, and rounded again.
         kept_block: weights that share a scale in what was kept, at most.
@@ -57,7 +57,7 @@ class WeightsReport:
     """
 
     quantized: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    not_quantized: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     kept_block: int | None = None

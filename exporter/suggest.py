@@ -17,7 +17,7 @@ from specexport.contract.methods import known, method_type
 from specexport.contract.suggestions import SMALLER, Device, Suggestion, Wanted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.outline import has_mtp, outline
-from specexport.exporter.checkpoints.tokens import require_same_tokenizer, stored_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
@@ -39,7 +39,7 @@ class Advice:
 
 
 def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
-    """Looks at checkpoints, not at their weights, and says what suits the target.
+    """Suggests methods for a target from configurations, without reading weights.
 
     Args:
         target: bundle, folder or hub id.
@@ -59,9 +59,9 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         model = outline(path)
         total, size = model.total, model.active
         layer = has_mtp(path, model.layers)
-    drafts_there, refused = _drafts(path, bundle, size, drafts)
-    drafts_there += [] if bundle is None else _built(bundle.manifest)
-    wanted = Wanted(size, device, tuple(drafts_there), layer)
+    usable, refused = _drafts(path, bundle, size, drafts)
+    usable += [] if bundle is None else _built(bundle.manifest)
+    wanted = Wanted(size, device, tuple(usable), layer)
     suggestions = [suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(wanted)) is not None]
     suggestions.sort(key=lambda suggestion: suggestion.rank)
     return Advice(total, size, tuple(suggestions), refused)
@@ -90,7 +90,7 @@ def _drafts(
 
 
 def _built(manifest: Manifest) -> list[tuple[str, float]]:
-    """The draft that a bundle has, unless that has a tokenizer of its own, and how many times smaller it is."""
+    """A bundle's draft with the target's tokenizer, and how many times smaller it is."""
     return [
         (model.source, manifest.target.parameters / model.parameters)
         for method in manifest.methods
@@ -109,9 +109,6 @@ def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) ->
         compare(stored_tokenizer)
     except BuildError:
         with contextlib.suppress(ImportError):
-            # Imported here: torch takes seconds.
-            from specexport.exporter.checkpoints.checkpoint import load_tokenizer
-
             compare(lambda path: load_tokenizer(path).tokenizer)
             return
         raise

@@ -16,23 +16,21 @@ from specexport.contract.methods import Method, MethodOptions, not_a_chain, with
 from specexport.contract.model import Model, RankFiles
 from specexport.contract.states import with_rows
 from specexport.contract.tree import TokenTree
-from specexport.exporter import quality, trace
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.build_state import Build, WrittenTarget
+from specexport.exporter import graph_checks, trace
+from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
 from specexport.exporter.calibration import calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
-from specexport.exporter.cut import cut
-from specexport.exporter.drafts import traced
-from specexport.exporter.method import Added, TargetOutline, exporter_of
+from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
+from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.storage import QUANTIZED, Precision
-from specexport.exporter.writing import Part, write_models
-from specexport.graphs.step import StepModule
+from specexport.exporter.writing import Part, traced, write_models
+from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -75,19 +73,17 @@ class TargetBuild:
     Attributes:
         checkpoint: until it is released.
         calibration: the text that it is rounded for, in tokens; empty where it is not.
-        plan: the plan of the bundle.
         sample: the checkpoint's logits over a sample text; None where nothing is rounded.
         added: what each method adds, in the order of the plan's methods.
         parts: the step graph, and graphs of methods that share its weights; none of a target that is split.
-        written: the result.
     """
 
     build: Build
     checkpoint: Checkpoint = field(init=False)
     calibration: list[int] = field(init=False)
     plan: BuildPlan = field(init=False)
-    sample: quality.Reference | None = field(init=False)
-    added: list[Added | None] = field(init=False)
+    sample: graph_checks.Reference | None = field(init=False)
+    added: list[Addition | Part | None] = field(init=False)
     parts: list[Part] = field(init=False)
     written: WrittenTarget = field(init=False)
 
@@ -176,8 +172,8 @@ def run_sample(target: TargetBuild) -> None:
     target.sample = None
     if target.options.precision in QUANTIZED:
         with target.build.during("reading the target's sample text"):
-            tokens = target.build.tokenizer.tokenizer.encode(quality.default_text()).ids
-            target.sample = quality.reference(target.checkpoint, tokens)
+            tokens = target.build.tokenizer.tokenizer.encode(graph_checks.default_text()).ids
+            target.sample = graph_checks.reference(target.checkpoint, tokens)
 
 
 def check(target: TargetBuild) -> None:
@@ -190,24 +186,24 @@ def check(target: TargetBuild) -> None:
 
 
 def trace_target(target: TargetBuild) -> None:
-    """Traces the step graph, and what methods add to it; a split target is traced rank by rank as it is written."""
+    """Traces the step graph with the methods' additions; a split target is traced rank by rank as it is written."""
     options = target.options
     target.added = [
         exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
         for method in target.plan.methods
     ]
-    beside = [added.graph for added in target.added if added is not None and added.graph is not None]
-    if beside and options.tensor_parallel > 1:
+    graphs = [added for added in target.added if isinstance(added, Part)]
+    if graphs and options.tensor_parallel > 1:
         raise BuildError(
             f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
             "split; choose a draft of its own"
         )
-    target.parts = [_step(target, target.checkpoint), *beside] if options.tensor_parallel == 1 else []
+    target.parts = [_step(target, target.checkpoint), *graphs] if options.tensor_parallel == 1 else []
 
 
 def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
     """The step graph of the target, or of a rank's part."""
-    additions = [added.outputs for added in target.added if added is not None and added.outputs is not None]
+    additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
     whole = target.checkpoint
     states = dict(zip(whole.states, with_rows(list(whole.states.values()), target.plan.widths[-1]), strict=True))
@@ -232,7 +228,7 @@ def write(target: TargetBuild) -> None:
         models = iter(write_models(target.build, "target", target.parts, checkpoint, options.stored, options.proposing))
     model = next(models)
     methods = tuple(
-        method if added is None or added.graph is None else with_draft(method, next(models))
+        with_draft(method, next(models)) if isinstance(added, Part) else method
         for method, added in zip(target.plan.methods, target.added, strict=True)
     )
     states = with_rows(list(checkpoint.states.values()), target.plan.widths[-1])
@@ -267,12 +263,12 @@ def release(target: TargetBuild) -> None:
 
 
 def measure(target: TargetBuild) -> None:
-    """Measures what rounding did to the logits; not where there is no onnxruntime, which builds do not need."""
+    """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not need."""
     if target.sample is None:
         return
     model = target.written.model
     with target.build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
-        measured = quality.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
+        measured = graph_checks.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
         model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=measured))
     target.written = msgspec.structs.replace(target.written, model=model)
 

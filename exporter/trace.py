@@ -1,17 +1,24 @@
-"""Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters."""
+"""Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters.
+
+The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes a bundle's.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
 from specexport.contract import tensors
-from specexport.contract.engines import AcceptRule
+from specexport.contract.engines import Accept, AcceptRule, Commit, Fill, ProgramGraph
+from specexport.contract.methods import Method
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
+from specexport.contract.program import filled_trees, fills
 from specexport.contract.signature import (
     COMMIT,
     STEP_INPUTS,
@@ -26,7 +33,7 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
-from specexport.exporter import pipeline
+from specexport.exporter import pipeline, trace
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
@@ -41,12 +48,11 @@ from specexport.graphs.step import StepModule
 PROGRAM_OPSET = 18
 """Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
 of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
-
+_FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
 """Sizes to trace with: in a graph all different from one another and from 0 and 1, which torch.export would specialise
 on."""
-
 Inputs = Sequence[Tensor | Sequence[Tensor]]
 """A module's inputs in the order of its parameters, a sequence for a list of tensors."""
 PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"), tensors.PAST_LENGTH)
@@ -56,7 +62,7 @@ PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"),
 def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
     """The step graph of a target, or of a draft with Medusa heads; see :func:`~specexport.contract.signature`.
 
-    With an ``embedding_size`` H it reads embeddings in the place of tokens too.
+    With an ``embedding_size`` H it also reads embeddings instead of tokens.
     """
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
@@ -71,7 +77,7 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
     """
     layers = list(draft.states.values())
     rows = row_inputs(cache, layers)
-    inputs: Inputs = [*PASS_INPUTS, *tensors.SAMPLING, _past(cache, layers), rows]
+    inputs: Inputs = [*PASS_INPUTS, tensors.SAMPLING, _past(cache, layers), rows]
     return trace_module(draft.model, draft, inputs, [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)], lowering)
 
 
@@ -136,7 +142,7 @@ def trace_module(
         module: what is traced.
         inputs: see :data:`Inputs`.
         outputs: names.
-        lowering: which operators attention is made of.
+        lowering: the operators of attention.
         opset: None for the lowering's.
     """
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
@@ -212,3 +218,51 @@ def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+@functools.lru_cache(maxsize=8)
+def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
+    """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
+    serialized: bytes = ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
+    return serialized
+
+
+def write_program(
+    folder: Path, methods: Sequence[Method], cache: Sequence[CacheLayer], lowering: LoweredAs
+) -> tuple[ProgramGraph, ...]:
+    """Traces the step program's graphs into the folder ``program`` of a bundle.
+
+    Portable graphs write no cache: their rows are copied by the runtime.
+
+    Returns:
+        The graphs, without engines.
+    """
+    trees = [tree for method in methods for tree in method.token_trees()]
+    (folder / _FOLDER).mkdir(exist_ok=True)
+
+    def save(name: str, model: ir.Model) -> str:
+        file = f"{_FOLDER}/{name}.onnx"
+        ir.save(model, folder / file)
+        return file
+
+    children = max((tree.parents.count(node) for tree in trees for node in range(len(tree))), default=1)
+    drawn = [method.support for method in methods if method.support]
+    supports = {*drawn, *([1] if len(drawn) < len(methods) or not methods else [])}
+    accepts: list[tuple[str, AcceptRule, int]] = [
+        ("greedy", "greedy", 1),
+        *((f"m{support}", "lossless", support) for support in sorted(supports)),
+        ("typical", "typical", 1),
+    ]
+    graphs: list[ProgramGraph] = []
+    for name, rule, support in accepts:
+        file = f"{_FOLDER}/accept.{name}.onnx"
+        (folder / file).write_bytes(_accept(rule, children if rule == "lossless" else 1, support))
+        graphs.append(Accept(file=file, rule=rule, candidates=support, max_children=children))
+    for method in methods:
+        if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in graphs):
+            support, stages = method.support, method.drafted_stages
+            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace.trace_fill(support, stages))
+            graphs.append(Fill(file=file, candidates=support, stages=stages))
+    if lowering == "native" and not all(tree.is_chain for tree in trees):
+        graphs.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
+    return tuple(graphs)

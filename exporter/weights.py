@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -14,33 +13,39 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.checkpoints.quantized import Factors, QuantizedTensor, Scales
-from specexport.exporter.checkpoints.stored import StoredTensor
-from specexport.exporter.dequantize import StoredFactors, StoredMatrix, looked_up, restored
-from specexport.exporter.kept_scales import KeptScales, kept_scales
+from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.dequantize import (
+    GATHERED,
+    StoredFactors,
+    StoredMatrix,
+    dequantize_lookup,
+    dequantize_product,
+    role_of,
+    routers,
+)
+from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
-from specexport.exporter.passes.names import names_in
+from specexport.exporter.passes.linear import names_in
 from specexport.exporter.quantize import (
+    KeptScales,
     RoundedTensor,
     apply_scales,
     column_scales,
     fit_blocks,
     fits_half,
-    pack_int4,
-    pair_int4,
+    kept_scales,
     quantize_blocks,
     quantize_columns,
     row_chunks,
     scales_of_rows,
 )
 from specexport.exporter.storage import SMALLEST_BLOCK, Precision, Storage, WeightsReport, block_for
-from specexport.exporter.weight_roles import GATHERED, role_of, routers
 
 _EXACT = Storage("fp32", None)
 
 _STORED: dict[str, Precision] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[Precision, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
-"""What ``stored`` may become, the fewest bits first."""
+"""Precisions that ``stored`` may become, the fewest bits first."""
 
 _Half = Literal["fp16", "bf16"]
 _Quantized = Literal["int8", "int4", "fp8"]
@@ -54,16 +59,10 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
     "fp8": ir.DataType.FLOAT8E4M3FN,
 }
 _Matrix = npt.NDArray[np.float32]
-_Chunks = Iterator[npt.NDArray[np.generic]]
-
-INLINE_BYTES = 1024
-"""Smaller constants stay in the graph: shapes, axes, scales of one element."""
-
-_ALIGN = 4096
 
 
-class WeightsFile:
-    """An open weights file: ONNX external data, every tensor on a page boundary so that it can be mapped.
+class WeightsFile(DataFile):
+    """A weights file, and the report of writing it.
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
@@ -71,40 +70,11 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
-        self._path = path
-        self._file: BinaryIO = path.open("wb")
+        super().__init__(path)
         self._progress = progress or (lambda _: None)
-        # By size and content: graphs of one model share what they have in common.
-        self._places: dict[tuple[int, bytes], int] = {}
         self._tensors: Mapping[str, StoredTensor] = {}
         self._quantized: set[str] = set()
         self.report = WeightsReport()
-
-    def __enter__(self) -> WeightsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks) -> ir.ExternalTensor:
-        """Appends a tensor given as consecutive chunks of its bytes; one that is there already is not stored again."""
-        end = self._file.tell()
-        self._file.write(b"\0" * (-end % _ALIGN))
-        start = self._file.tell()
-        digest = hashlib.sha256()
-        for chunk in chunks:
-            data = np.ascontiguousarray(chunk).data
-            digest.update(data)
-            self._file.write(data)
-        length = self._file.tell() - start
-        there = self._places.setdefault((length, digest.digest()), start)
-        if there != start:
-            self._file.seek(end)
-            self._file.truncate()
-            start = there
-        return ir.ExternalTensor(
-            self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
-        )
 
     def externalize(
         self,
@@ -148,18 +118,18 @@ class WeightsFile:
                 value.replace_all_uses_with(restored)
                 del graph.initializers[_name(value)]
         else:
-            assert storage.kind != "stored", "what it becomes is chosen above"
+            assert storage.kind != "stored", "replaced above"
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
 
     def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
-        """What this build has rounded of a matrix, if all of it."""
+        """The parts of a matrix, if this build has rounded all of them."""
         parts = [self._tensors.get(name) for name in names_in(_name(value))]
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> Precision:
-        """What holds a matrix as the checkpoint has it; of several in one, the widest."""
+        """The precision that holds a matrix as the checkpoint does; of several joined ones, the widest."""
         kinds: list[Precision] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -174,7 +144,7 @@ class WeightsFile:
         dtype, numpy_dtype = _HALVES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
         if largest > float(ml_dtypes.finfo(numpy_dtype).max):
-            self._leave(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
+            self._store_fp32(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
             return None
         chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
@@ -182,8 +152,8 @@ class WeightsFile:
         graph.insert_before(graph[0], cast)
         return cast.outputs[0]
 
-    def _leave(self, value: ir.Value, array: _Matrix, why: str) -> None:
-        self.report.left[_name(value)] = why
+    def _store_fp32(self, value: ir.Value, array: _Matrix, why: str) -> None:
+        self.report.not_quantized[_name(value)] = why
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, row_chunks(array))
 
     def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, storage: Storage) -> None:
@@ -218,7 +188,9 @@ class WeightsFile:
                 self.report.any_scales |= kept.any_scales
                 self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
             elif block is None and not by_column:
-                self._leave(value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}")
+                self._store_fp32(
+                    value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
+                )
                 return
             # Experts, most of a mixture's weights, are gathered as bytes of two integers.
             width: _Quantized = "int8" if by_rows else kind
@@ -233,7 +205,7 @@ class WeightsFile:
             gathered = role in GATHERED
             # int8 stays what every backend reads: its scales are a ninth of it at most.
             any_scales = storage.any_scales and storage.kind != "int8"
-            held = self._store(
+            stored = self._store(
                 graph,
                 name,
                 matrix,
@@ -247,10 +219,10 @@ class WeightsFile:
                 rounded=rounded,
             )
             if gathered:
-                replace_value(node.outputs[0], looked_up(graph, node, held, pairs=width == "int4"))
+                replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
-                    restored(graph, held, product)
+                    dequantize_product(graph, stored, product)
             self.report.quantized.append(name)
         del graph.initializers[_name(value)]
 
@@ -302,7 +274,7 @@ class WeightsFile:
         # Integers without a sign, where offsets say what they begin at.
         unsigned = kind == "int4" and kept is not None and kept.offset is not None
 
-        def numbers() -> _Chunks:
+        def numbers() -> Chunks:
             # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
             start = 0
             for chunk in row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
@@ -336,7 +308,7 @@ class WeightsFile:
 
         dtype, shape = ir.DataType.UINT4 if unsigned else _DTYPES[kind], matrix.shape
         if block is not None and gathered:
-            # What is looked up is divided into its blocks, so that scales broadcast.
+            # Matrices that are looked up are divided into their blocks, so that scales broadcast.
             dtype, shape = ir.DataType.INT8, (len(matrix), matrix.shape[1] // block, block, *matrix.shape[2:])
         held = (*shape[:2], shape[2] // 2, *shape[3:]) if gathered and kind == "int4" else shape
         stored = self._initializer(graph, name, dtype, held, numbers())
@@ -364,7 +336,7 @@ class WeightsFile:
         return StoredMatrix(name, stored, factors("scale", stored_scales), zero, offset, block, by_rows)
 
     def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:
-        """Writes scales or offsets, in the shapes that :class:`StoredFactors` says."""
+        """Writes scales or offsets, in the shapes of :class:`StoredFactors`."""
         coarse, fine = factors.coarse, factors.fine
         if gathered and not by_rows:
             coarse = np.expand_dims(coarse, 2)
@@ -382,7 +354,7 @@ class WeightsFile:
         )
 
     def _initializer(
-        self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: _Chunks
+        self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Chunks
     ) -> ir.Value:
         value = ir.val(name, const_value=self.write(name, dtype, shape, chunks))
         graph.register_initializer(value)

@@ -1,17 +1,23 @@
-"""Writes traced models: a weights file, and the graphs that share it."""
+"""Loads and traces drafts, and writes models: a weights file, and the graphs that share it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
+from tokenizers import Tokenizer
 
+from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.pipeline import run_passes, written
 from specexport.exporter.storage import QUANTIZED, Storage, WeightsReport
 from specexport.exporter.weights import WeightsFile
@@ -22,7 +28,6 @@ class Part:
     """A traced graph of a checkpoint: all of its layers or the first ones.
 
     Attributes:
-        name: of its file.
         points: the shapes it runs at.
     """
 
@@ -36,15 +41,9 @@ class Part:
 def write_models(
     build: Build, role: str, parts: list[Part], checkpoint: Checkpoint, stored: Storage, heads: Storage | None = None
 ) -> list[Model]:
-    """Writes one weights file and the graphs that share it.
+    """Writes one weights file and the graphs that share it, which are rewritten in place, into the folder ``role``.
 
-    Args:
-        build: the build.
-        role: the folder of the bundle.
-        parts: the graphs; rewritten in place.
-        checkpoint: theirs.
-        stored: how matrices are stored.
-        heads: how those of Medusa heads are; None for ``stored``.
+    ``heads`` is how matrices of Medusa heads are stored; None for ``stored``.
 
     Returns:
         The manifest's entry of each part.
@@ -101,7 +100,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         cache="fp32",
         block_size=block if quantized else None,
         weight_rms_error=report.rms_error if quantized else None,
-        not_quantized=report.left,
+        not_quantized=report.not_quantized,
         quantized_before=before,
         only_cpu=report.any_scales,
     )
@@ -110,3 +109,71 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
 def _absolute(source: str) -> str:
     """A folder or file by its place, whichever it is seen from; a hub id as it is."""
     return str(Path(source).resolve()) if Path(source).exists() else source
+
+
+def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
+    """Refuses a draft with another tokenizer than the target's."""
+    path = locate(source)
+    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
+
+
+def load_draft(source: str, build: Build) -> Checkpoint:
+    """Loads a draft and checks that our lowering computes the same.
+
+    Raises:
+        BuildError: it was made for shorter texts, or cannot be lowered.
+    """
+    with build.during("loading the draft"):
+        draft = load_checkpoint(source)
+    if draft.states and build.options.backend != "onnxruntime":
+        raise BuildError(
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
+            "yet; choose another draft, or build it with --backend onnxruntime"
+        )
+    longest = build.plan.max_seq_len
+    if draft.max_positions < longest:
+        raise BuildError(
+            f"max_seq_len is {longest}, but the draft {draft.source} was made for {draft.max_positions} positions; "
+            f"pass --max-seq-len {draft.max_positions} or choose another draft"
+        )
+    with build.during("checking the draft's lowering"):
+        parity.same_as_eager(draft, build.options.lowering)
+    return draft
+
+
+def write_draft(
+    draft: Checkpoint,
+    build: Build,
+    tracer: Callable[[], ir.Model],
+    points: tuple[ShapePoint, ...],
+    *,
+    role: str = "draft",
+    title: str = "draft",
+    name: str = "propose",
+) -> Model:
+    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is for the progress.
+
+    Raises:
+        BuildError: torch cannot trace it.
+    """
+    with build.during(f"tracing the {title}"):
+        part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
+    (model,) = write_models(build, role, [part], draft, build.options.proposing)
+    return model
+
+
+def traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
+    """The graph that ``tracer`` returns, with errors that name the checkpoint.
+
+    Raises:
+        BuildError: torch cannot trace the model.
+    """
+    try:
+        return tracer()
+    except BuildError:
+        raise
+    except Exception as error:  # torch.export raises many unrelated types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BuildError(
+            f"{checkpoint.source}: model family '{checkpoint.family}' cannot be traced into a static graph: {reason}"
+        ) from error

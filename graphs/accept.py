@@ -147,7 +147,7 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _outcome(
     draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step returns, from what :func:`_walk` does and the bonus token, int64 ``[B,1]``."""
+    """The results of a step, from those of :func:`_walk` and the bonus token, int64 ``[B,1]``."""
     following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
     depth = torch.arange(following.shape[1])
     return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]
@@ -161,9 +161,9 @@ class GreedyModule(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As :meth:`AcceptModule.forward`. A node that is its own parent never stays."""
         best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
-        said = best.gather(1, parents.clamp(min=0))
+        predicted = best.gather(1, parents.clamp(min=0))
         drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's is never looked at
-        accepted, path = _walk(_levels((drafted == said) & (parents < nodes), tree_mask))
+        accepted, path = _walk(_levels((drafted == predicted) & (parents < nodes), tree_mask))
         path = path[:, :-1]
         return accepted.squeeze(1), torch.where(nodes <= accepted, best.gather(1, path), 0), path
 
@@ -247,8 +247,8 @@ class AcceptModule(torch.nn.Module):
                 each.append(rest)
                 masses.append(beside + rest.sum(-1, keepdim=True))
             is_x = tokens[..., None] == others[:, :, None]
-            left, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
-            p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (left, q))
+            remaining, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
+            p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (remaining, q))
         chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
         # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last: 0.
         stays = noise * q_x * mass < chance

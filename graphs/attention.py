@@ -6,7 +6,7 @@ the static cache. Two lowerings exist:
 
 * :class:`NativeLowering`: one TensorScatter into the cache, one Attention over it (opset 24).
 * :class:`TwoPartLowering`: plain MatMul and Softmax over two parts, the cache as it was and the new rows. The cache is
-  only read; new rows are returned. Portable step graphs are made of it, as opset 20 can say it; ``propose`` always is,
+  only read; new rows are returned. Portable step graphs use it, as opset 20 can express it; ``propose`` always does,
   since a cache can be written in place only once a graph.
 """
 
@@ -40,7 +40,7 @@ KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of its attention.
+    """The arguments of one layer's attention.
 
     The G heads of a group share keys and values, so they are so many more queries against the same rows. That reads the
     cache once a group, and a single token has several rows too: onnxruntime multiplies one row with another kernel than
@@ -187,7 +187,7 @@ def _sampled_queries(max_positions: int) -> list[int]:
 
 
 def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int | None) -> None:
-    """Compares a mask made by :func:`sample_masks` with what the lowerings would mask."""
+    """Compares a mask of :func:`sample_masks` with the lowerings' own."""
     positions = mask.shape[-1]
     distance = torch.tensor(_sampled_queries(positions))[:, None] - torch.arange(positions)
     ours = (distance >= 0) & (distance < (positions if window is None else window))
@@ -199,7 +199,7 @@ def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int
 
 
 class _CacheLayer:
-    """What model code asks of one layer of a cache while it prepares a call: nothing here depends on the answers."""
+    """One layer of a cache, as model code queries it while it prepares a call; the answers have no effect."""
 
     is_sliding = False
     is_compileable = True
@@ -224,7 +224,7 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: what a layer goes on from comes where it is used."""
+        """None: states are read where they are used."""
 
     get_recurrent_state = get_conv_state
 
@@ -236,7 +236,7 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         return states.convolve(layer_idx, conv_states, conv_kernel_size)
 
     def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> None:
-        """Nothing: what read the state keeps it."""
+        """Nothing: the reader of the state keeps it."""
         if recurrent_states is not None and recurrent_states.numel():
             raise BuildError("its recurrent layers follow a rule that specexport does not know")
 
@@ -385,7 +385,7 @@ class TwoPartLowering:
 def step_lowering(
     name: LoweredAs, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
 ) -> NativeLowering | TwoPartLowering:
-    """The lowering of a step graph, of the graph's own inputs; what it returns of its caches is in its ``returned``."""
+    """The lowering of a step graph, from the graph's inputs; ``returned`` has the caches it outputs."""
     if name == "native":
         return NativeLowering(past, tree_mask, position_ids, past_length)
     return TwoPartLowering(past, past_length, tree_mask, position_ids)

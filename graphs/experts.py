@@ -43,7 +43,7 @@ def apply_experts(
     tokens, chosen = top_k_index.shape
     first = module.gate_up_proj if module.has_gate else module.up_proj
     count = first.shape[0]
-    # Those that were chosen come first; which of the others fill up does not matter, nobody reads what they make.
+    # Chosen experts come first; which others fill up does not matter, as their outputs are not read.
     one_hot = (top_k_index.reshape(-1, 1) == torch.arange(count)).float()
     most = torch.sym_min(count, tokens * chosen)  # type: ignore[no-untyped-call]
     used = torch.topk(one_hot.amax(0), most).indices  # [L]

@@ -29,36 +29,36 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleLi
 
 
 @contextlib.contextmanager
-def noted_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
+def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
     """While active, a run of a transformers causal LM fills the mapping with its residual stream, ``[B,T,H]`` each.
 
     Args:
         model: the model.
-        layers: after how many of its layers; 0 for what the first one is given.
+        layers: after how many of its layers; 0 for the input of the first.
 
     Raises:
         ValueError: it has fewer layers, or keeps them in no list, or in several.
     """
-    noted: dict[int, torch.Tensor] = {}
-    wanted = sorted(set(layers))
-    stack = _decoder_layers(model)[2] if wanted else torch.nn.ModuleList()
-    if wanted and not 0 <= wanted[0] <= wanted[-1] <= len(stack):
+    recorded: dict[int, torch.Tensor] = {}
+    counts = sorted(set(layers))
+    stack = _decoder_layers(model)[2] if counts else torch.nn.ModuleList()
+    if counts and not 0 <= counts[0] <= counts[-1] <= len(stack):
         raise ValueError(f"it has {len(stack)} layers; expected the states after 0 to {len(stack)} of them")
 
-    def given(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        noted[0] = args[0] if args else kwargs["hidden_states"]
+    def record_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorded[0] = args[0] if args else kwargs["hidden_states"]
 
-    def made(count: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        noted[count] = output[0] if isinstance(output, tuple) else output
+    def record_output(count: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        recorded[count] = output[0] if isinstance(output, tuple) else output
 
     hooks = [
-        stack[count - 1].register_forward_hook(partial(made, count))
+        stack[count - 1].register_forward_hook(partial(record_output, count))
         if count
-        else stack[0].register_forward_pre_hook(given, with_kwargs=True)
-        for count in wanted
+        else stack[0].register_forward_pre_hook(record_input, with_kwargs=True)
+        for count in counts
     ]
     try:
-        yield noted
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()
@@ -68,7 +68,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
     """Leaves out all but the first decoder layers of a transformers causal LM, in place.
 
     Returns:
-        What puts the others back.
+        A function that restores the others.
 
     Raises:
         ValueError: the model has no more layers than that, or keeps them in no list, or in several.
@@ -83,7 +83,7 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
-    """As :func:`keep_first_layers`, while the block runs."""
+    """Context of :func:`keep_first_layers`."""
     put_back = keep_first_layers(model, count)
     try:
         yield

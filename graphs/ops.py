@@ -38,21 +38,21 @@ def _tensor_scatter_onnx(cache: Any, update: Any, write_indices: Any) -> Any:
     return _OPSET.TensorScatter(cache, update, write_indices, axis=-2)
 
 
-Meet = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Puts a rank's part together with the others': added up, or joined along the last axis."""
-_meeting = threading.local()
+Combine = Callable[[torch.Tensor, bool], torch.Tensor]
+"""Combines a rank's part with the others': their sum, or, if true, joined along the last axis."""
+_combining = threading.local()
 
 
-def met_by(meet: Meet) -> None:
-    """Has the ranks that this thread runs meet in torch; without it each goes on with its own part."""
-    _meeting.meet = meet
+def combine_by(combine: Combine) -> None:
+    """Sets how this thread's rank combines its part with others in torch; by default it continues with its own part."""
+    _combining.combine = combine
 
 
 @torch.library.custom_op("specexport::sum_of_ranks", mutates_args=())
 def sum_of_ranks(part: torch.Tensor) -> torch.Tensor:
-    """The sum of what the ranks have, of one rank's part."""
-    meet: Meet | None = getattr(_meeting, "meet", None)
-    return part.clone() if meet is None else meet(part, False)
+    """The sum of all ranks' parts, from one rank's part."""
+    combine: Combine | None = getattr(_combining, "meet", None)
+    return part.clone() if combine is None else combine(part, False)
 
 
 @sum_of_ranks.register_fake
@@ -62,9 +62,9 @@ def _(part: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("specexport::join_of_ranks", mutates_args=())
 def join_of_ranks(part: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What the ranks have, side by side along the last axis."""
-    meet: Meet | None = getattr(_meeting, "meet", None)
-    return torch.cat([part] * ranks, -1) if meet is None else meet(part, True)
+    """All ranks' parts, side by side along the last axis."""
+    combine: Combine | None = getattr(_combining, "meet", None)
+    return torch.cat([part] * ranks, -1) if combine is None else combine(part, True)
 
 
 @join_of_ranks.register_fake
@@ -73,7 +73,7 @@ def _(part: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 EXPERTS_DOMAIN = "specexport.experts"
-"""Of the operator that says where a mixture's experts are, which no runtime knows: the exporter rewrites it."""
+"""Domain of the operator that marks a mixture's experts, which no runtime knows: the exporter rewrites it."""
 
 
 @torch.library.custom_op("specexport::sum_of_experts", mutates_args=())
@@ -81,17 +81,17 @@ def sum_of_experts(
     total: torch.Tensor,
     hidden: torch.Tensor,
     rows: torch.Tensor,
-    made: torch.Tensor,
+    products: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of what experts made, and, for the exporter, what it is made of.
+    """The weighted sum of experts' outputs; its other arguments tell the exporter how it is computed.
 
     Args:
         total: ``[N,H]``, the sum.
-        hidden: ``[N,H]``, what experts are given.
+        hidden: ``[N,H]``, the experts' input.
         rows: ``[1,M,H]``, the rows that are multiplied by experts' weights gathered from stacks.
-        made: ``[L,M,H]``, what each of the gathered experts makes of them.
+        products: ``[L,M,H]``, the output of each gathered expert.
         index: int64 ``[N,k]``, each token's experts.
         weights: ``[N,k]``.
     """
@@ -120,11 +120,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Where ranks meet there are operators that no runtime knows, as the graph is cut there, and one behind experts.
     """
     add, join = (_op(MEETING_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
-    given = dict.fromkeys(("total", "hidden", "rows", "made"), "float")
-    sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **given, index="int64", weights="float")
+    inputs = dict.fromkeys(("total", "hidden", "rows", "products"), "float")
+    sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **inputs, index="int64", weights="float")
     return {
         torch.ops.specexport.tensor_scatter.default: _tensor_scatter_onnx,
         torch.ops.specexport.sum_of_ranks.default: lambda part: add(part),
         torch.ops.specexport.join_of_ranks.default: lambda part, ranks: join(part),
-        torch.ops.specexport.sum_of_experts.default: lambda *given: sum_of_experts(*given),
+        torch.ops.specexport.sum_of_experts.default: lambda *inputs: sum_of_experts(*inputs),
     }

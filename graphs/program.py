@@ -1,4 +1,4 @@
-"""What a step does on the device besides its models and acceptance: fill a tree, commit the accepted path."""
+"""Graphs of a step on the device besides its models and acceptance: fill a tree, commit the accepted path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specexport.graphs.propose import place_of_rank
 
 
 class FillModule(torch.nn.Module):
-    """The tokens of a tree, and q of each, from the tokens that were drawn and what they were drawn from.
+    """The tokens of a tree, and q of each, from drawn tokens and the candidates they were drawn from.
 
     Of the children of a node the one of rank 0 is the drawn token; the others are the most probable beside it, which
     are chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
@@ -40,7 +40,7 @@ class FillModule(torch.nn.Module):
 
 
 class StagesFillModule(torch.nn.Module):
-    """The same of what several stages drew, each in tensors of its own: one row at first, and T each after that."""
+    """The same from several stages with tensors of their own: one row in the first, T in each other."""
 
     def forward(
         self,
@@ -58,7 +58,7 @@ class StagesFillModule(torch.nn.Module):
 def _filled(
     drawn: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :class:`FillModule`; what was drafted is ``[B,R]``, and ``[B,R,M]`` of q."""
+    """See :class:`FillModule`; drafted tokens are ``[B,R]``, candidates and q ``[B,R,M]``."""
     of_node = rows[..., None].expand(-1, -1, ids.shape[-1])
     ids, probs, drawn = ids.gather(1, of_node), probs.gather(1, of_node), drawn.gather(1, rows)
     tokens = ids.gather(2, place_of_rank(ids, drawn, ranks)[..., None])

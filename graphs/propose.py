@@ -14,12 +14,45 @@ from specexport.contract.model import StateLayer
 from specexport.graphs.attention import TwoPartLowering
 from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.step import flat, pairs, run_model
-from specexport.graphs.top_k import most_probable
 
 MAX_CANDIDATES = 64
-"""q is given by its most probable tokens only. Whatever q is, speculative sampling is exact as long as the token was
+"""q is limited to its most probable tokens. Whatever q is, speculative sampling is exact as long as the token was
 drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
 saves moving K vocabularies of probabilities."""
+MAX_TOP_K = 10
+"""Ranks a head's candidates have; published trees go no further."""
+_LARGE = 1 << 14
+"""Of smaller vocabularies the plain TopK is faster."""
+_BLOCKS = range(128, 15, -1)
+
+
+def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest logits and their tokens, as ``torch.topk``: sorted, ties by lower id.
+
+    A large vocabulary is divided into blocks, and only the ``count`` of them with the greatest maxima are searched: no
+    other can hold one of the ``count`` greatest. For a GPU, TopK over a row is the work of one of its processors; the
+    maxima are found by all. On a CPU they are found by vector instructions.
+
+    Args:
+        logits: float32 ``[..., V]``.
+        count: at most V.
+
+    Returns:
+        float32 and int64 ``[..., count]``.
+    """
+    vocab = logits.shape[-1]
+    size = next((size for size in _BLOCKS if vocab % size == 0), vocab)
+    if vocab < _LARGE or vocab // size < count:
+        best, ids = torch.topk(logits, count, dim=-1)
+        return best, ids
+    blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
+    chosen = torch.topk(blocks.amax(-1), count, dim=-1).indices
+    # In the order of the vocabulary again, which decides between equal logits.
+    chosen = torch.topk(chosen, count, dim=-1, largest=False).values[..., None]
+    gathered = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], size))
+    best, place = torch.topk(gathered.flatten(-2), count, dim=-1)
+    ids = chosen * size + torch.arange(size)
+    return best, ids.flatten(-2).gather(-1, place)
 
 
 def draw_candidate(
@@ -113,16 +146,14 @@ class DraftPass(torch.nn.Module):
         logits_row: torch.Tensor,
         uniform: torch.Tensor,
         past_length: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Runs the draft over ``input_ids [B,T]``, which follow the cache and the ``R`` rows not in it yet.
 
-        ``past`` and ``rows`` end with what :class:`~specexport.graphs.recurrent.StepStates` is given.
+        ``sampling`` are the last arguments of :func:`draw_candidate`. ``past`` and ``rows`` end with the inputs of
+        :class:`~specexport.graphs.recurrent.StepStates`.
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``, and those
@@ -136,11 +167,11 @@ class DraftPass(torch.nn.Module):
         positions = past_length[:, None] + fresh[None, :]
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         states = StepStates(self.states, past, past_length, rows)
-        count = len(past) - states.given
+        count = len(past) - states.input_count
         two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
         known = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):
             logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
         known_logits = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(known_logits, uniform, temperature, top_k, top_p, min_p)
+        token, ids, probs = draw_candidate(known_logits, uniform, *sampling)
         return (token, ids, probs, *flat(two_part.returned), *states.returned)

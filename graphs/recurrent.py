@@ -38,7 +38,7 @@ _EPSILON = 1e-6
 
 
 class Updates(NamedTuple):
-    """What T tokens do to a layer's state, and what they ask of it.
+    """The updates of a layer's state by T tokens, and their queries.
 
     Attributes:
         query: ``[B,T,Hk,Dk]``, scaled.
@@ -56,13 +56,13 @@ class Updates(NamedTuple):
 
 
 class States(Protocol):
-    """What the layers without attention of one run go on from."""
+    """The states from which the layers without attention continue in one run."""
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
         """A convolution's inputs ``[B,C,T]``, with those before them that it reads; ``width`` is all it reads."""
 
     def read(self, updates: Updates) -> torch.Tensor:
-        """What the layer that convolved last says of its tokens, ``[B,T,H,Dv]``."""
+        """The output of the layer that convolved last for its tokens, ``[B,T,H,Dv]``."""
 
 
 _active: States | None = None
@@ -80,21 +80,21 @@ def recurrent(active: States) -> Iterator[None]:
 
 
 def active_states() -> States | None:
-    """Those of the run that is going on."""
+    """The states of the current run."""
     return _active
 
 
-def take_over(model: torch.nn.Module) -> None:
-    """Has the recurrent layers of a model ask :func:`recurrent` states; without any they are transformers' own."""
+def patch_recurrence(model: torch.nn.Module) -> None:
+    """Patches a model's code so that its recurrent layers use the states of :func:`recurrent`, if there are any."""
     for name in {type(module).__module__ for module in model.modules()}:
         code: Any = sys.modules[name]
         for rule, ours in _RULES.items():
             original = getattr(code, rule, None)
-            if original is not None and not isinstance(original, _TakenOver):
-                setattr(code, rule, _TakenOver(original, ours))
+            if original is not None and not isinstance(original, _Patched):
+                setattr(code, rule, _Patched(original, ours))
 
 
-class _TakenOver:
+class _Patched:
     """A function of model code that goes through all tokens of a text at once, or, while states are active, ours."""
 
     def __init__(self, own: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -209,7 +209,7 @@ class StepStates:
             ``[B,P,U]`` of the P tokens that were read before; ``cell_rows`` are of all passes' tokens then.
 
     Attributes:
-        given: how many of those inputs there are.
+        input_count: how many of those inputs there are.
         returned: what the graph returns, of ``signature.new_states``, once the model ran; a pass's rows are
             those before, too.
     """
@@ -226,27 +226,27 @@ class StepStates:
         self._before = {index: [next(before) for _ in range(count)] for index, count in counts.items()} if rows else {}
         self._done = next(iter(self._before.values()))[0].shape[1] if self._before else 0
         recurrent = 2 if any(layer.recurrence for layer in layers.values()) else 0
-        self.given = recurrent + sum(counts.values())
-        rest = iter(past[len(past) - self.given :])
+        self.input_count = recurrent + sum(counts.values())
+        rest = iter(past[len(past) - self.input_count :])
         if recurrent:
             self._known, self._cells = next(rest), next(rest)
-        self._given = {index: [next(rest) for _ in range(count)] for index, count in counts.items()}
+        self._inputs = {index: [next(rest) for _ in range(count)] for index, count in counts.items()}
         self._layers = layers
         self._past_length = past_length
-        self._at = 0
-        self._made: dict[int, list[torch.Tensor]] = {}
+        self._layer = 0
+        self._results: dict[int, list[torch.Tensor]] = {}
 
     @property
     def returned(self) -> list[torch.Tensor]:
-        return [tensor for index in self._layers for tensor in self._made[index]]
+        return [tensor for index in self._layers for tensor in self._results[index]]
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
-        self._at = layer
+        self._layer = layer
         new = self._behind(0, inputs.transpose(1, 2).contiguous())
-        self._made[self._at] = [new]
+        self._results[self._layer] = [new]
         rows = width - 1
         positions = self._past_length[:, None] - rows + torch.arange(rows)
-        kept = self._given[self._at][0]
+        kept = self._inputs[self._layer][0]
         place = (positions % kept.shape[1])[:, :, None].expand(-1, -1, kept.shape[2])
         before = torch.gather(kept, 1, place) * (positions >= 0)[:, :, None]
         if not self._before:
@@ -255,32 +255,32 @@ class StepStates:
 
     def _behind(self, kind: int, new: torch.Tensor) -> torch.Tensor:
         """Rows of the layer at hand, behind those of earlier passes."""
-        return torch.cat([self._before[self._at][kind], new], 1) if self._before else new
+        return torch.cat([self._before[self._layer][kind], new], 1) if self._before else new
 
     def read(self, updates: Updates) -> torch.Tensor:
-        shape = self._layers[self._at].recurrence
+        shape = self._layers[self._layer].recurrence
         assert shape is not None
-        _, kept, state = self._given[self._at]
+        _, kept, state = self._inputs[self._layer]
         batch, tokens = updates.value.shape[:2]
         strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
         packed = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
         new = self._behind(1, packed)
-        there, places = self._cells >= 0, self._cells.clamp(min=0)
-        asked = (self._cells - shape.rows).clamp(min=0)
+        present, places = self._cells >= 0, self._cells.clamp(min=0)
+        query_rows = (self._cells - shape.rows).clamp(min=0)
         if self._before:  # what later passes read is not there yet
-            there = there & (self._cells < shape.rows + new.shape[1])
-            places = torch.where(there, places, 0)
-            asked = torch.where(there, self._cells - shape.rows - self._done, 0).clamp(min=0)
-        rows = _rows(torch.cat([kept, new], 1), places) * there[..., None]  # [C,B,G,U]
-        queries = _rows(updates.query.flatten(2), asked)  # [C,B,G,Hk*Dk]
-        pending = (there & (self._cells < shape.rows)).sum((0, 2))  # [B]
+            present = present & (self._cells < shape.rows + new.shape[1])
+            places = torch.where(present, places, 0)
+            query_rows = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
+        rows = _rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
+        queries = _rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
+        pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
         whole = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < whole
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)
         # out is [C,B,H,G,Dv]; a slot's tokens come behind its pending rows.
         by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
         read = (pending[:, None] + self._done + torch.arange(tokens))[None]
-        self._made[self._at] += [new, state]
+        self._results[self._layer] += [new, state]
         return _rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
 
 
@@ -326,9 +326,9 @@ def _through_cells(
     def cell(
         states: tuple[torch.Tensor, torch.Tensor], cell_inputs: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        (seen, kept), (updates, asked, keep) = states, cell_inputs
+        (seen, kept), (updates, flat_query, keep) = states, cell_inputs
         flat_key, flat_value, decay, strength = torch.split(updates, sizes, -1)
-        query, key, value = by_head(asked, keys), by_head(flat_key, keys), by_head(flat_value, heads)
+        query, key, value = by_head(flat_query, keys), by_head(flat_key, keys), by_head(flat_value, heads)
         earlier = torch.ones(CELL, CELL).tril()
         # A product a slot: a sum would be taken in another order with several slots.
         so_far = by_head(torch.matmul(earlier, decay), heads)  # [B,H,G,1] or [B,H,G,Dk]

@@ -29,7 +29,7 @@ def _rotate(
 
 
 def _rotates_like_us(original: Any) -> bool:
-    """Whether a model family's own function computes what :func:`_rotate` does, tried on random numbers."""
+    """Whether a model family's own function equals :func:`_rotate` on random numbers."""
     generator = torch.Generator().manual_seed(0)
     q, k, angle = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 12), (1, 1, 3, 12), (1, 3, 4)))
     angle = torch.cat([angle, angle], dim=-1)

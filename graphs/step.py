@@ -11,7 +11,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
 from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
-from specexport.graphs.layers import noted_states
+from specexport.graphs.layers import recorded_states
 from specexport.graphs.recurrent import StepStates, recurrent
 
 
@@ -47,7 +47,7 @@ def run_model(
         inputs_embeds: float32 ``[B,T,H]``, what the model reads instead of ``input_ids``; None for those.
 
     Returns:
-        float32 logits ``[B,R,V]``, and the hidden states after the final norm that they were made of, ``[B,R,H]``.
+        float32 logits ``[B,R,V]``, and the hidden states after the final norm, ``[B,R,H]``.
     """
     taken: list[torch.Tensor] = []
 
@@ -71,7 +71,7 @@ def run_model(
 
 
 class Addition(torch.nn.Module, ABC):
-    """What a method adds to a step graph: outputs that follow from the model's last hidden state.
+    """A method's addition to a step graph: outputs computed from the model's last hidden state.
 
     Attributes:
         prefix: what names of its parameters begin with in the graph, as they do where it is published.
@@ -85,7 +85,7 @@ class Addition(torch.nn.Module, ABC):
 
         Args:
             hidden: the hidden states after the final norm, ``[B,R,H]``.
-            logits: what the model's head makes of them, float32 ``[B,R,V]``.
+            logits: the model's, float32 ``[B,R,V]``.
         """
 
 
@@ -97,7 +97,7 @@ class StepModule(torch.nn.Module):
         states: its layers without attention by their index.
         additions: what methods add to it.
         outputs: names: logits, the last hidden state, states of layers, and those of additions.
-        lowering: which operators attention is made of.
+        lowering: the operators of attention.
         input_vocab: rows of its embedding, where it may be given tokens beyond; None where it may not.
 
     Attributes:
@@ -121,7 +121,9 @@ class StepModule(torch.nn.Module):
         self.input_vocab = input_vocab
         self.output_names = list(dict.fromkeys(outputs))
         parts = {name: name.partition(".") for name in self.output_names}
-        self.noted = {name: int(after) for name, (stem, _, after) in parts.items() if stem == tensors.LAYER_STATES}
+        self.layer_counts = {
+            name: int(after) for name, (stem, _, after) in parts.items() if stem == tensors.LAYER_STATES
+        }
 
     def forward(
         self,
@@ -136,23 +138,22 @@ class StepModule(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Returns ``output_names``, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
 
-        After them comes what layers without attention return. ``past`` are the caches, and behind them what
-        :class:`~specexport.graphs.recurrent.StepStates` is given. With embeddings given, they are read where the mask
-        says so.
+        The outputs of layers without attention follow. ``past`` are the caches, then the inputs of
+        :class:`~specexport.graphs.recurrent.StepStates`. Embeddings are read where their mask is true.
         """
         states = StepStates(self.states, past, past_length)
-        caches = pairs(past[: len(past) - states.given])
+        caches = pairs(past[: len(past) - states.input_count])
         active = step_lowering(self.lowering, caches, tree_mask, position_ids, past_length)
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
             token_embeds: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, token_embeds)
-        with noted_states(self.model, self.noted.values()) as noted, recurrent(states):
+        with recorded_states(self.model, self.layer_counts.values()) as recorded, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
         known: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
-        known |= {name: noted[count].float() for name, count in self.noted.items()}
+        known |= {name: recorded[count].float() for name, count in self.layer_counts.items()}
         for addition in self.additions.values():
             known |= addition(hidden, logits)
         return (*(known[name] for name in self.output_names), *flat(active.returned), *states.returned)

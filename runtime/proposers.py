@@ -36,7 +36,7 @@ def open_proposer(method: Method, opening: Opening) -> Proposer:
         BackendError: the backend refuses a graph.
         RequestError: an option of the method makes no sense here.
     """
-    module = part(method, "propose")
+    module = part(method, "propose", inherited=True)
     assert module is not None, f"method {method.name!r} has no module propose"
     proposer: Proposer = module.open_proposer(method, opening)
     return proposer

@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 
 from benchmarks import tables
 from scripts import clients, families, option_tables, tensor_tables
-from specexport.exporter.checkpoints.gguf.blocks import KEPT
+from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
 from specexport.server.tools import call_format
 from tests import tool_families

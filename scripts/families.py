@@ -26,7 +26,7 @@ from benchmarks.tables import markdown
 from specexport.contract.errors import SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.reference import load_reference
+from specexport.exporter.checkpoints.checkpoint import load_reference
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions

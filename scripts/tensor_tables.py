@@ -47,7 +47,7 @@ TABLES: dict[str, tuple[Tensor, ...]] = {
     "propose-outputs": _PROPOSE.outputs,
     "own-state": (*own_state_inputs("n*H", "H"), tensors.NEXT_STATE),
     "block": (*block_inputs("n*H")[:2], tensors.BLOCK_ROWS),
-    "speculator": _without_sampling(speculator_inputs("stages", "H")),
+    "speculator": speculator_inputs("stages", "H"),
     "accept-inputs": _without_sampling(tensor for accept in _ACCEPT for tensor in accept.inputs),
     "accept-outputs": _ACCEPT[0].outputs,
     "fill": (tensors.TREE_ROWS, tensors.TREE_RANKS, *_FILL.outputs),

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 
 from specexport.contract.folders import written_beside
 from specexport.methods.draft_model.train import new_llama
-from specexport.methods.medusa.checkpoint import save_medusa
+from specexport.methods.medusa.export import save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads
 from specexport.training.data import sampled_windows, seeded

@@ -21,7 +21,7 @@ from specexport.contract.folders import expanded, locked, passing_folder, remove
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
-from specexport.exporter.fingerprint import fingerprint
+from specexport.exporter.records import fingerprint
 from specexport.runtime.bundle import check_bundle
 from specexport.runtime.machine import cache_folder
 

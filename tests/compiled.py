@@ -14,7 +14,7 @@ from specexport.contract import engines as ce
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
+from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs
 from tests.tensorrt_stand_in import TensorRT
 
 

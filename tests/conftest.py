@@ -84,7 +84,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from specexport.exporter import kept_traces, simplify
+    from specexport.exporter import kept_traces
+    from specexport.exporter.passes import simplify
 
     folder = _shared(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:

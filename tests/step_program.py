@@ -9,7 +9,7 @@ from specexport.contract.engines import ProgramGraph
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.engines.program import write_program
+from specexport.exporter.trace import write_program
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 from specexport.exporter.checkpoints.config import load_causal_lm, meta_model, read_model_config, require_stored
-from specexport.exporter.checkpoints.locate import ADAPTER, locate
+from specexport.exporter.checkpoints.documents import ADAPTER
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
 from specexport.methods.draft_model.spec import DraftModelOptions
 from specexport.runtime import Engine, SamplingParams

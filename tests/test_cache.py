@@ -359,8 +359,8 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
 def test_interrupted_builds_resume_after_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.exporter import drafts
     from specexport.exporter import target as exporter_target
+    from specexport.exporter import writing
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
@@ -374,7 +374,7 @@ def test_interrupted_builds_resume_after_finished_stages(
             raise KeyboardInterrupt
         return real(source)
 
-    for module in (exporter_target, drafts):
+    for module in (exporter_target, writing):
         monkeypatch.setattr(module, "load_checkpoint", load)
     with pytest.raises(KeyboardInterrupt):
         LLM(target, speculative_config={"model": draft}, **options)

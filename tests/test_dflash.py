@@ -25,11 +25,9 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.profiles import model_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.options import BuildOptions
-from specexport.methods.dflash.checkpoint import read_dflash, usual_states
-from specexport.methods.dflash.export import trace_dflash
+from specexport.methods.dflash.export import read_dflash, trace_dflash, usual_states
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.runtime import Engine, SamplingParams

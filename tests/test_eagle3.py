@@ -27,10 +27,9 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.profiles import model_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.options import BuildOptions
-from specexport.methods.eagle3.checkpoint import read_eagle3
+from specexport.methods.eagle3.export import read_eagle3
 from specexport.methods.eagle3.spec import Eagle3
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state

@@ -27,8 +27,7 @@ from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions, capability
-from specexport.exporter.engines.profiles import engine_caches, model_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import engine_caches, model_jobs, write_source
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams

@@ -27,7 +27,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.passes.one_token import fix_drafts
+from specexport.exporter.passes.fix_sizes import fix_drafts
 from specexport.exporter.storage import Storage
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
@@ -362,7 +362,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     report = weights.report
     multiplied = [name for name in report.quantized if ".matmul" in name or ".tied" in name]
     assert len(multiplied) == matrices > 0, report
-    assert not report.left
+    assert not report.not_quantized
     text = random_text(12, 0)
     graph = Graph(tmp_path / "step.onnx", family.checkpoint, 1, 16)
     ours = graph.step(np.array([text]), [0], TokenTree.chain(12))[0]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from specexport.exporter import fingerprint as module
-from specexport.exporter.fingerprint import PACKAGES, fingerprint
+from specexport.exporter import records as module
+from specexport.exporter.records import PACKAGES, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, m
 
 
 @pytest.mark.parametrize(
-    "file", ["contract/tensors.py", "graphs/step.py", "methods/medusa/checkpoint.py", "exporter/passes/linear.py"]
+    "file", ["contract/tensors.py", "graphs/step.py", "methods/medusa/export.py", "exporter/passes/linear.py"]
 )
 def test_a_changed_file_changes_it(copied: Path, file: str) -> None:
     before = fingerprint()
@@ -67,7 +67,7 @@ def test_another_version_of_a_library_changes_it(monkeypatch: pytest.MonkeyPatch
 
 def test_it_imports_no_heavy_packages() -> None:
     code = (
-        "import sys; from specexport.exporter.fingerprint import fingerprint; fingerprint(); "
+        "import sys; from specexport.exporter.records import fingerprint; fingerprint(); "
         "print([name for name in ('torch', 'transformers', 'onnx') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

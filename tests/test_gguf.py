@@ -17,11 +17,12 @@ from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.exporter.checkpoints.gguf.blocks import KEPT, scales_of
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.gguf.header import read_header
+from specexport.exporter.checkpoints.gguf.tensors import KEPT, scales_of
 from specexport.exporter.checkpoints.locate import find, locate
-from specexport.exporter.checkpoints.quantized import QuantizedTensor
+from specexport.exporter.checkpoints.stored import QuantizedTensor
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.storage import Precision
 from specexport.llm import LLM

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
-from specexport.exporter.engines import program
+from specexport.exporter import trace
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.backends.cuda.caches import DeviceCache
 from specexport.runtime.backends.cuda.graph import DeviceGraph
@@ -123,7 +123,7 @@ def built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str], Path]:
     """Gives a copy of a bundle as one that was built for onnxruntime-cuda."""
-    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str) -> Path:
         folder = tmp_path / name

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from specexport.exporter.passes.hoist import hoist_invariants
+from specexport.exporter.compose import hoist_invariants
 
 pytestmark = pytest.mark.exporter
 

@@ -15,7 +15,7 @@ from specexport.contract import tensors
 from specexport.contract.model import LoweredAs
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.graphs.layers import noted_states
+from specexport.graphs.layers import recorded_states
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint
 
@@ -45,7 +45,7 @@ def test_steps_output_layer_states(tmp_path: Path, family: str, lowering: Lowere
     outputs = session.run(names, fields)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, attn_implementation="eager").eval()
-    with torch.no_grad(), noted_states(plain, [2]) as last:
+    with torch.no_grad(), recorded_states(plain, [2]) as last:
         states = plain(torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
     for actual, expected in zip(outputs, (states[0], states[1], last[2]), strict=True):
         np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-4, atol=1e-4)
@@ -56,6 +56,6 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / "llama", "llama")))
     with (
         pytest.raises(ValueError, match="it has 2 layers; expected the states after 0 to 2 of them"),
-        noted_states(loaded.model, [1, 3]),
+        recorded_states(loaded.model, [1, 3]),
     ):
         pass

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints import checkpoint
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+from specexport.exporter.checkpoints import tokenizer
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
-from specexport.methods.eagle3.checkpoint import read_eagle3
-from specexport.methods.hidden_states.checkpoint import parts_of
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
+from specexport.methods.eagle3.export import read_eagle3
 from tests.checkpoints import make_checkpoint, make_eagle3
 from tests.hub import hub
 
@@ -129,7 +129,7 @@ def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], 
     draft = shutil.copytree(plain, root / "owner" / "draft")
     for folder in (str(pickled(draft)), "owner/draft"):
         outline = read_eagle3(folder)
-        expected, actual = parts_of(read_eagle3(str(plain))), parts_of(outline)
+        expected, actual = read_eagle3(str(plain)).parts(), outline.parts()
         assert expected.keys() == actual.keys()
         assert all(torch.equal(expected[name].read(), actual[name].read()) for name in expected)
         loaded = outline.load(tiny, 5, 64).state_dict()
@@ -156,7 +156,7 @@ def test_pickled_code_is_not_run(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     draft = pickled(make_eagle3(tmp_path / "draft", tiny))
     torch.save({"fc.weight": Harmful()}, draft / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"pytorch_model\.bin: refused: only plain tensors .*save_file\(") as caught:
-        parts_of(read_eagle3(str(draft)))
+        read_eagle3(str(draft)).parts()
     assert "\n" not in str(caught.value)
     assert "harm" not in capsys.readouterr().out
 
@@ -170,7 +170,7 @@ def test_missing_tokenizer_packages_are_named(
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(content)
-    monkeypatch.setattr(checkpoint, "find_spec", lambda _: None)
+    monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
     with pytest.raises(BuildError, match=rf"tokenizer\.model: read by {library}, .* pip install {library}") as caught:
         load_tokenizer(folder)
     assert ("tiktoken" in str(caught.value)) == (library == "tiktoken")

@@ -21,7 +21,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.exporter.options import BuildOptions
-from specexport.methods.medusa.checkpoint import load_medusa, read_outline, save_medusa
+from specexport.methods.medusa.export import load_medusa, read_outline, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.spec import Medusa
 from specexport.runtime import Engine, SamplingParams

@@ -16,16 +16,17 @@ from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
-from specexport.exporter import kept_traces, pipeline, trace
+from specexport.exporter import kept_traces, trace
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import outlined
+from specexport.exporter.dequantize import of_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
+from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.storage import Precision, Storage
-from specexport.exporter.weight_roles import of_experts
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
@@ -126,7 +127,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
         weights.externalize(model, Storage(kind, 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "step.onnx")
-    assert not weights.report.left
+    assert not weights.report.not_quantized
     stored = {str(value.name): value for value in model.graph.initializers.values()}
     integers = [value for name, value in stored.items() if name.endswith(f".{kind}.experts")]
     scales = [value for name, value in stored.items() if name.endswith(f".{kind}.experts.scale")]
@@ -220,7 +221,7 @@ def test_a_graph_that_is_not_finite_is_not_built(
     options = BuildOptions(target=str(tmp_path / "helium"), output=tmp_path / "bundle", methods=(), precision="fp32")
     building.build(options)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "keep_epsilons", lambda model: None)
+        patched.setattr(simplify, "keep_epsilons", lambda model: None)
         patched.setattr(kept_traces, "cache_folder", lambda: tmp_path_factory.mktemp("cache"))
         refused = BuildOptions(target=options.target, output=tmp_path / "refused", methods=(), precision="fp32")
         with pytest.raises(BuildError, match=r"'helium': target/step.onnx: \d+ of \d+ numbers .* not finite"):

@@ -29,8 +29,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.profiles import model_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.set_tree import set_default_tree

@@ -27,13 +27,12 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.profiles import model_jobs
-from specexport.exporter.engines.source import write_source
+from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
-from specexport.methods.mtp.checkpoint import read_mtp
+from specexport.methods.mtp.export import read_mtp
 from specexport.methods.mtp.spec import MTP, MTPOptions
 from specexport.runtime import Engine
 from specexport.runtime.buffers import buffers

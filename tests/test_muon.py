@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [train] extra")
 
-from specexport.training.muon import Muon, orthogonalized  # noqa: E402
+from specexport.training.loop import Muon, orthogonalized  # noqa: E402
 
 pytestmark = pytest.mark.exporter
 

@@ -24,7 +24,7 @@ from specexport.commands.run import describe
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest, write_manifest
-from specexport.exporter.engines import program
+from specexport.exporter import trace
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
@@ -57,7 +57,7 @@ def load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Engine]:
     """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
-    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str, **options: Any) -> Engine:
         folder = tmp_path / name
@@ -383,7 +383,7 @@ def test_building_for_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command's bundle holds a graph a model for it, and is opened on a GPU unless told otherwise."""
-    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
     target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
     line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
     line += ["--backend", "onnxruntime-cuda", "-o", str(folder)]

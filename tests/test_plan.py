@@ -20,7 +20,8 @@ from specexport.contract.methods import MethodOptions, read_method
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.checkpoints.config import meta_model
-from specexport.exporter.plan import DEVICES, EFFICIENCY, PREFILL_CHUNK, DeviceLimits, plan
+from specexport.exporter.options import PREFILL_CHUNK
+from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
@@ -147,9 +148,9 @@ def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -
     mixture, draft = estimate.models
     experts = 2 * 8 * 3 * 64 * 32
     assert mixture.active == mixture.parameters - experts * 6 // 8
-    assert mixture.step(1, 0) == mixture.read == mixture.read_most - 2 * experts * 6 // 8
+    assert mixture.step(1, 0) == mixture.read == mixture.read_limit - 2 * experts * 6 // 8
     assert mixture.step(3, 0) == mixture.read + 2 * 2 * experts * 2 // 8
-    assert mixture.step(4, 0) == mixture.step(9, 0) == mixture.read_most
+    assert mixture.step(4, 0) == mixture.step(9, 0) == mixture.read_limit
     seconds = (mixture.step(2, CONTEXT / 2) + draft.step(1, CONTEXT / 2)) / (EFFICIENCY * DEVICE.bandwidth)
     assert estimate.speeds[1] == pytest.approx(1.5 / seconds)
 

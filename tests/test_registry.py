@@ -61,7 +61,7 @@ def test_every_method_is_an_entry_point_with_a_proposer() -> None:
     for name in known():
         kind = method_type(name)
         assert kind.__doc__
-        proposing = part(kind, "propose")
+        proposing = part(kind, "propose", inherited=True)
         assert proposing is not None and callable(proposing.open_proposer), name
 
 

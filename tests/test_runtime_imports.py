@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 FORBIDDEN = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "scipy", "safetensors", "huggingface_hub")
 
@@ -43,3 +46,32 @@ def test_generating_loads_nothing_the_exporter_needs(bundle: Callable[[str], Pat
 def test_the_backend_is_loaded_with_the_first_bundle() -> None:
     """Importing is quick, and a missing backend is reported by ``load``, not by the import."""
     assert run("import sys, specexport.runtime; print('onnxruntime' in sys.modules)").strip() == "False"
+
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "onnxscript", "safetensors"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+from pathlib import Path
+
+import pytest
+from specexport.exporter.engines.bundle import compile_bundle
+from specexport.exporter.engines.options import CompileOptions
+report = compile_bundle(Path(sys.argv[1]), CompileOptions("onnxruntime-cuda", compute="fp16"))
+print(len(report.engines))
+"""
+
+
+@pytest.mark.exporter
+def test_devices_compile_engines_without_torch(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    """With the [compile] extra alone; the step program's graphs are in the bundle."""
+    from tests.step_program import for_onnxruntime
+
+    folder = for_onnxruntime(shutil.copytree(bundle("dice-near"), tmp_path / "bundle"))
+    assert int(run(BLOCKED, str(folder))) >= 2

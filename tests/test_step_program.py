@@ -12,7 +12,7 @@ import pytest
 from specexport.commands.run import describe
 from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines import program
+from specexport.exporter import trace
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.executor import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
@@ -42,7 +42,7 @@ def load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Load:
     """Loads a copy of a bundle with engines of its models and of the step program's graphs, for so many slots."""
-    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str, slots: int = 1) -> Engine:
         shutil.copytree(bundle(name), gpu.folder)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints import streamed
+from specexport.exporter.checkpoints import stored
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.graph_checks import reference
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.quality import reference
 from tests.checkpoints import make_checkpoint, make_heads
 
 pytestmark = pytest.mark.exporter
@@ -39,8 +39,8 @@ def test_bundles_are_those_of_a_model_that_is_held(
     halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     results, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
-    for large in (streamed.LARGE, 1):
-        monkeypatch.setattr(streamed, "LARGE", large)
+    for large in (stored.LARGE, 1):
+        monkeypatch.setattr(stored, "LARGE", large)
         methods = ({"method": "draft_model", "model": str(halved)}, {"method": "self_draft", "layers": 1})
         methods += ({"method": "medusa", "model": str(heads)},)  # which read the target's head too
         options = BuildOptions(
@@ -52,13 +52,13 @@ def test_bundles_are_those_of_a_model_that_is_held(
 
 def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_checkpoint(str(halved))
-    monkeypatch.setattr(streamed, "LARGE", 1)
+    monkeypatch.setattr(stored, "LARGE", 1)
     loaded = load_checkpoint(str(halved))
     state, held = load_file(halved / "model.safetensors"), dict(loaded.model.named_parameters())
     for name, parameter in held.items():
         assert bool(parameter.isnan().all()) == (parameter.ndim > 1), name
         assert parameter.untyped_storage().nbytes() == 4 * (1 if parameter.ndim > 1 else parameter.numel())
-        tensor = streamed.stored(parameter)
+        tensor = stored.stored_tensor(parameter)
         assert tensor is None or torch.equal(tensor.read(), state[name])
     tokens = list(range(3, 40))
     assert (reference(loaded, tokens).logits == reference(whole, tokens).logits).all()
@@ -66,10 +66,10 @@ def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypat
 
 
 def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "LARGE", 1)
+    monkeypatch.setattr(stored, "LARGE", 1)
     model = load_checkpoint(str(halved)).model
     head = model.get_output_embeddings()
-    with streamed.read_weights(model):
+    with stored.read_weights(model):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             head(torch.zeros(1, 7))
         assert bool(head.weight.isnan().all())

@@ -14,8 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import check_files, read_manifest
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
-from specexport.exporter.checkpoints.templates import other_template
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template
 from specexport.exporter.options import BuildOptions
 from specexport.runtime.chat import ChatTemplate
 from tests.checkpoints import make_checkpoint, tokenizer

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 from specexport.exporter.checkpoints.settings import setting_notes
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from specexport.graphs.top_k import most_probable
+from specexport.graphs.propose import most_probable
 
 pytestmark = pytest.mark.exporter
 

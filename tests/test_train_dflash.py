@@ -16,8 +16,8 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.graphs.layers import noted_states
-from specexport.methods.dflash.checkpoint import read_dflash, save_dflash
+from specexport.graphs.layers import recorded_states
+from specexport.methods.dflash.export import read_dflash, save_dflash
 from specexport.methods.dflash.train import draft_accuracy, draft_loss, new_draft, random_anchors, train_dflash
 from specexport.methods.dflash.train_options import DFlashOptions
 from specexport.runtime import Engine, SamplingParams
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     hook.remove()
 
     plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
-    with torch.no_grad(), noted_states(plain, STATES) as noted:
+    with torch.no_grad(), recorded_states(plain, STATES) as noted:
         logits = plain(ids, use_cache=False).logits
     states = torch.cat([noted[count] for count in STATES], -1)
     paper = Paper(tmp_path / "draft", target, theta=10000.0)

@@ -13,8 +13,8 @@ from scipy.special import log_softmax
 
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
-from specexport.exporter.checkpoints.tokens import require_same_tokenizer
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.methods.draft_model.train import train_draft
 from specexport.methods.draft_model.train_options import DraftOptions
 from specexport.training.data import seeded

@@ -18,8 +18,8 @@ from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.attention import lowering
-from specexport.graphs.layers import noted_states
-from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3
+from specexport.graphs.layers import recorded_states
+from specexport.methods.eagle3.export import read_eagle3, save_eagle3
 from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
     draft_accuracy,
@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     hook.remove()
 
     plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
-    with torch.no_grad(), noted_states(plain, STATES) as noted:
+    with torch.no_grad(), recorded_states(plain, STATES) as noted:
         logits = plain(ids, use_cache=False).logits
     states = torch.cat([noted[count] for count in STATES], -1)
     expected = torch.zeros(())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.methods.medusa.checkpoint import COMPATIBLE, load_medusa, read_outline
+from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
 from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads, train_medusa
 from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.data import Windows

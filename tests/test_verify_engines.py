@@ -25,8 +25,8 @@ from specexport.contract import tensors
 from specexport.contract.engines import CompiledEngine
 from specexport.contract.errors import BackendError
 from specexport.contract.reading import read_manifest
+from specexport.exporter import trace
 from specexport.exporter.engines import bundle as bundle_module
-from specexport.exporter.engines import program
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
 from specexport.exporter.engines.options import CompileOptions
@@ -117,7 +117,7 @@ def compiled(
     def get(name: str) -> Path:
         ready = name in RECIPES
         folder = Path(shutil.copytree((bundle if ready else uncompiled)(name), tmp_path / name))
-        monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
+        monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
         batches = (1, 4) if name in BATCHED else (1,)
         compile_bundle(
             folder,

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexport.exporter.external_data import pack_int4
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import (
     apply_scales,
     column_scales,
     fit_blocks,
     fits_half,
-    pack_int4,
     quantize_blocks,
     quantize_columns,
 )
@@ -205,15 +205,15 @@ def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
         weights.externalize(model, Storage("int8", 32))
-    assert set(weights.report.left) == {"table", "weight"}
-    assert "24" in weights.report.left["weight"]
+    assert set(weights.report.not_quantized) == {"table", "weight"}
+    assert "24" in weights.report.not_quantized["weight"]
 
 
 def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
         weights.externalize(model, Storage("fp16", 32))
-    assert list(weights.report.left) == ["weight"]
+    assert list(weights.report.not_quantized) == ["weight"]
 
 
 MEASURE = """
@@ -222,7 +222,7 @@ from pathlib import Path
 from typing import Any
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.lookup_tables import restore_tables
+from specexport.exporter.passes.tensorrt import restore_tables
 import onnxruntime, torch, transformers
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()

@@ -187,7 +187,7 @@ def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: i
     return windows.part(useful)
 
 
-class _Said(msgspec.Struct):
+class _Turn(msgspec.Struct):
     """A turn in ShareGPT's format."""
 
     role: str = msgspec.field(name="from")
@@ -201,7 +201,7 @@ class _Message(msgspec.Struct):
 
 class _Row(msgspec.Struct):
     text: str | None = None
-    conversations: list[_Said] | None = None
+    conversations: list[_Turn] | None = None
     messages: list[_Message] | None = None
 
 

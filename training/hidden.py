@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
-from specexport.graphs.top_k import MAX_TOP_K
+from specexport.graphs.propose import MAX_TOP_K
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run

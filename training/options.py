@@ -26,7 +26,7 @@ _data, training_option, draft_option, ahead_option = (
 
 
 class RunOptions(Options, frozen=True, kw_only=True):
-    """Options of every training. ``fixed``: a training that goes on must have the same value.
+    """Options of every training. ``fixed``: a resumed training must have the same value.
 
     Attributes:
         target: Hugging Face folder or hub id.
@@ -88,12 +88,12 @@ class RunOptions(Options, frozen=True, kw_only=True):
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on; the data and the models are told by their contents instead."""
+        """The options that determine the result; the data and the models are identified by their contents instead."""
         fixed = [name for name, declared in options(type(self)).items() if declared.about.get("fixed", True)]
         return {name: getattr(self, name) for name in fixed}
 
     def record(self) -> dict[str, Any]:
-        """All options, as JSON says them."""
+        """All options as JSON values."""
         return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:
@@ -123,6 +123,24 @@ class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
 
     lr: Annotated[float | None, training_option("RATE", gt=0, le=1)] = None
     optimizer: Annotated[Optimizer, draft_option()] = "adamw"
+
+
+class StatesDraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+    """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
+
+    Attributes:
+        states: after how many of the target's layers the draft sees its residual stream (default: as published drafts,
+            EAGLE-3's after 2, L/2 and L - 3 of L, DFlash's one for each of its own layers, spread evenly).
+        self_distill: number of texts sampled from the target to learn, half of them greedy, instead of the data, which
+            give the prompts.
+        intermediate_size: width of the draft's MLPs (default: the target's).
+        decay: drafted token i counts D**i in the loss.
+    """
+
+    states: Annotated[tuple[int, ...] | None, draft_option("N")] = None
+    self_distill: Annotated[int, draft_option("TEXTS", ge=0)] = 0
+    intermediate_size: Annotated[int | None, draft_option("I", ge=16)] = None
+    decay: Annotated[float, draft_option("D", gt=0, le=1)] = 0.8
 
 
 class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):

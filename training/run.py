@@ -188,10 +188,12 @@ def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[st
     }
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, more: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Writes a Hugging Face folder, with ``more`` as additional tensors."""
+def save_model(
+    folder: Path, model: Any, tokenizer: Any, extra_tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Writes a Hugging Face folder, with ``extra_tensors`` as additional tensors."""
     with quiet():
-        model.save_pretrained(folder, state_dict=model.state_dict() | dict(more or {}))
+        model.save_pretrained(folder, state_dict=model.state_dict() | dict(extra_tensors or {}))
         tokenizer.save_pretrained(folder)
 
 
@@ -220,7 +222,7 @@ class Run(Generic[O]):
     record: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, target: TrainingModel, texts: int) -> None:
-        """Samples that many texts of a target, describes what is learnt and seeds torch's generator."""
+        """Samples that many texts of a target, logs the training data and seeds torch's generator."""
         if texts:
             self.self_distill(target, texts)
         self.describe_data()

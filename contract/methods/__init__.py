@@ -106,17 +106,21 @@ def text_methods() -> tuple[type[TextMethod], ...]:
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
-def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
+def part(method: Method | MethodOptions | type[Method], name: str, *, inherited: bool = False) -> ModuleType | None:
     """A module of a method, such as ``propose``: the one of this name beside ``spec``, where its struct is.
 
-    A method whose struct is in a module of another name has all its parts there. None if it has no such part.
+    A method whose struct is in a module of another name has all its parts there. With ``inherited``, a method without
+    the module has that of the struct that its own extends. None if there is none.
     """
     kind = method if isinstance(method, type) else type(method)
-    folder, _, module = kind.__module__.rpartition(".")
-    if module != _SPEC:
+    if kind.__module__.rpartition(".")[2] != _SPEC:
         return importlib.import_module(kind.__module__)
-    path = f"{folder}.{name}"
-    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
+    for owner in kind.__mro__ if inherited else (kind,):
+        folder, _, module = owner.__module__.rpartition(".")
+        path = f"{folder}.{name}"
+        if module == _SPEC and importlib.util.find_spec(path) is not None:
+            return importlib.import_module(path)
+    return None
 
 
 def decode_hook(kind: type, content: Any) -> Any:

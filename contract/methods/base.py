@@ -14,7 +14,7 @@ from specexport.contract.model import Model, Size, StoredAs, Strict
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.signature import GraphSignature
 from specexport.contract.suggestions import Suggestion, Wanted
-from specexport.contract.tensors import Tensor
+from specexport.contract.tensors import DRAFT_TOKENS, Tensor
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
@@ -193,14 +193,15 @@ class Method:
         return ()
 
     @property
-    def stored_in_target(self) -> StoredAs | None:
-        """Precision of the matrices that it adds to the target's graph; None if it adds none."""
-        return None
+    def stored(self) -> frozenset[StoredAs]:
+        """How the matrices that it adds are stored."""
+        return frozenset(model.precision.weights for model in self.models.values())
 
     @property
     def drafted_stages(self) -> int:
         """Number of outputs with draft tokens, one a level of the tree; 0 if one output has a row for each token."""
-        return 0
+        outputs = [str(output) for signature in self.signatures.values() for output in signature.outputs]
+        return sum(name.startswith(f"{DRAFT_TOKENS}.") for name in outputs)
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
         """T and K of its model's run for one of its trees, as part of a device's step, for which a fill graph lays out

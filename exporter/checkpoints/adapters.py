@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.locate import ADAPTER
+from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 
@@ -29,26 +29,23 @@ _NAME = "default"
 
 
 def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint; those that its adapter changes are merged, in fp32.
+    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
 
-    Args:
-        folder: the adapter's folder.
-        make: creates the model of a folder on torch's meta device.
-        tensors: the model's own.
+    ``make`` creates the model of a folder on torch's meta device.
 
     Raises:
         BuildError: the adapter cannot be merged; names the file and the reason.
     """
     state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("adapter_*")))
     model, changes = _changes(folder, state, make)
-    left = dict(changes)
+    pending = dict(changes)
     for tensor in tensors:
         names = (tensor.name, f"{model}.{tensor.name}", tensor.name.removeprefix(f"{model}."))
-        name = next((name for name in names if name in left), None)
-        yield tensor if name is None else replace(tensor, dtype="F32", read=partial(left.pop(name), tensor))
-    if left:
+        name = next((name for name in names if name in pending), None)
+        yield tensor if name is None else replace(tensor, dtype="F32", read=partial(pending.pop(name), tensor))
+    if pending:
         raise BuildError(
-            f"{_named(folder)}: changes {min(left)!r}, which the model's files hold under no such name; {_HINT}"
+            f"{_named(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; {_HINT}"
         )
 
 

@@ -1,48 +1,36 @@
-"""Loading of Hugging Face causal LMs and of the facts that graphs need about them."""
+"""Loading of Hugging Face causal LMs: for tracing, with the facts that graphs need, or as references."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import transformers
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, BundleError
 from specexport.contract.manifest import GenerationDefaults
-from specexport.contract.model import CacheLayer, StateLayer
-from specexport.exporter.checkpoints.config import (
-    load_causal_lm,
-    quantized_in,
-    read_model_config,
-    require_stored,
-)
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.contract.model import CacheLayer, Model, StateLayer
+from specexport.exporter.checkpoints.config import load_causal_lm, quantized_in, read_model_config, require_stored
 from specexport.exporter.checkpoints.generation import read_generation
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import StoredTensor
-from specexport.exporter.checkpoints.templates import chat_templates
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
-from specexport.graphs.recurrent import StateProbe, recurrent, take_over
+from specexport.graphs.layers import keep_first_layers
+from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
-"""Names of sentencepiece files; tiktoken uses some of them too."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A loaded model, in fp32, whose attention goes through :mod:`specexport.graphs.attention`.
 
-    Its large matrices stay in their files (:mod:`specexport.exporter.checkpoints.streamed`).
+    Its large matrices stay in their files (:mod:`specexport.exporter.checkpoints.stored`).
 
     Attributes:
         source: the user's folder or hub id.
@@ -75,6 +63,22 @@ class Checkpoint:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
+
+    @classmethod
+    def of_draft(
+        cls,
+        source: str,
+        path: Path,
+        family: str,
+        model: torch.nn.Module,
+        cache: tuple[CacheLayer, ...],
+        vocab_size: int,
+        input_vocab: int,
+        max_positions: int,
+    ) -> Checkpoint:
+        """A draft or speculator that is no causal LM of its own."""
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(source, path, family, model, cache, vocab_size, input_vocab, max_positions, parameters, ())
 
     @property
     def layers(self) -> int:
@@ -127,7 +131,7 @@ def load_checkpoint(source: str) -> Checkpoint:
         raise BuildError(f"{path}: model family '{family}' has no language-model head; expected a causal LM")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    take_over(model)
+    patch_recurrence(model)
     cache, states = _probe(model, family, max_positions)
     return Checkpoint(
         source=source,
@@ -189,79 +193,61 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLaye
     return tuple(probe.seen[layer] for layer in order), dict(sorted(states.seen.items()))
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """A tokenizer in the form that the runtime needs.
-
-    Attributes:
-        tokenizer: the fast tokenizer.
-        chat_templates: the Jinja templates by name.
-        special_tokens: ``bos_token`` and the like, for chat templates.
-        eos_token_id: the tokenizer's own token that ends a text.
-        split_special_tokens: whether special tokens in a text are read as text.
-    """
-
-    tokenizer: Tokenizer
-    chat_templates: dict[str, str]
-    special_tokens: dict[str, str]
-    eos_token_id: int | None = None
-    split_special_tokens: bool = False
+Array = npt.NDArray[Any]
 
 
-def load_tokenizer(path: Path) -> TokenizerFiles:
-    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer`` without truncation and padding.
+def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
+    """Loads a checkpoint in fp32 with plain transformers.
+
+    Args:
+        path: the checkpoint.
+        described: the bundle's description, which it must fit.
+        layers: number of its first layers to keep; None for all.
 
     Raises:
-        BuildError: there is none, or it has no fast form.
+        BundleError: it does not fit the description.
     """
-    read_model_config(path)  # transformers reads the kind of tokenizer from it
-    try:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # from missing files to malformed JSON
-        broken = next((why for name in _TOKENIZER_FILES if (why := _fault(path / name)) is not None), None)
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise BuildError(
-            _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {reason}"
-        ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise BuildError(
-            f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
-            "hold"
+    config = read_model_config(path)
+    model, *_ = load_causal_lm(path, config, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    if layers is not None:
+        keep_first_layers(model, layers)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    width = int(model.get_output_embeddings().weight.shape[0])
+    if (parameters, width) != (described.parameters, described.vocab_size):
+        raise BundleError(
+            f"{path} is another model: {parameters:,} parameters and {width:,} logits, where the bundle was built from "
+            f"{described.parameters:,} and {described.vocab_size:,}; pass the checkpoint the bundle was built from"
         )
-    special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    backend.no_truncation()
-    backend.no_padding()
-    end = loaded.eos_token_id
-    splits = bool(loaded.split_special_tokens)
-    templates = chat_templates(path, loaded)
-    return TokenizerFiles(backend, templates, special, end if isinstance(end, int) else None, splits)
+    return model
 
 
-def _fault(path: Path) -> str | None:
-    """The fault of a file that should hold a JSON object; None if there is none or no file."""
-    if path.is_file():
-        try:
-            read_object(path)
-        except BuildError as error:
-            return str(error)
-    return None
+def reference_logits(model: Any, text: Array) -> Array:
+    """A model's logits after each token of a text, float32 ``[N,V]``."""
+    with torch.no_grad():
+        logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
+    return logits
 
 
-def _missing_reader(folder: Path) -> str | None:
-    """The package to install for a folder's tokenizer; transformers may name another."""
-    if (folder / "tokenizer.json").is_file():
-        return None
-    for file in map(folder.joinpath, _SENTENCEPIECE):
-        if file.is_file():
-            with file.open("rb") as stream:  # tiktoken's files are lines of text
-                library = "sentencepiece" if stream.read(1) == b"\n" else "tiktoken"
-            if find_spec(library) is None:
-                return (
-                    f"{file}: read by {library}, which is not installed; install it with: pip install {library}, or "
-                    "choose a checkpoint that has a tokenizer.json"
-                )
-    return None
+def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's logits after each token of a text, ``[N,V]``, and the inputs of its head, ``[N,H]``."""
+    taken: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
+    try:
+        logits = torch.from_numpy(reference_logits(model, text))
+    finally:
+        hook.remove()
+    return logits, taken[0][0].float()
 
 
-TRANSFORMERS_VERSION = transformers.__version__
+def reference_embeds(model: Any, text: Array) -> Array:
+    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model accepts them instead of tokens."""
+    with torch.no_grad():
+        embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
+    return embeds
+
+
+def as_read(tokens: list[int], model: Any) -> Array:
+    """Tokens as a graph reads them: those beyond the embedding are read as its last token."""
+    read: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
+    return read

@@ -18,19 +18,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.adapters import merged
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, INDEX, SINGLE, read_object, require_sane
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
-from specexport.exporter.checkpoints.locate import ADAPTER, locate, unreadable
-from specexport.exporter.checkpoints.locate import INDEX as INDEX
-from specexport.exporter.checkpoints.locate import SINGLE as SINGLE
+from specexport.exporter.checkpoints.locate import locate, unreadable
 from specexport.exporter.checkpoints.outline import ModelOutline, Parameter
-from specexport.exporter.checkpoints.quantized import Kind, dequantized, quantization
+from specexport.exporter.checkpoints.quantized import dequantized, quantization
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, require_sane, stored_tensors
-from specexport.exporter.checkpoints.streamed import StandIns
+from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor, stored_tensors
 
-GENERATION = "generation_config.json"
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
 """Prefixes of the language model in multimodal checkpoints, and those in a checkpoint of the language model alone."""
@@ -118,9 +114,7 @@ def read_model_config(folder: Path) -> Any:
 def _language_model(config: Any, document: dict[str, Any]) -> Any:
     """The configuration of the language model: the whole configuration, or a part of a multimodal model's.
 
-    Args:
-        config: transformers' configuration.
-        document: the file, which distinguishes stated values from defaults.
+    ``document`` is the file, which distinguishes stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -221,7 +215,7 @@ def load_causal_lm(
         folder: the checkpoint.
         config: its configuration.
         streamed: leave large matrices in their files; the model then runs within
-            :func:`~specexport.exporter.checkpoints.streamed.read_weights`.
+            :func:`~specexport.exporter.checkpoints.stored.read_weights`.
         options: more arguments of ``from_pretrained``.
 
     Returns:
@@ -237,14 +231,14 @@ def load_causal_lm(
     with quiet():
         stand_ins = StandIns(outline)
         stored: dict[str, StoredTensor] = {}
-        held: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
             stored[tensor.name] = tensor
-            held[tensor.name] = stand_ins.held(tensor) if streamed else tensor.read()
+            state[tensor.name] = stand_ins.tensor_to_load(tensor) if streamed else tensor.read()
         model, loaded = type(outline).from_pretrained(
-            None, state_dict=held, config=config, output_loading_info=True, **options
+            None, state_dict=state, config=config, output_loading_info=True, **options
         )
-        stand_ins.find(model, stored)
+        stand_ins.mark(model, stored)
         return model, loaded, stored
 
 

@@ -1,18 +1,29 @@
-"""JSON files of checkpoints."""
+"""Files of checkpoints, and reading of those in JSON. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from specexport.contract.errors import BuildError
+import msgspec
 
+from specexport.contract.errors import UNREADABLE, BuildError
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""The file of an adapter of peft, alone or beside its model."""
+_MOST, _MAX_CONFIG = 64 << 20, 1 << 20
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 """Half a character, or the first half of a whole one, as an escape."""
-_MOST = 64 << 20
+_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
+_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
+_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
+_Config = TypeVar("_Config")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -40,3 +51,47 @@ def read_object(path: Path) -> dict[str, Any]:
             if half := _HALF.search(json.dumps([key, value], ensure_ascii=False)):
                 raise BuildError(f"{path}: {ascii(key)[1:-1]} has U+{ord(half[0]):04X}, half of a character")
     return document
+
+
+def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
+    """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
+
+    Args:
+        path: the file, which must exist.
+        kind: a struct with the fields.
+        what: the described object, for error messages.
+
+    Raises:
+        BuildError: the file is too large or not JSON, or a field is invalid.
+    """
+    if path.stat().st_size > _MAX_CONFIG:
+        raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except UNREADABLE as error:
+        raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
+
+
+def require_sane(path: Path, document: dict[str, Any]) -> None:
+    """Refuses absurd numbers in a model's configuration, before the model is created.
+
+    Raises:
+        BuildError: a number is absurd; names the file and the field.
+    """
+    for name, value in _integers(document):
+        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
+        if abs(value) > most:
+            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+
+
+def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """All integers with the names of their fields."""
+    pending: list[tuple[str, Any]] = list(document.items())
+    while pending:  # no recursion, as JSON may be nested deeply
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += ((name, inner) for inner in value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+            yield name, int(value)

@@ -14,9 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Probability
-from specexport.exporter.checkpoints.config import GENERATION
-from specexport.exporter.checkpoints.documents import read_object
-from specexport.exporter.checkpoints.stored import CONFIG
+from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
@@ -47,20 +45,18 @@ class _GenerationConfig(msgspec.Struct):
 def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """Reads the defaults for requests, and the tokens that end a text.
 
-    Args:
-        folder: the checkpoint.
-        config: its configuration, for end tokens that ``generation_config.json`` lacks.
+    ``config`` has end tokens that ``generation_config.json`` may lack.
 
     Raises:
         BuildError: a field has the wrong type or is out of range; names the file and the field.
     """
     path = folder / GENERATION
-    fields = _said(read_object(path)) if path.is_file() else None
+    fields = _stated(read_object(path)) if path.is_file() else None
     if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
         whole = read_object(path)
         part = whole.get("text_config")
-        fields = (_said(part) if isinstance(part, dict) else {}) | _said(whole)
+        fields = (_stated(part) if isinstance(part, dict) else {}) | _stated(whole)
         fields.pop("eos_token_id", None)
     vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
     defaults, ends = _defaults(path, fields, vocab_size)
@@ -75,7 +71,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     return defaults, tuple(listed)
 
 
-def _said(document: dict[str, Any]) -> dict[str, Any]:
+def _stated(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value is not None}
 
 

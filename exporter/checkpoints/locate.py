@@ -12,13 +12,10 @@ from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, passing_folder
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, INDEX, SINGLE, read_object
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
-ADAPTER = "adapter_config.json"
-"""The file of an adapter of peft, alone or beside its model."""
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "processor_config.json", "additional_chat_templates/*.jinja",
@@ -28,7 +25,7 @@ _VOCABULARY = (
     "sentencepiece.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
 """Files that a ``tokenizer.json`` is created from, if there is none."""
-_SETTINGS = (CONFIG, "generation_config.json", INDEX, ADAPTER)
+_SETTINGS = (CONFIG, GENERATION, INDEX, ADAPTER)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = "pytorch_model.bin"
 _FEW_LAYERS = 4
@@ -71,7 +68,7 @@ def find(source: str, *, weights: bool = True) -> Path:
             base = _folder(*base_of(path), weights)
         except BuildError as error:
             raise BuildError(f"{path / ADAPTER}: base_model_name_or_path: {error}") from error
-        path = _beside(path, base)
+        path = _linked_adapter(path, base)
     if not (path / CONFIG).is_file() and (path / "specexport.json").is_file():
         raise BuildError(f"{path}: a bundle, which is built already; expected a Hugging Face model folder or a hub id")
     if not (path / CONFIG).is_file():
@@ -87,10 +84,10 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
     path = expanded(source)
     files = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
     if path.suffix == GGUF and path.is_file():
-        return _beside_nothing(path.parent, split_files(source, path.name, files))
+        return _linked_gguf(path.parent, split_files(source, path.name, files))
     if path.is_dir():
         if files and not any(path.glob("*.safetensors")):
-            return _beside_nothing(path, only_model(source, files))
+            return _linked_gguf(path, only_model(source, files))
         return path
     of_hub = not source.startswith((".", "/", "~")) and not path.exists()
     if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
@@ -187,7 +184,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
             raise BuildError(f"{source}: has no file {file}; its GGUF files: {listed}")
         files = split_files(source, file, names) if file else only_model(source, names)
         folder = snapshot_download(source, revision=revision, allow_patterns=files, cache_dir=hub_cache())
-        return _beside_nothing(Path(folder), files)
+        return _linked_gguf(Path(folder), files)
 
     try:
         if file:
@@ -229,7 +226,7 @@ def _layers(config: Path) -> int:
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
-def _beside(adapter: Path, base: Path) -> Path:
+def _linked_adapter(adapter: Path, base: Path) -> Path:
     """A folder with the files of an adapter and of its model; the tokenizer is the adapter's, if it has one."""
     if (base / ADAPTER).is_file():
         raise BuildError(
@@ -242,12 +239,12 @@ def _beside(adapter: Path, base: Path) -> Path:
     replaced = {file.relative_to(base) for file in _matching(base, *_TOKENIZER, *_VOCABULARY)} if matching else set()
     files = {file.relative_to(base): file for file in base.rglob("*") if file.is_file()}
     files = {place: file for place, file in files.items() if place not in replaced}
-    for file in (*matching, *_matching(adapter, "generation_config.json", ADAPTER, *_ADAPTERS)):
+    for file in (*matching, *_matching(adapter, GENERATION, ADAPTER, *_ADAPTERS)):
         files[file.relative_to(adapter)] = file
     return _linked(tuple(sorted((str(place), str(file.absolute())) for place, file in files.items())))
 
 
-def _beside_nothing(folder: Path, names: list[str]) -> Path:
+def _linked_gguf(folder: Path, names: list[str]) -> Path:
     """A folder with only the files of a GGUF model, as others beside them belong to other models."""
     files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
     states = [file.stat() for _, file in files]

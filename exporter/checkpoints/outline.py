@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.exporter.checkpoints.locate import CONFIG, INDEX, SINGLE, locate
+from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE
+from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields with the number of such layers."""
@@ -48,9 +49,6 @@ class ModelOutline:
         parameters: all of them, tied ones once.
         hidden: width of the residual stream.
         intermediate: width of the MLPs.
-        vocab: size of the vocabulary.
-        layers: number of decoder layers.
-        layer_types: kinds of layers in the configuration.
         row: bytes of a token's keys and values in all layers, at 16 bits.
     """
 
@@ -79,11 +77,9 @@ class _Family(NamedTuple):
 
     Attributes:
         norms: number of norm vectors of the hidden size in a layer.
-        norm_bias: whether norms have biases.
         head_norms: norms of queries and keys: vectors of a head's size, of all heads, or none.
         qkv_bias: whether there is a bias, or the configuration's key for it; likewise the others.
         true: keys that are true by default.
-        gated: whether the MLP has a gate.
         head_dim: default head size; None for the hidden size over the heads.
         experts: the keys of the number and width of experts, if layers are mixtures.
     """

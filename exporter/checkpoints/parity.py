@@ -20,7 +20,7 @@ from specexport.contract.states import KeptStates, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
+from specexport.exporter.checkpoints.stored import read_weights
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 

@@ -7,9 +7,9 @@ that the exporter need not round again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,10 +18,9 @@ import torch
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.stored import StoredTensor
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"
-Kind = Literal["int4", "int8", "fp8"]
 _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
@@ -31,73 +30,6 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each four bits of an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the three lower bits of an MXFP4 number."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Numbers ``[...,G,N]`` stored as products of fewer numbers and small integers.
-
-    Attributes:
-        coarse: fp16 or fp32 ``[...,S,N]``, each for ``G/S`` neighbours.
-        fine: int8 ``[...,G,N]``; None if all are 1.
-    """
-
-    coarse: npt.NDArray[np.floating[Any]]
-    fine: npt.NDArray[np.int8] | None = None
-
-    def values(self) -> npt.NDArray[np.float32]:
-        """The products, exact in fp32."""
-        values: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
-        if self.fine is not None:
-            values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
-        return values
-
-    def turned(self) -> Factors:
-        """The factors of the transposed matrix, from those with the blocks on the last axis."""
-        fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
-        return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
-
-    def of_expert(self, index: int) -> Factors:
-        """The factors of one matrix of a stack."""
-        return Factors(self.coarse[index], None if self.fine is None else self.fine[index])
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The quantization of a matrix ``[...,K,N]`` of a graph: ``scale * (integer - zero) + offset``.
-
-    Attributes:
-        kind: the smallest type of its integers, signed unless there are offsets; ``fp8`` for float8_e4m3fn numbers.
-        group: number of neighbouring rows that share scales; K for one scale per column.
-        scale: ``[...,K/group,N]``.
-        zero: int8 like ``scale``; None if all are 0.
-        offset: like ``scale``; None if all are 0.
-    """
-
-    kind: Kind
-    group: int
-    scale: Factors
-    zero: npt.NDArray[np.int8] | None = None
-    offset: Factors | None = None
-
-    def of_expert(self, index: int) -> Scales:
-        """The factors of one matrix of a stack."""
-        zero = None if self.zero is None else self.zero[index]
-        offset = None if self.offset is None else self.offset.of_expert(index)
-        return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedTensor(StoredTensor):
-    """A quantized matrix, by its name and shape in the model.
-
-    Attributes:
-        scales: reads its quantization; returns None if rows that share a scale are not neighbours.
-        kind: the smallest type of its integers, if known without reading it.
-    """
-
-    scales: Callable[[], Scales | None]
-    kind: Kind = "int8"
 
 
 class _Weights(msgspec.Struct):
@@ -130,11 +62,7 @@ class _Config(msgspec.Struct):
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
-    """The format of a quantized checkpoint, and the precision that stores its numbers unchanged.
-
-    Args:
-        path: its ``config.json``, for messages.
-        document: the file's content.
+    """The format of a quantized checkpoint by its ``config.json``, and the precision that stores its numbers unchanged.
 
     Returns:
         None if it is not quantized.
@@ -185,12 +113,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
 
 
 def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """The model's tensors of a quantized checkpoint, from the headers of its files.
-
-    Args:
-        path: its ``config.json``.
-        document: the file's content.
-        tensors: the tensors of its files.
+    """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
 
     Raises:
         BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
@@ -222,10 +145,7 @@ class _Parts:
     """The stored parts of a quantized matrix.
 
     Attributes:
-        folder: the checkpoint's folder.
         prefix: the common prefix of the parts' names.
-        name: of the matrix in the model.
-        held: all tensors of the checkpoint.
         used: the names of tensors that were used.
     """
 

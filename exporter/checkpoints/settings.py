@@ -13,9 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import SettingNote, short
-from specexport.exporter.checkpoints.config import GENERATION
-from specexport.exporter.checkpoints.documents import read_object
-from specexport.exporter.checkpoints.stored import CONFIG
+from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, read_object
 
 Handling = Literal["honoured", "refused", "named", "no effect"]
 Documents = Mapping[str, Mapping[str, Any]]
@@ -29,9 +27,7 @@ class Setting(NamedTuple):
     """Settings of a file with the same handling.
 
     Attributes:
-        file: the file's name.
         keys: top-level keys; for a text file, a description.
-        handling: see the module.
         note: the effect here, or in transformers.
         neutral: values besides null that change nothing.
         changes: for named settings, whether a value changes transformers' text, given all files; None if every value
@@ -57,7 +53,6 @@ _CLEAN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_o
 
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
-ADAPTER = "adapter_config.json"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -263,10 +258,7 @@ def read_documents(folder: Path) -> Documents:
 def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
     """Warnings about settings of a checkpoint that change transformers' text but not ours, or the other way round.
 
-    Args:
-        folder: the checkpoint.
-        end: the tokenizer's own end token.
-        ends: the end tokens by the model's configurations.
+    ``end`` is the tokenizer's own end token, ``ends`` are those of the model's configurations.
     """
     documents = read_documents(folder)
     notes = []

@@ -19,12 +19,11 @@ import msgspec
 import torch
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints import streamed
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.parity import TOLERANCE
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
-from specexport.graphs.ops import join_of_ranks, met_by, sum_of_ranks
+from specexport.exporter.checkpoints.stored import read_weights, stand_for, stored_tensor
+from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
 
 class _Summed(torch.nn.Module):
@@ -59,8 +58,10 @@ class _SplitEmbedding(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self.first
-        here = (local >= 0) & (local < self.count)
-        output: torch.Tensor = sum_of_ranks(torch.where(here[..., None], self.part(torch.where(here, local, 0)), 0.0))
+        in_part = (local >= 0) & (local < self.count)
+        output: torch.Tensor = sum_of_ranks(
+            torch.where(in_part[..., None], self.part(torch.where(in_part, local, 0)), 0.0)
+        )
         return output
 
 
@@ -86,14 +87,14 @@ class _Part:
             halves = numbers.chunk(2, axis) if packed else (numbers,)
             return torch.cat([half.chunk(self.ranks, axis)[self.rank] for half in halves], axis)
 
-        stored = streamed.stored(whole)
+        stored = stored_tensor(whole)
         if stored is None:
             part = torch.nn.Parameter(cut(whole.detach()), requires_grad=False)
         else:
             shape = torch.Size(cut(whole.detach()).shape)
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
-            streamed.stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
+            stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
         self._made[id(whole), axis, packed] = part
         return part
 
@@ -206,17 +207,17 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
     vocab = min(whole.vocab_size, whole.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)
     parts = [split_checkpoint(whole, rank, ranks).model for rank in range(ranks)]
-    barrier, meeting = threading.Barrier(ranks), [torch.empty(0)] * ranks
+    barrier, parts_by_rank = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def logits(rank: int) -> torch.Tensor:
-        def meet(part: torch.Tensor, join: bool) -> torch.Tensor:
-            meeting[rank] = part
+        def combine(part: torch.Tensor, join: bool) -> torch.Tensor:
+            parts_by_rank[rank] = part
             barrier.wait()
-            combined = torch.cat(meeting, -1) if join else torch.stack(meeting).sum(0)
+            combined = torch.cat(parts_by_rank, -1) if join else torch.stack(parts_by_rank).sum(0)
             barrier.wait()
             return combined
 
-        met_by(meet)
+        combine_by(combine)
         try:
             with torch.no_grad():
                 output: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()

@@ -1,72 +1,34 @@
-"""Reading of a small ``config.json`` and of single tensors, for checkpoints of models, heads and drafts."""
+"""Single tensors of checkpoints: in files, quantized, or as weights of a model that stay in the files.
+
+Large matrices are read when they are needed, and then released. The model holds a stand-in of the same shape instead,
+which takes no memory and consists of NaN, so that accidental use shows in the results.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from specexport.contract.errors import UNREADABLE, BuildError
+from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.documents import CONFIG, SINGLE
 
-CONFIG = "config.json"
-_MAX_CONFIG = 1 << 20
-_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
-_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
-_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
-
-_Config = TypeVar("_Config")
-
-
-def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
-    """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
-
-    Args:
-        path: the file, which must exist.
-        kind: a struct with the fields.
-        what: the described object, for error messages.
-
-    Raises:
-        BuildError: the file is too large or not JSON, or a field is invalid.
-    """
-    if path.stat().st_size > _MAX_CONFIG:
-        raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except UNREADABLE as error:
-        raise BuildError(f"{path}: not a configuration of {what}: {error}") from error
-
-
-def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurd numbers in a model's configuration, before the model is created.
-
-    Raises:
-        BuildError: a number is absurd; names the file and the field.
-    """
-    for name, value in _integers(document):
-        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
-        if abs(value) > most:
-            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
-
-
-def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """All integers with the names of their fields."""
-    left: list[tuple[str, Any]] = list(document.items())
-    while left:  # no recursion, as JSON may be nested deeply
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((name, inner) for inner in value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-            yield name, int(value)
+LARGE = 1 << 18
+"""Minimum number of elements of a tensor that stays in its file."""
+NARROW = 16
+"""Minimum number of rows and columns of such a matrix."""
+_STORED, _FORM = "stored_tensor", "stored_form"
 
 
 @dataclass(frozen=True)
@@ -74,10 +36,7 @@ class StoredTensor:
     """A tensor of a file.
 
     Attributes:
-        name: in the file.
-        shape: its shape.
         dtype: safetensors' name of its type.
-        read: reads it as stored.
         form: identifies the representation; matrices of different forms cannot be joined without rounding again.
     """
 
@@ -102,6 +61,73 @@ class StoredTensor:
         if not bool(tensor.isfinite().all()):
             raise BuildError(f"{path}: tensor {self.name!r} holds numbers that are not finite; train it again")
         return tensor
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Numbers ``[...,G,N]`` stored as products of fewer numbers and small integers.
+
+    Attributes:
+        coarse: fp16 or fp32 ``[...,S,N]``, each for ``G/S`` neighbours.
+        fine: int8 ``[...,G,N]``; None if all are 1.
+    """
+
+    coarse: npt.NDArray[np.floating[Any]]
+    fine: npt.NDArray[np.int8] | None = None
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """The products, exact in fp32."""
+        values: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
+        if self.fine is not None:
+            values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
+        return values
+
+    def turned(self) -> Factors:
+        """The factors of the transposed matrix, from those with the blocks on the last axis."""
+        fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
+        return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
+
+    def of_expert(self, index: int) -> Factors:
+        """The factors of one matrix of a stack."""
+        return Factors(self.coarse[index], None if self.fine is None else self.fine[index])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The quantization of a matrix ``[...,K,N]`` of a graph: ``scale * (integer - zero) + offset``.
+
+    Attributes:
+        kind: the smallest type of its integers, signed unless there are offsets; ``fp8`` for float8_e4m3fn numbers.
+        group: number of neighbouring rows that share scales; K for one scale per column.
+        scale: ``[...,K/group,N]``.
+        zero: int8 like ``scale``; None if all are 0.
+        offset: like ``scale``; None if all are 0.
+    """
+
+    kind: Kind
+    group: int
+    scale: Factors
+    zero: npt.NDArray[np.int8] | None = None
+    offset: Factors | None = None
+
+    def of_expert(self, index: int) -> Scales:
+        """The factors of one matrix of a stack."""
+        zero = None if self.zero is None else self.zero[index]
+        offset = None if self.offset is None else self.offset.of_expert(index)
+        return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTensor(StoredTensor):
+    """A quantized matrix, by its name and shape in the model.
+
+    Attributes:
+        scales: reads its quantization; returns None if rows that share a scale are not neighbours.
+        kind: the smallest type of its integers, if known without reading it.
+    """
+
+    scales: Callable[[], Scales | None]
+    kind: Kind = "int8"
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
@@ -136,6 +162,15 @@ def head_tensors(folder: Path) -> list[StoredTensor]:
     return pickled_tensors(folder / "pytorch_model.bin")
 
 
+def save_head_tensors(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str = SINGLE
+) -> None:
+    """Writes the checkpoint of heads or of a draft: its ``config.json`` and one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def pickled_tensors(path: Path) -> list[StoredTensor]:
     """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it is run.
 
@@ -160,3 +195,93 @@ def pickled_tensors(path: Path) -> list[StoredTensor]:
         StoredTensor(name, tuple(tensor.shape), "F32" if tensor.is_floating_point() else "I64", tensor.detach)
         for name, tensor in loaded.items()
     ]
+
+
+class StandIns:
+    """Creates stand-ins for the tensors of a checkpoint, and marks them in the loaded model.
+
+    Args:
+        outline: the model without weights. Only tensors that it has by name and shape get stand-ins: those that
+            transformers composes from several stored ones have to be read.
+    """
+
+    def __init__(self, outline: Any) -> None:
+        parameters = outline.named_parameters(remove_duplicate=False)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._prefix = f"{outline.base_model_prefix}."
+        self._stored: dict[int, StoredTensor] = {}
+
+    def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:
+        """The tensor to load: a stand-in for a large one."""
+        known = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
+        # Narrow ones belong to convolutions, whose weights are read by the module around them.
+        matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
+        if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in known:
+            return tensor.read()
+        stand_in = torch.full((), torch.nan).expand(tensor.shape)
+        self._stored[stand_in.data_ptr()] = tensor
+        return stand_in
+
+    def mark(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+        """Records on each stand-in its stored tensor, and on other parameters the form of the stored tensor."""
+        for name, parameter in model.named_parameters():
+            if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
+                stand_for(parameter, self._stored[parameter.data_ptr()])
+            tensor = tensors.get(name) or tensors.get(name.removeprefix(self._prefix))
+            if tensor is not None and tensor.form:
+                setattr(parameter, _FORM, tensor.form)
+
+
+def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
+    """Records the stored tensor of a stand-in."""
+    setattr(parameter, _STORED, tensor)
+
+
+def stored_tensor(parameter: torch.Tensor) -> StoredTensor | None:
+    """The stored tensor of a stand-in; None for an ordinary parameter."""
+    tensor: StoredTensor | None = getattr(parameter, _STORED, None)
+    return tensor
+
+
+def read_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's numbers; those of a stand-in are read as they are stored."""
+    stored = stored_tensor(parameter)
+    return parameter.detach() if stored is None else stored.read()
+
+
+def form_of(parameter: torch.Tensor) -> str:
+    """The form of a parameter's stored tensor, see :class:`StoredTensor`; empty if it does not matter."""
+    return str(getattr(parameter, _FORM, ""))
+
+
+@contextlib.contextmanager
+def read_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which running modules have their weights instead of stand-ins."""
+    handles = []
+    for module in model.modules():
+        held = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and stored_tensor(parameter)
+        }
+        if held:
+            handles.append(module.register_forward_pre_hook(partial(_read_weights, held)))
+            handles.append(module.register_forward_hook(partial(_release_weights, held), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _read_weights(held: dict[str, Any], module: torch.nn.Module, _args: Any) -> None:
+    for name, stand_in in held.items():
+        numbers = getattr(stand_in, _STORED).read().to(stand_in.dtype)
+        module._parameters[name] = torch.nn.Parameter(numbers, requires_grad=False)
+
+
+def _release_weights(held: dict[str, Any], module: torch.nn.Module, *_: Any) -> None:
+    module._parameters.update(held)
+
+
+Kind = Literal["int4", "int8", "fp8"]

@@ -14,6 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
+from specexport.exporter.build_state import Progress, during
 from specexport.exporter.engines.compiler import (
     CompilerLibrary,
     EngineReport,
@@ -30,14 +31,12 @@ from specexport.exporter.engines.options import (
     check_stored,
     dotted,
 )
-from specexport.exporter.engines.profiles import CompileJob, model_jobs, program_jobs
-from specexport.exporter.engines.source import write_segments, write_source
-from specexport.exporter.progress import Progress
+from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What was compiled."""
+    """The result of a compilation."""
 
     engines: tuple[EngineReport, ...]
     runtime: EngineRuntime
@@ -121,7 +120,7 @@ class _Compiler:
         """The model with its engines, those of every rank where it is split."""
         compute = self.options.compute or default_compute(model.precision.weights)
         new = []
-        # What is not compiled stores nothing twice for one token at a time.
+        # Only compiled engines would store the weights twice for one token at a time.
         plain = self.options.plain_profile or self.library is None
         ranks = len(model.ranks)
         for rank in range(max(1, ranks)):
@@ -152,14 +151,13 @@ class _Compiler:
         path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}{kind}.{compute}.onnx")
         if any(self.folder / engine.source == path for engine in engines):
             return path
-        self.progress(f"writing {path.parent.name}/{path.name}", 0, 1)
-        compiled = self.library is not None
-        write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
-        self.progress(f"writing {path.parent.name}/{path.name}", 1, 1)
+        with during(self.progress, f"writing {path.parent.name}/{path.name}"):
+            compiled = self.library is not None
+            write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
         return path
 
     def _batches(self, manifest: Manifest) -> tuple[int, ...]:
-        """What is not compiled runs any number of slots."""
+        """Batch sizes of the engines; graphs that are not compiled run any number of slots."""
         return self.options.engine_batch_sizes if self.library else manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
@@ -168,20 +166,22 @@ class _Compiler:
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
+        """Compiles a graph; without a library, its source is what onnxruntime opens."""
+        output = source
         if self.library is None:
-            return self._rewritten(source, job, compute, rank)
-        devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
-        output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
-        name = f"compiling {source.parent.name}/{source.stem}"
-        self.progress(name, 0, 1)
-        report = compile_graph(source, output, job.sizes, self.library, tuple(map(capability, self.capabilities)))
+            report = _source_report(source, len(job.profiles))
+        else:
+            devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
+            output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
+            with during(self.progress, f"compiling {source.parent.name}/{source.stem}"):
+                capabilities = tuple(map(capability, self.capabilities))
+                report = compile_graph(source, output, job.sizes, self.library, capabilities)
         self.reports.append(report)
-        self.progress(name, 1, 1)
         return CompiledEngine(
             file=output.relative_to(self.folder).as_posix(),
             source=source.relative_to(self.folder).as_posix(),
             runtime=self.options.backend,
-            version=self.library.version,
+            version=self.library.version if self.library else "",
             compute_capabilities=self.capabilities,
             compute=compute,
             rank=rank,
@@ -196,27 +196,8 @@ class _Compiler:
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
         return msgspec.structs.replace(engine, segments=segments)
 
-    def _rewritten(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int) -> CompiledEngine:
-        """The source as onnxruntime opens it."""
-        start = time.monotonic()
-        nodes = onnx.load(source, load_external_data=False).graph.node
-        attentions = sum(node.op_type == "Attention" for node in nodes)
-        size, seconds = source.stat().st_size, time.monotonic() - start
-        self.reports.append(EngineReport(source.name, len(job.profiles), len(nodes), attentions, None, size, seconds))
-        file = source.relative_to(self.folder).as_posix()
-        return CompiledEngine(
-            file=file,
-            source=file,
-            runtime=self.options.backend,
-            version="",
-            compute_capabilities=(),
-            compute=compute,
-            rank=rank,
-            profiles=job.profiles,
-        )
-
     def _free(self, path: Path) -> Path:
-        """The path, or one like it: what the manifest lists is whole until the manifest is exchanged."""
+        """A free path like this: files in the manifest must stay whole until the manifest is exchanged."""
         free, number = path, 1
         while free.relative_to(self.folder).as_posix() in self.listed:
             number += 1
@@ -224,15 +205,25 @@ class _Compiler:
         return free
 
 
+def _source_report(source: Path, profiles: int) -> EngineReport:
+    start = time.monotonic()
+    nodes = onnx.load(source, load_external_data=False).graph.node
+    attentions = sum(node.op_type == "Attention" for node in nodes)
+    size, seconds = source.stat().st_size, time.monotonic() - start
+    return EngineReport(source.name, profiles, len(nodes), attentions, None, size, seconds)
+
+
 def default_compute(weights: StoredAs) -> ComputedIn:
-    """What activations are where nobody says: what the weights are, and fp16 where those take 8 bits or fewer."""
+    """The default type of activations: that of the weights, or fp16 if these take 8 bits or fewer."""
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
 def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
-    """Refuses what onnxruntime has no kernels for on GPUs."""
+    """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
-    stored = _stored(manifest) if asked else {weights, *_heads(manifest)}
+    # By default, the type that a method's own model computes in follows from its own matrices.
+    in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
+    stored = _stored(manifest) if asked else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
     if (asked or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
@@ -241,18 +232,13 @@ def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
         )
 
 
-def _heads(manifest: Manifest) -> set[StoredAs]:
-    """How matrices of methods in the target's graph are stored."""
-    return {kind for method in manifest.methods if (kind := method.stored_in_target) is not None}
-
-
 def _stored(manifest: Manifest) -> set[StoredAs]:
     """How the matrices of a bundle's graphs are stored."""
-    return _heads(manifest) | {model.precision.weights for model in manifest.models.values()}
+    return {manifest.target.precision.weights}.union(*(method.stored for method in manifest.methods))
 
 
 def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
-    """The devices to compile for, checked against what the library and they know."""
+    """The devices to compile for, checked against the library and the stored types."""
     if library.runtime == "tensorrt":
         here = _this_device()
         devices = options.compute_capability
@@ -297,7 +283,7 @@ def _this_device() -> Capability:
 def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
     """The step program of a bundle that was built without one; plain steps can do without, where torch is not there."""
     try:
-        from specexport.exporter.engines.program import write_program
+        from specexport.exporter.trace import write_program
     except ImportError as error:
         if not manifest.methods:
             return ()
@@ -309,7 +295,7 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 
 def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
-    """The new manifest with entries of its engines' files, and none of those that only the old one used."""
+    """The new manifest with entries of its engines' files, without files that only the old one used."""
     before, used = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in before | used)
     return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(used))))

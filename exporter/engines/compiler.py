@@ -93,29 +93,29 @@ def messages() -> Iterator[list[str]]:
     """Collects the errors that the library and polygraphy would print; they print nothing meanwhile."""
     from polygraphy.logger import G_LOGGER
 
-    said: list[str] = []
+    errors: list[str] = []
 
     def collect(message: Any, severity: int, *_: Any, **__: Any) -> None:
         if severity >= G_LOGGER.ERROR:
-            said.append(str(message() if callable(message) else message))
+            errors.append(str(message() if callable(message) else message))
 
     previous, G_LOGGER.log = G_LOGGER.log, collect
     try:
-        yield said
+        yield errors
     finally:
         G_LOGGER.log = previous
 
 
-def reason(said: list[str]) -> str:
+def reason(errors: list[str]) -> str:
     """The first error among a library's messages, in one line."""
     # Without a driver some messages only say that there is none; compiling needs none.
-    telling = [message for message in said if "cudaError 35" not in message]
-    return " ".join(telling[0].split()) if telling else "it gave no reason"
+    reasons = [message for message in errors if "cudaError 35" not in message]
+    return " ".join(reasons[0].split()) if reasons else "it gave no reason"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What a compilation made.
+    """The result of compiling one graph.
 
     Attributes:
         layers: of the network, before the compiler fuses them.
@@ -154,8 +154,8 @@ def compile_graph(
             break
         except _RefusedError as error:
             if decomposed is not None or "decomposable" not in str(error):
-                said = f"{source}: {library.runtime} {library.version} does not compile it: {error}"
-                raise BuildError(said) from error
+                errors = f"{source}: {library.runtime} {library.version} does not compile it: {error}"
+                raise BuildError(errors) from error
             # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
             decomposed = "no fused kernel for its shapes"
     return EngineReport(
@@ -170,7 +170,7 @@ def compile_graph(
 
 
 class _RefusedError(Exception):
-    """The library does not compile a graph; says why."""
+    """The library does not compile a graph; holds the reason."""
 
 
 def _attempt(
@@ -179,14 +179,14 @@ def _attempt(
     """The serialized engine, and how many layers and Attention operators its network has."""
     from polygraphy.exception import PolygraphyException
 
-    with messages() as said:
+    with messages() as errors:
         try:
             builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
             _require_same(source, graph, network, library)
             attentions = _mark(network, library.trt, decompose)
             serialized = library.polygraphy.engine_bytes_from_network((builder, network, parser), config)
         except PolygraphyException as error:
-            raise _RefusedError(reason(said)) from error
+            raise _RefusedError(reason(errors)) from error
     return serialized, int(network.num_layers), attentions
 
 
@@ -237,13 +237,13 @@ def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
 
 
 def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: CompilerLibrary) -> None:
-    """The network takes and gives what the ONNX graph does, and writes caches in place."""
+    """Checks that the network has the inputs and outputs of the ONNX graph, and writes caches in place."""
     sides = (
         ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),
         ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),
     )
-    for side, expected, tensors_found in sides:
-        types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in tensors_found}
+    for side, expected, network_tensors in sides:
+        types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in network_tensors}
         wanted = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
         for name in sorted(types.keys() | wanted.keys()):
             if types.get(name) != wanted.get(name):

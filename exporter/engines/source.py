@@ -1,20 +1,112 @@
-"""Writes the ONNX graph that a device runs, or from which an engine is compiled: a master with its types decided."""
+"""What is compiled: the engines that a bundle needs, the shapes of each, and the graph that an engine is compiled from.
+
+A source graph is a master whose types are decided; onnxruntime on GPUs runs it as it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.contract.engines import ComputedIn
+from specexport.contract.engines import ComputedIn, ProgramGraph
 from specexport.contract.errors import BuildError
-from specexport.contract.shapes import ShapePoint
-from specexport.exporter.cut import cut
-from specexport.exporter.passes.sizes import fix_sizes
+from specexport.contract.manifest import Manifest
+from specexport.contract.model import LoweredAs, Model
+from specexport.contract.program import program_points, program_sizes
+from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_points
+from specexport.exporter.external_data import INLINE_BYTES, DataFile
+from specexport.exporter.passes.fix_sizes import fix_sizes
+from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import for_device, run_passes
-from specexport.exporter.weights import INLINE_BYTES, WeightsFile
+
+_CACHE_STEP = 4
+_SMALL_CACHE = 1024
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One engine to compile.
+
+    Attributes:
+        vocab: V, where it is symbolic.
+    """
+
+    profiles: tuple[ShapePoint, ...]
+    vocab: int = 1
+
+    @property
+    def drafts(self) -> int:
+        """K of a propose graph that drafts the same number in every profile, else 0."""
+        numbers = {profile.drafts for profile in self.profiles}
+        return numbers.pop() if len(numbers) == 1 else 0
+
+    @property
+    def several(self) -> bool:
+        """Whether it runs several slots at once: then B stays symbolic, as prompts are read a slot at a time."""
+        return any(profile.batch > 1 for profile in self.profiles)
+
+    @property
+    def sizes(self) -> list[dict[str, int]]:
+        """Every symbolic dimension, a profile each."""
+        return [program_sizes(profile, self.vocab) for profile in self.profiles]
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Slots, where there is one, and cache rows, where they are the same in all profiles."""
+        rows = {profile.cache for profile in self.profiles}
+        return ({} if self.several else {"B": 1}) | ({"S": rows.pop()} if len(rows) == 1 else {})
+
+
+def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[CompileJob]:
+    """The engines of a model: one. Whatever the batch sizes of its steps, it reads prompts a slot at a time.
+
+    With ``plain`` it also runs one token at a time, where more can be run too.
+    """
+    chunk = manifest.prefill_chunk
+    if not model.cache:
+        return [CompileJob(tuple(point for point in uncached_points(model.graph.points) if point.batch in batches))]
+    points = [p for p in model.graph.points if p.batch in batches or (p.batch, p.tokens) == (1, chunk)]
+    caches = engine_caches(sorted({point.cache for point in points}), manifest.lowering)
+    points = sorted(point for point in points if point.cache in caches)
+    if not any(point.drafts for point in points):
+        wide = [point for point in points if point.rows == point.tokens > 1]
+        kept = points if plain or not wide else [point for point in points if point.tokens > 1]
+        return [CompileJob(tuple(kept))]
+    owner = next((method for method in manifest.methods if model in method.models.values()), None)
+    tokens = frozenset({CATCH_UP_TOKENS}) if owner is None else owner.call_widths
+    if not tokens:
+        return [CompileJob(tuple(points))]
+    # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
+    # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.
+    runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]
+    return [CompileJob(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
+
+
+def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
+    """The cache sizes engines are compiled for, of those a bundle declares.
+
+    Natively one, as TensorRT wants a cache it writes in place to be of fixed size. Portably it grows fourfold:
+    attention costs for the whole cache, but on a GPU that is little beside the weights until contexts are long.
+    """
+    kept = [sizes[-1]]
+    if lowering == "portable":
+        for size in reversed(sizes):
+            if _SMALL_CACHE <= size <= kept[0] // _CACHE_STEP:
+                kept.insert(0, size)
+    return kept
+
+
+def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[CompileJob]:
+    """The engines of a graph of the step program: one, for every tree and batch size that needs it."""
+    caches = sorted({point.cache for point in manifest.target.graph.points})
+    cache = engine_caches(caches, manifest.lowering)[-1]
+    points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
+    return [CompileJob(tuple(points), manifest.target.vocab_size)] if points else []
 
 
 def write_source(
@@ -50,7 +142,7 @@ def write_source(
             f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
         )
     converted = output.with_suffix(".bin")
-    with WeightsFile(converted) as file:
+    with DataFile(converted) as file:
 
         def store(name: str, dtype: ir.DataType, array: npt.NDArray[np.generic]) -> ir.TensorProtocol:
             if array.nbytes <= INLINE_BYTES:
@@ -74,7 +166,7 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     Raises:
         BuildError: what goes from one segment to another is of no size that a shape point says.
     """
-    segments, written = cut(ir.load(source), sizes_apart=True), []
+    segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:
         for value in [value for segment in segments for value in segment.graph.outputs]:
             list(map(ShapePoint(1, 1, 1).size, map(str, value.shape or ("?",))))

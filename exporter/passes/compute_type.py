@@ -1,9 +1,9 @@
 """Lowers a graph to half precision, for strongly typed compilers, which decide no types themselves.
 
-Matrices, attention, the residual stream and the KV cache take the narrow type. What loses too much there stays float32:
-softmax, rotary angles, everything that comes of the sampling parameters, and norms, unless a backend sums those in
-float32 by itself. A node computes in float32 if an operand does, until the next matrix multiplication; so only a few
-casts are needed.
+Matrices, attention, the residual stream and the KV cache take the narrow type. Operations that would lose too much stay
+in float32: softmax, rotary angles, everything computed from the sampling parameters, and norms, unless a backend sums
+those in float32 by itself. A node computes in float32 if an operand does, until the next matrix multiplication; so only
+a few casts are needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
         model: changed in place.
         narrow: ``FLOAT16`` or ``BFLOAT16``.
         store: called with each constant that has to be converted.
-        narrow_norms: whether norms are given the narrow type and make it, for backends whose kernels sum in float32
+        narrow_norms: whether norms read and write the narrow type, for backends whose kernels sum in float32
             all the same (ONNX Runtime's on GPUs); else they are float32 between two casts.
 
     Raises:
@@ -147,7 +147,7 @@ class _Narrowing:
         return self._converted[value, narrow]
 
     def _narrow_constant(self, value: ir.Value) -> ir.Value:
-        """The narrow twin of a constant: of an initializer, or of what nodes make of some."""
+        """The narrow twin of a constant: of an initializer, or of a value computed from initializers alone."""
         if value.dtype != _FLOAT:
             return value
         if (value, True) not in self._converted:
@@ -205,7 +205,7 @@ class _Narrowing:
 
 
 def _constants(graph: ir.Graph) -> set[ir.Value]:
-    """The initializers, and what nodes make of nothing else."""
+    """The initializers, and values computed from them alone."""
     constants = set(graph.initializers.values())
     for node in graph:
         if node.inputs and all(value is None or value in constants for value in node.inputs):

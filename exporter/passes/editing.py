@@ -10,22 +10,22 @@ import onnx_ir as ir
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes ``value``, if it is an ``op_type``."""
+    """The node that outputs ``value``, if it is an ``op_type``."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
 
 def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
-    """The values, and all that they are computed from."""
-    reached: set[ir.Value] = set()
+    """The values, and all values that they are computed from."""
+    visited: set[ir.Value] = set()
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value is not None and value not in reached:
-            reached.add(value)
+        if value is not None and value not in visited:
+            visited.add(value)
             node = value.producer()
             waiting += node.inputs if node is not None else ()
-    return reached
+    return visited
 
 
 def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
@@ -47,7 +47,7 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
 
 
 def replace_value(value: ir.Value, by: ir.Value) -> None:
-    """Has everybody read another value, and those outside the graph under the same name."""
+    """Replaces a value in all its readers; as a graph output the new value has the old name."""
     returned, name = value.is_graph_output(), value.name
     value.replace_all_uses_with(by, replace_graph_outputs=True)
     if returned:

@@ -19,7 +19,7 @@ row does not depend on how many others chose the expert."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
-    """Puts standard operators in the place of what :func:`specexport.graphs.experts.apply_experts` was traced to.
+    """Replaces the operators that :func:`specexport.graphs.experts.apply_experts` was traced to by standard ones.
 
     Gathered, experts need no control flow. As ``branches`` each has its matrices ``[K,N]`` in a branch of an If, which
     runs where a token chose it: ONNX Runtime packs them beforehand, and fuses their dequantization, as it does with any
@@ -27,7 +27,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
     """
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in [candidate for candidate in graph if candidate.domain == EXPERTS_DOMAIN]:
-            total = _branches(graph, node) if branches else _there(node.inputs[0])
+            total = _branches(graph, node) if branches else _required(node.inputs[0])
             ir.convenience.replace_all_uses_with(node.outputs[0], total, replace_graph_outputs=True)
             graph.remove(node, safe=True)
     model.opset_imports.pop(EXPERTS_DOMAIN, None)
@@ -35,13 +35,13 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 
 
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """Adds Ifs, each of which adds what its expert makes to the sum ``[N,H]`` so far; returns the last sum."""
-    _, hidden, rows, made, index, weights = (_there(value) for value in node.inputs)
-    region = _between(hidden, rows, made)
+    """Adds Ifs, each of which adds its expert's output to the sum ``[N,H]`` so far; returns the last sum."""
+    _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
+    region = _between(hidden, rows, products)
     gathered = [value for inner in region for value in inner.inputs if _stack(value) is not None]
-    stacks = {value: _there(_stack(value)) for value in gathered if value is not None}
-    held = {stack: _there(stack.const_value) for stack in stacks.values()}
-    count = next(iter(held.values())).shape.numpy()[0]
+    stacks = {value: _required(_stack(value)) for value in gathered if value is not None}
+    tensors = {stack: _required(stack.const_value) for stack in stacks.values()}
+    count = next(iter(tensors.values())).shape.numpy()[0]
     name, tape = node.outputs[0].name, Tape()
 
     def add(nodes: Tape, what: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
@@ -56,9 +56,9 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
         return list(tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": count}, outputs=outputs))
 
     ids = constant(graph, f"experts.ids.{count}", np.arange(count)[:, None, None])
-    chose = add(tape, "chose", "Cast", add(tape, "same", "Equal", index, ids), to=ir.DataType.FLOAT)  # [E,N,k]
-    weighted = add(tape, "weighted", "Mul", chose, weights)
-    chosen = add(tape, "chosen", "ReduceMax", chose, number(2), keepdims=0)  # [E,N]
+    selected = add(tape, "chose", "Cast", add(tape, "same", "Equal", index, ids), to=ir.DataType.FLOAT)  # [E,N,k]
+    weighted = add(tape, "weighted", "Mul", selected, weights)
+    chosen = add(tape, "chosen", "ReduceMax", selected, number(2), keepdims=0)  # [E,N]
     tokens = add(tape, "tokens", "Shape", hidden, start=0, end=1)
     sums = add(tape, "counts", "ReduceSum", chosen, number(1), keepdims=0)
     full = add(tape, "up", "Add", add(tape, "sizes", "Cast", sums, to=ir.DataType.INT64), number(_GRAIN - 1))
@@ -68,37 +68,39 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     shares = add(tape, "shares", "ReduceSum", weighted, number(2), keepdims=0)
     total = add(tape, "nothing", "Mul", hidden, constant(graph, "experts.nothing", np.array(0, np.float32)))
 
-    read = functools.lru_cache(len(held))(lambda stack: held[stack].numpy())  # once, for all of its experts
+    read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once, for all of its experts
     parts = zip(each(used), each(sizes), each(chosen), each(shares), strict=True)
-    for expert, (is_used, size, by, share) in enumerate(parts):
-        at, branch = f"{expert}.", Tape()
-        best = [ir.val(f"{name}.{at}{what}") for what in ("best", "token")]
-        _, token = branch.op_multi_out("TopK", [by, size], outputs=best)  # [1,M]: those that chose it, then others
-        mapped: dict[ir.Value, Any] = {rows: add(branch, f"{at}rows", "Gather", hidden, token, axis=0)}
-        matrices = {stack: _expert(stack, held[stack], expert, read) for stack in stacks.values()}
+    for expert, (is_used, size, selected_by, share) in enumerate(parts):
+        prefix, branch = f"{expert}.", Tape()
+        best = [ir.val(f"{name}.{prefix}{what}") for what in ("best", "token")]
+        _, token = branch.op_multi_out("TopK", [selected_by, size], outputs=best)  # [1,M]: its tokens, then others
+        mapped: dict[ir.Value, Any] = {rows: add(branch, f"{prefix}rows", "Gather", hidden, token, axis=0)}
+        matrices = {stack: _expert(stack, tensors[stack], expert, read) for stack in stacks.values()}
         mapped |= {value: matrices[stack] for value, stack in stacks.items()}
         for inner in region:
-            given = [mapped.get(value, value) if value is not None else None for value in inner.inputs]
+            inputs = [mapped.get(value, value) if value is not None else None for value in inner.inputs]
             outputs = [ir.val(f"{value.name}.{expert}") for value in inner.outputs]
-            branch.op_multi_out(inner.op_type, given, inner.attributes, outputs=outputs, domain=inner.domain)
+            branch.op_multi_out(inner.op_type, inputs, inner.attributes, outputs=outputs, domain=inner.domain)
             mapped |= zip(inner.outputs, outputs, strict=True)
-        own = add(branch, f"{at}share", "GatherElements", share, token, axis=1)
-        own = add(branch, f"{at}own", "Mul", mapped[made], add(branch, f"{at}shares", "Unsqueeze", own, number(2)))
-        place = add(branch, f"{at}place", "Unsqueeze", token, number(2))
-        grown = branch.op("ScatterND", [total, place, own], {"reduction": "add"}, output=ir.val(f"{name}.{at}grown"))
-        kept = ir.node("Identity", [total], outputs=[ir.val(f"{name}.{at}kept")])
-        then = ir.Graph([], [grown], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
-        other = ir.Graph([], kept.outputs, nodes=[kept], name="not_chosen")
+        weight = add(branch, f"{prefix}share", "GatherElements", share, token, axis=1)
+        weight = add(branch, f"{prefix}shares", "Unsqueeze", weight, number(2))
+        update = add(branch, f"{prefix}own", "Mul", mapped[products], weight)
+        place = add(branch, f"{prefix}place", "Unsqueeze", token, number(2))
+        output = ir.val(f"{name}.{prefix}grown")
+        summed = branch.op("ScatterND", [total, place, update], {"reduction": "add"}, output=output)
+        unchanged = ir.node("Identity", [total], outputs=[ir.val(f"{name}.{prefix}kept")])
+        then = ir.Graph([], [summed], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
+        otherwise = ir.Graph([], unchanged.outputs, nodes=[unchanged], name="not_chosen")
         attributes = {
             "then_branch": ir.AttrGraph("then_branch", then),
-            "else_branch": ir.AttrGraph("else_branch", other),
+            "else_branch": ir.AttrGraph("else_branch", otherwise),
         }
         total = tape.op("If", [is_used], attributes, output=ir.val(f"{name}.{expert}"))
     graph.insert_before(node, tape.nodes)
     return total
 
 
-def _there(value: Any) -> Any:
+def _required(value: Any) -> Any:
     assert value is not None
     return value
 
@@ -123,7 +125,7 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 
 
 def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
-    """The nodes, in their order, that make one value of another, and of what is gathered from stacks."""
+    """The nodes, in their order, that compute one value from another and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
     known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 

@@ -5,14 +5,15 @@ Those that share their input are joined: the query, key and value projections, t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, needed_only_for, op
-from specexport.exporter.passes.names import joined_name
 
 FORM = "form"
 """Of a weight's metadata: how the checkpoint stores it, where it cannot be joined with others."""
@@ -125,3 +126,24 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     ir.convenience.replace_nodes_and_values(graph, first, nodes, [product, split], old, split.outputs)
     for value in weights:
         del graph.initializers[str(value.name)]
+
+
+def joined_name(names: list[str]) -> str:
+    """The name of several matrices in one: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
+    parts = [name.split(".") for name in names]
+    head = _common(zip(*parts, strict=False))
+    tail = _common(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
+    differing = ",".join(".".join(part[len(head) : len(part) - len(tail)]) for part in parts)
+    return ".".join([*head, f"{{{differing}}}", *tail])
+
+
+def names_in(name: str) -> list[str]:
+    """The names of the matrices that one was joined of: undoes :func:`joined_name`."""
+    head, brace, rest = name.partition("{")
+    differing, _, tail = rest.partition("}")
+    return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
+
+
+def _common(columns: Iterable[tuple[str, ...]]) -> list[str]:
+    """The longest common beginning of the names."""
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

@@ -1,4 +1,4 @@
-"""Replaces the seven primitive operators torch makes of an RMS norm by one RMSNormalization (opset 23)."""
+"""Replaces the seven primitive operators of an RMS norm in torch's export by one RMSNormalization (opset 23)."""
 
 from __future__ import annotations
 

@@ -29,15 +29,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, ``[B,N,D]``."""
 
 
-@dataclass(frozen=True)
-class DFlashShape:
-    """Sizes and switches of a draft.
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """How a draft drafts a block.
 
     Attributes:
-        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        target_hidden: the target's hidden size.
-        states: number of the target's layers it reads.
-        draft_vocab: tokens it may propose.
         block_size: tokens of the longest block, including its root.
         mask_token: placeholder for a token to draft.
         causal: per layer, whether a row of a block sees only itself and the rows before it.
@@ -46,16 +42,27 @@ class DFlashShape:
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
 
-    config: PretrainedConfig
-    target_hidden: int
-    states: int
-    draft_vocab: int
     block_size: int
     mask_token: int
     causal: tuple[bool, ...]
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashShape(BlockSettings):
+    """Sizes and switches of a draft.
+
+    Attributes:
+        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
+        states: number of the target's layers it reads.
+    """
+
+    config: PretrainedConfig
+    target_hidden: int
+    states: int
+    draft_vocab: int
 
 
 class DFlashDraft(torch.nn.Module):
@@ -229,10 +236,7 @@ class DFlashModule(torch.nn.Module):
         past_length: torch.Tensor,
         block_rows: torch.Tensor,
         uniform: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Drafts K tokens in every slot.
@@ -244,10 +248,7 @@ class DFlashModule(torch.nn.Module):
             past_length: int64 ``[B]``, valid rows of the cache.
             block_rows: int64 ``[B]``, rows of each slot's block; the rest of the 1 + K are masked.
             uniform: float32 ``[B,K]``.
-            temperature: ``[B]``, like the following; see :func:`~specexport.graphs.propose.draw_candidate`.
-            top_k: likewise.
-            top_p: likewise.
-            min_p: likewise.
+            sampling: temperature, top_k, top_p and min_p ``[B]`` of :func:`~specexport.graphs.propose.draw_candidate`.
             past: caches.
 
         Returns:
@@ -262,9 +263,7 @@ class DFlashModule(torch.nn.Module):
             block = self.model.block(input_ids[:, 0], rows)
             output = self.model(block, self.model.context(layer_states), block_positions, positions)
         logits = self.model.logits(output[:, 1:])
-        token, ids, probs = draw_candidate(
-            logits, uniform, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None]
-        )
+        token, ids, probs = draw_candidate(logits, uniform, *(parameter[:, None] for parameter in sampling))
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
         # As many rows as other drafts return; those after the context's are the block's and are discarded.

@@ -58,7 +58,7 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     def signatures(self) -> dict[str, GraphSignature]:
         """See :class:`Method`: the propose graph, rows of T tokens and a block of 1 + K."""
         (chain,) = super().signatures.values()
-        inputs = block_inputs(len(self.states) * self.hidden)
+        inputs = (*block_inputs(len(self.states) * self.hidden), *tensors.SAMPLING)
         return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
 
     def validate_tree(self, tree: TokenTree) -> str | None:
@@ -70,7 +70,7 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
 
 
 def block_inputs(states: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph, which reads the target's states of a width, side by side."""
+    """Inputs of the propose graph, for the target's concatenated states of a width, without the sampling parameters."""
     return (
         tensors.INPUT_IDS.shaped("B", 1),
         tensors.LAYER_STATES.sized(H=states),
@@ -78,5 +78,4 @@ def block_inputs(states: Dim) -> tuple[Tensor, ...]:
         tensors.PAST_LENGTH,
         tensors.BLOCK_ROWS,
         tensors.UNIFORM,
-        *tensors.SAMPLING,
     )

@@ -10,13 +10,12 @@ from transformers import Qwen3Config
 
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
-from specexport.graphs.layers import noted_states
-from specexport.methods.dflash.checkpoint import read_dflash, save_dflash, usual_states
+from specexport.methods.dflash.export import read_dflash, save_dflash, usual_states
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
-from specexport.methods.hidden_states.train import train_draft, write_draft
+from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import measured, run_model, summed_loss, weighted
+from specexport.training.hidden import measured, summed_loss, weighted
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
@@ -39,7 +38,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = int(target.model.config.num_hidden_layers)
+    layers = layers_of(target.model)
     states = seen_states(options.states or usual_states(options.layers, layers), layers)
     within("states", min(states), 1, layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
@@ -51,9 +50,15 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
             anchors = random_anchors(batch, options.anchors, options.seed, number)
             return draft_loss(draft, target.model, states, batch, anchors, options.decay)
 
-        train_draft(run, draft, (), loss_of)
-        accuracy = draft_accuracy(draft, target.model, states, run.held_out, place)
-        write_draft(run, accuracy, layers, lambda folder: save_dflash(folder, draft.cpu(), states, layers), read_dflash)
+        train_and_write(
+            run,
+            draft,
+            (),
+            loss_of,
+            lambda windows: draft_accuracy(draft, target.model, states, windows, place),
+            lambda folder: save_dflash(folder, draft.cpu(), states, layers),
+            read_dflash,
+        )
     return run.record
 
 
@@ -73,10 +78,17 @@ def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, 
         mask = next(token for token in spare if token is not None)
     within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
     config = Qwen3Config(**layer_sizes(target, options.intermediate_size), num_hidden_layers=options.layers)
-    shape = DFlashShape(config, hidden, len(states), vocab, options.draft_block, mask, (False,) * options.layers)
+    shape = DFlashShape(
+        config=config,
+        target_hidden=hidden,
+        states=len(states),
+        draft_vocab=vocab,
+        block_size=options.draft_block,
+        mask_token=mask,
+        causal=(False,) * options.layers,
+    )
     draft = DFlashDraft(shape).to(head.device)
-    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
-    draft.lm_head.weight = torch.nn.Parameter(head.detach(), requires_grad=False)
+    draft.embed_tokens.weight, draft.lm_head.weight = frozen(table), frozen(head)
     return draft
 
 
@@ -114,13 +126,10 @@ def _losses(
     draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The losses of :func:`summed_loss` for each position i of a block, over anchors in ``learnt_from(2 + i)``."""
-    rows = batch.learnt_from(1)
-    with torch.no_grad(), noted_states(model, states) as noted:
-        _, logits = run_model(model, batch.ids, rows)
-    context = draft.context(torch.cat([noted[count] for count in states], -1))
+    target_states, logits, at = run_target(model, states, batch)
+    context = draft.context(target_states)
     blocks = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
     output = torch.cat(blocks, 1)
-    at = rows.flatten().cumsum(0).view_as(rows) - 1
     for ahead in range(output.shape[2]):
         learnt = batch.learnt_from(2 + ahead).gather(1, anchors)
         targets = at.roll(-1 - ahead, dims=1).gather(1, anchors)[learnt]

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from specexport.methods.dflash.spec import MAX_BLOCK
-from specexport.methods.hidden_states.train_options import StatesDraftOptions
-from specexport.training.options import Training, draft_option, report_chain
+from specexport.training.options import StatesDraftOptions, Training, draft_option, report_chain
 
 
 class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True):
@@ -15,15 +14,12 @@ class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True):
 
     Attributes:
         layers: layers of the draft.
-        states: after how many of the target's layers the draft sees its residual stream (default: one for each of its
-            own layers, spread evenly).
         draft_block: tokens of a block; all but the first are drafted.
         mask_token_id: token that marks positions to draft (default: the tokenizer's mask, padding or end).
         anchors: blocks trained in each window, drawn anew for each batch.
     """
 
     layers: Annotated[int, draft_option("N", ge=1, le=16)] = 5
-    states: Annotated[tuple[int, ...] | None, draft_option("N")] = None
     draft_block: Annotated[int, draft_option("N", ge=2, le=MAX_BLOCK)] = 16
     mask_token_id: Annotated[int | None, draft_option("ID", ge=0)] = None
     anchors: Annotated[int, draft_option("N", ge=1)] = 32

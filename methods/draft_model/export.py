@@ -15,12 +15,10 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.states import with_rows
 from specexport.exporter import compose, trace
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.reference import as_read, load_reference, reference_logits
-from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_logits
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
@@ -94,7 +92,7 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
         one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
         return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
-    return msgspec.structs.replace(write_draft(draft, build, "propose", tracer, points), states=layers)
+    return msgspec.structs.replace(write_draft(draft, build, tracer, points), states=layers)
 
 
 EXPORTER = DraftModelExporter()

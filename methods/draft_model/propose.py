@@ -47,14 +47,14 @@ class DraftModelProposer(ReadingProposer):
         So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
         """
         # All slots of a run are as wide as the one with most unread tokens.
-        most = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
-        waiting = self._reader.catch_up({view.slot: view.tokens[:-most] for view in views})
-        left = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
+        limit = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
+        waiting = self._reader.catch_up({view.slot: view.tokens[:-limit] for view in views})
+        pending = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         proposals: dict[int, Proposal] = {}
-        while left:  # once, unless a text is shorter than another's unread part
-            T = self._width(left)
-            proposals |= self._draft([view for view in left if len(view.tokens) >= T], T)
-            left = [view for view in left if len(view.tokens) < T]
+        while pending:  # once, unless a text is shorter than another's unread part
+            T = self._width(pending)
+            proposals |= self._draft([view for view in pending if len(view.tokens) >= T], T)
+            pending = [view for view in pending if len(view.tokens) < T]
         return proposals
 
     def _width(self, views: Sequence[SlotView]) -> int:

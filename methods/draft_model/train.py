@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
-from specexport.exporter.checkpoints.tokens import require_same_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.methods.draft_model.train_options import DraftOptions
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
@@ -25,7 +24,7 @@ from specexport.training.run import Place, Run, TrainingModel, choose_place, loa
 
 _MEASURED_TEXTS, _MEASURED_TOKENS = 32, 96
 _MEASURED_DEPTHS = range(1, 7)
-_SHOWN_DEPTH = 4
+_REPORTED_DEPTH = 4
 
 
 def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
             chosen,
             options.total_steps(len(run.windows)),
             loss_at,
-            lambda: f"greedy acceptance length {acceptance.length(0.0, _SHOWN_DEPTH):.2f}",
+            lambda: f"greedy acceptance length {acceptance.length(0.0, _REPORTED_DEPTH):.2f}",
         )
         run.record["acceptance"] = {"before": before, "after": acceptance.table()}
         with run.output() as folder:

@@ -1,12 +1,165 @@
-"""Export of EAGLE-3 drafts."""
+"""EAGLE-3 checkpoints in the layouts of ``SafeAILab/EAGLE`` and of the ``speculators`` library, and their export.
+
+A folder holds ``config.json`` and safetensors: ``fc.weight``, ``norm.weight``, ``lm_head.weight`` and a decoder layer,
+``midlayer.*`` or ``layers.0.*``, with ``hidden_norm.weight`` and projections of twice the width.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from specexport.methods.eagle3.checkpoint import read_eagle3
+import msgspec
+import torch
+
+from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.stored import save_head_tensors
+from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.spec import Eagle3, Eagle3Options
+from specexport.methods.hidden_states.checkpoint import (
+    D2T,
+    EMBEDDING,
+    HEAD,
+    T2D,
+    OwnFilesOutline,
+    States,
+    layer_config,
+    read_draft,
+)
 from specexport.methods.hidden_states.export import OwnStateExporter
+
+_FIRST, _SAME_AS = "midlayer.", "layers.0."
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act",
+)  # fmt: skip
+
+
+class _Switches(msgspec.Struct, kw_only=True):
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    eagle_aux_hidden_state_layer_ids: States | None = None
+
+
+class _Nested(_Switches, kw_only=True):
+    use_aux_hidden_state: bool = True
+
+
+class _Config(_Switches, kw_only=True):
+    """The fields read from ``config.json``, except those of all drafts; other keys are ignored."""
+
+    eagle_config: _Nested | None = None
+    norm_before_residual: bool = False
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class Eagle3Outline(OwnFilesOutline):
+    """An EAGLE-3 checkpoint's configuration.
+
+    Attributes:
+        switches: fields of :class:`~specexport.methods.eagle3.graph.Eagle3Shape`.
+    """
+
+    switches: dict[str, bool]
+
+    what: ClassVar[str] = (
+        f"an EAGLE-3 draft as {CONFIG} describes it; expected names such as 'fc.weight', "
+        "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
+    )
+    keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
+
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        return {_FIRST: _SAME_AS}
+
+    def usual_states(self, layers: int) -> tuple[int, ...]:
+        return usual_states(layers)
+
+    def make(self, layers: int) -> Eagle3Draft:
+        with torch.device("meta"):
+            return Eagle3Draft(
+                Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
+            )
+
+
+def usual_states(layers: int) -> tuple[int, ...]:
+    """The layer counts after which a draft reads the target's residual stream by default."""
+    return 2, layers // 2, layers - 3
+
+
+def read_eagle3(source: str) -> Eagle3Outline:
+    """Reads a draft's configuration from a folder or hub id, without its weights.
+
+    Raises:
+        BuildError: a field is missing, malformed or unsupported; names the file and the field.
+    """
+    layer, _, fields = read_draft(source, "eagle3", "an EAGLE-3 draft")
+    path = fields["path"] / CONFIG
+    config = read_config(path, _Config, "an EAGLE-3 draft")
+    nested = config.eagle_config or _Nested()
+    if not nested.use_aux_hidden_state:
+        raise BuildError(f"{path}: use_aux_hidden_state is false; expected a draft that sees several layers")
+    switches = {
+        name: getattr(config, name) or getattr(nested, name) for name in ("norm_before_fc", "fc_norm", "norm_output")
+    }
+    if switches["norm_before_fc"] and switches["fc_norm"]:
+        raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
+    states = config.eagle_aux_hidden_state_layer_ids
+    if states is None and nested.eagle_aux_hidden_state_layer_ids is not None:
+        # Here ids number the layers that output the states (SpecForge, SGLang).
+        states = [layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids]
+    return Eagle3Outline(
+        **fields,
+        layer=layer_config(path, layer),
+        states=None if states is None else tuple(states),
+        switches=switches | {"norm_before_residual": config.norm_before_residual},
+        tied=config.tie_word_embeddings,
+    )
+
+
+def save_eagle3(
+    folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool, dtype: torch.dtype = torch.float16
+) -> None:
+    """Writes a draft of one Llama layer in EAGLE's layout, without the embedding, which is the target's.
+
+    Args:
+        folder: created if missing.
+        draft: with all switches off.
+        states: the layer counts after which it reads the target's residual stream.
+        tied: leave out the head too, as it is the target's.
+        dtype: dtype of the stored tensors.
+    """
+    layer: Any = draft.shape.config
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: getattr(layer, name) for name in _SIZES},
+        "rope_theta": layer.rope_parameters["rope_theta"],
+        "draft_vocab_size": draft.shape.draft_vocab,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eagle_aux_hidden_state_layer_ids": list(states),
+    }
+    if min(states) > 0:  # SpecForge and SGLang count this way; vLLM reads the top-level field
+        below = [count - 1 for count in states]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": below}
+    omitted = {EMBEDDING, *({HEAD} if tied else ())}
+    state = {
+        _FIRST + name.removeprefix(_SAME_AS) if name.startswith(_SAME_AS) else name: tensor.detach().to(dtype)
+        for name, tensor in draft.named_parameters()
+        if name not in omitted
+    }
+    ids = draft.target_ids
+    if ids is not None:
+        state[D2T] = ids.cpu() - torch.arange(len(ids))
+        state[T2D] = torch.isin(torch.arange(layer.vocab_size), ids.cpu())
+    save_head_tensors(folder, config, state)
 
 
 class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):

@@ -31,9 +31,7 @@ class Eagle3Shape:
 
     Attributes:
         config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        target_hidden: the target's hidden size.
         states: number of the target's layers it reads.
-        draft_vocab: tokens it may propose.
         norm_before_residual: the residual of the first layer is the normed state.
         norm_before_fc: one norm over all of the target's states (``input_norm``).
         fc_norm: a norm for those of each layer (EAGLE-3.1).

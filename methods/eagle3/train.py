@@ -13,13 +13,12 @@ from transformers import LlamaConfig
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
-from specexport.graphs.layers import noted_states
-from specexport.methods.eagle3.checkpoint import read_eagle3, save_eagle3, usual_states
+from specexport.methods.eagle3.export import read_eagle3, save_eagle3, usual_states
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
-from specexport.methods.hidden_states.train import train_draft, write_draft
+from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, run_model, summed_loss, weighted
+from specexport.training.hidden import measured, summed_loss, weighted
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
@@ -39,7 +38,7 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = int(target.model.config.num_hidden_layers)
+    layers = layers_of(target.model)
     initial = None if options.draft is None else initial_draft(options, target, layers)
     states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
@@ -47,23 +46,15 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
         run.prepare(target, options.self_distill)
         draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]
 
-        def accuracy_of(windows: Windows) -> HeadAccuracy:
-            return draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place)
-
-        train_draft(
+        train_and_write(
             run,
             draft,
             (draft.lm_head,),
             lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
-            accuracy_of,
-        )
-        accuracy = accuracy_of(run.held_out)
-        write_draft(
-            run,
-            accuracy,
-            layers,
+            lambda windows: draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place),
             lambda folder: save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head),
             read_eagle3,
+            watch=True,
         )
     return run.record
 
@@ -83,7 +74,7 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
     config = LlamaConfig(**layer_sizes(target, options.intermediate_size), num_hidden_layers=1)
     draft = Eagle3Draft(Eagle3Shape(config, hidden, len(states), draft_vocab)).to(head.device)
-    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    draft.embed_tokens.weight = frozen(table)
     if draft_vocab < vocab:
         counts = windows.ids[windows.learn].long().bincount(minlength=vocab)
         draft.target_ids = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values.to(head.device)
@@ -105,21 +96,20 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
     outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
     layer = outline.layer
-    more = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
-    more |= {
+    unsupported = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
+    unsupported |= {
         f"{layer.num_hidden_layers} layers": layer.num_hidden_layers > 1,
         f"layers of a {layer.model_type}": layer.model_type != "llama",
         "scaled positions": layer.rope_parameters["rope_type"] != "default",
         f"states of {layer.hidden_size}": layer.hidden_size != head.shape[1],
     }
-    if any(more.values()):
-        unsupported = ", ".join(name for name, on in more.items() if on)
-        raise TrainError(f"{outline.path}: has {unsupported}; expected one plain llama layer as wide as the target")
+    if any(unsupported.values()):
+        names = ", ".join(name for name, on in unsupported.items() if on)
+        raise TrainError(f"{outline.path}: has {names}; expected one plain llama layer as wide as the target")
     draft = outline.load(target.path, layers, target.max_positions).to(head.device)
-    draft.embed_tokens.weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    draft.embed_tokens.weight = frozen(table)
     if options.tie_lm_head:
-        rows = head.detach() if draft.target_ids is None else head.detach()[draft.target_ids]
-        draft.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+        draft.lm_head.weight = frozen(head if draft.target_ids is None else head[draft.target_ids])
     wide = layer.intermediate_size
     within("intermediate_size", options.intermediate_size or wide, 16, wide, "that of --draft")
     mlp: Any = draft.layers[0].mlp
@@ -153,9 +143,7 @@ def _losses(
     that began at t: it reads the draft's own state and attends to the rows that it would see when drafting
     (:class:`_TrainingTimeTest`).
     """
-    rows = batch.learnt_from(1)
-    with torch.no_grad(), noted_states(model, states) as noted:
-        _, logits = run_model(model, batch.ids, rows)
+    target_states, logits, at = run_target(model, states, batch)
     ids, vocab = draft.target_ids, draft.lm_head.out_features
     target_ids = torch.arange(vocab, device=logits.device) if ids is None else ids
     number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(
@@ -163,9 +151,8 @@ def _losses(
     )
     known = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
-    at = rows.flatten().cumsum(0).view_as(rows) - 1
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-    hidden = draft.fused(torch.cat([noted[count] for count in states], -1))
+    hidden = draft.fused(target_states)
     attention = _TrainingTimeTest()
     for step in range(steps):
         with lowering(attention):

@@ -6,23 +6,19 @@ from functools import partial
 from typing import Annotated
 
 from specexport.contract.errors import TrainError
-from specexport.methods.hidden_states.train_options import StatesDraftOptions
-from specexport.training.options import Training, dashed, draft_option, report_chain
+from specexport.training.options import StatesDraftOptions, Training, dashed, draft_option, report_chain
 
 
 class Eagle3Options(StatesDraftOptions, frozen=True, kw_only=True):
     """Options of ``specexport train eagle3``.
 
     Attributes:
-        states: after how many of the target's layers the draft sees its residual stream (default: 2, L/2 and L - 3 of
-            L).
         draft: draft to start from; with --intermediate-size its MLP keeps the strongest units (default: a new draft).
         draft_vocab_size: number of tokens it may propose: the most frequent of the training texts (default: all).
         tie_lm_head: the draft ends in the target's own projection, which is not stored again.
         ttt_steps: tokens drafted from each position in training; 1: none from its own states.
     """
 
-    states: Annotated[tuple[int, ...] | None, draft_option("N")] = None
     draft: Annotated[str | None, draft_option("DIR_OR_ID")] = None
     draft_vocab_size: Annotated[int | None, draft_option("N", ge=64)] = None
     tie_lm_head: Annotated[bool, draft_option()] = False

@@ -1,4 +1,4 @@
-"""Reading of EAGLE-3, DFlash and MTP checkpoints.
+"""Checkpoints of EAGLE-3, DFlash and MTP drafts.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
 the target's has ``d2t``, the offset of each token's id in the target, and ``t2d``, a mask of the target's tokens that
@@ -24,10 +24,11 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import stored_table
-from specexport.exporter.checkpoints.documents import read_object
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantized
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
 from specexport.methods.hidden_states.spec import MAX_STATES
@@ -66,16 +67,61 @@ class Layer(msgspec.Struct, kw_only=True):
     sliding_window: Size | None = None
 
 
+class _Config(msgspec.Struct, kw_only=True):
+    """The fields that EAGLE-3's and DFlash's ``config.json`` share.
+
+    SafeAILab, z-lab and SpecForge describe the layers at the top level, the ``speculators`` library in
+    ``transformer_layer_config``.
+    """
+
+    transformer_layer_config: Layer | None = None
+    speculators_model_type: str | None = None
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+
+
+def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool, dict[str, Any]]:
+    """Reads the configuration of a draft in a checkpoint of its own.
+
+    Args:
+        source: folder or hub id.
+        method: the expected ``speculators_model_type``.
+        description: the kind of draft, for error messages.
+
+    Returns:
+        The configuration of the layers, whether it is that of the ``speculators`` library, and the fields of
+        :class:`OwnFilesOutline` that all such drafts have.
+
+    Raises:
+        BuildError: a field is missing or malformed; names the file and the field.
+    """
+    folder = locate(source)
+    path = folder / CONFIG
+    config = read_config(path, _Config, description)
+    layer, stated = config.transformer_layer_config, config.speculators_model_type
+    if stated not in (None, method) or (layer is None) != (stated is None):
+        raise BuildError(
+            f"{path}: speculators_model_type is {stated!r}; expected {method!r} with a transformer_layer_config, or "
+            "neither"
+        )
+    layer = layer or read_config(path, Layer, description)
+    fields = {
+        "path": folder,
+        "vocab": layer.vocab_size,
+        "draft_vocab": config.draft_vocab_size or layer.vocab_size,
+        "target_hidden": config.target_hidden_size or layer.hidden_size,
+    }
+    return layer, stated is not None, fields
+
+
 @dataclass(frozen=True)
 class DraftOutline(ABC):
     """A draft's configuration, without its weights.
 
     Attributes:
-        path: the folder.
         layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target it was trained for.
         draft_vocab: number of tokens it may propose.
-        target_hidden: the target's hidden size.
     """
 
     path: Path
@@ -102,6 +148,19 @@ class DraftOutline(ABC):
     def make(self, layers: int) -> Any:
         """A draft of these sizes for a target with ``layers`` layers, on torch's meta device."""
 
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        """Prefixes of stored names, and what the draft's modules have instead."""
+        return {}
+
+    @abstractmethod
+    def parts(self) -> dict[str, StoredTensor]:
+        """The stored tensors by the names of the draft's modules.
+
+        Raises:
+            BuildError: two tensors are the same part, or the parts of a quantized matrix do not fit; names them.
+        """
+
     @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
         """Checks a draft against a target's hidden size, vocabulary and layers, by the headers of its files.
@@ -124,6 +183,97 @@ class DraftOutline(ABC):
             BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
         """
 
+    def _require_parts(
+        self,
+        stored: Mapping[str, StoredTensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        shared: AbstractSet[str],
+        description: str,
+    ) -> None:
+        """Checks that the draft has tensors of these shapes and no others, by the headers of its files.
+
+        Tensors in ``shared`` may be left out, as the target has them; ``description`` is for error messages.
+
+        Raises:
+            BuildError: a tensor is missing, unknown, or of another shape or type; names it.
+        """
+        maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
+        for name, tensor in stored.items():
+            if name not in shapes and name not in maps:
+                raise BuildError(f"{self.path}: tensor {tensor.name!r} is no part of {description}")
+            shape = shapes.get(name) or maps[name]
+            if tensor.shape != shape:
+                raise BuildError(
+                    f"{self.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shape)} by {CONFIG}"
+                )
+            if name in shapes and not tensor.floating:
+                raise BuildError(
+                    f"{self.path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights, or a "
+                    f"quantization_config in {CONFIG}"
+                )
+        needed = (shapes.keys() - shared) | ({D2T} if self.draft_vocab != self.vocab else set())
+        for name in sorted(needed - stored.keys()):
+            others = [start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to)]
+            names = " or ".join(map(repr, (name, *others)))
+            raise BuildError(f"{self.path}: no tensor {names}; {CONFIG} asks for it")
+        self._target_ids(stored)
+
+    def _target_ids(self, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
+        """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same.
+
+        Raises:
+            BuildError: an id is not in the target's vocabulary, or contradicts ``t2d``; names the tensor.
+        """
+        if D2T not in stored or self.draft_vocab == self.vocab:
+            return None
+        offsets = stored[D2T].read()
+        if offsets.dtype not in (torch.int64, torch.int32):
+            raise BuildError(f"{self.path}: tensor {D2T!r} is {offsets.dtype}; expected int64")
+        ids = torch.arange(self.draft_vocab) + offsets
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab or len(set(ids.tolist())) != len(ids):
+            raise BuildError(
+                f"{self.path}: tensor {D2T!r} leads to tokens that are not there, or to one twice; expected "
+                f"{self.draft_vocab} different ones below {self.vocab}"
+            )
+        if T2D in stored:
+            known = stored[T2D].read()
+            if known.dtype != torch.bool or not torch.equal(known.nonzero()[:, 0], ids.sort().values):
+                raise BuildError(f"{self.path}: tensor {T2D!r} is no mask (bool) of the tokens that {D2T!r} leads to")
+        return ids
+
+    def _fill(
+        self, draft: Any, stored: Mapping[str, StoredTensor], target: Path, positions: int, *, tied: bool = False
+    ) -> Any:
+        """Loads the weights of a draft on torch's meta device; see :meth:`load`.
+
+        The draft has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``; with ``tied`` its head consists
+        of rows of its embedding.
+        """
+        ids = self._target_ids(stored)
+        state = {name: stored[name].finite(self.path) for name in draft.state_dict() if name in stored}
+        if EMBEDDING not in state:
+            state[EMBEDDING] = self._table(target, EMBEDDING)
+        if HEAD not in state:
+            rows = state[EMBEDDING] if tied else self._table(target, HEAD)
+            state[HEAD] = rows if ids is None else rows[ids]
+        draft.load_state_dict(state, assign=True)
+        # Computed rather than stored, so it must be rebuilt off the meta device.
+        draft.rotary_emb = type(draft.rotary_emb)(self.layer)
+        draft.target_ids = ids
+        freeze_frequencies(draft, positions)
+        return draft.eval().requires_grad_(False)
+
+    def _table(self, target: Path, name: str) -> torch.Tensor:
+        """The target's embedding or head, for a draft without one."""
+        tensor = stored_table(target, head=name == HEAD)
+        wanted = (self.vocab, self.layer.hidden_size)
+        if tensor.shape != wanted:
+            raise BuildError(
+                f"{self.path}: has no {name!r}, and the target's {tensor.name!r} is {list(tensor.shape)}; expected "
+                f"{list(wanted)}"
+            )
+        return tensor.finite(target)
+
 
 @dataclass(frozen=True)
 class OwnFilesOutline(DraftOutline):
@@ -141,8 +291,6 @@ class OwnFilesOutline(DraftOutline):
     """The expected kind of draft for error messages, with example tensor names."""
     keys: ClassVar[str]
     """The configuration fields that ``states`` comes from."""
-    same: ClassVar[Mapping[str, str]] = {}
-    """See :func:`parts_of`."""
 
     @abstractmethod
     def usual_states(self, layers: int) -> tuple[int, ...]:
@@ -169,13 +317,31 @@ class OwnFilesOutline(DraftOutline):
                     "for another model"
                 )
         shared = {EMBEDDING, HEAD} if self.layer.hidden_size == hidden else {HEAD} if self.tied else set()
-        shapes = shapes_of(self.make(layers))
-        require_parts(self, parts_of(self, self.same), shapes, shared, self.what, same=self.same)
+        self._require_parts(self.parts(), shapes_of(self.make(layers)), shared, self.what)
 
     def load(self, target: Path, layers: int, positions: int) -> Any:
-        draft = self.make(layers)
-        fill(draft, self, parts_of(self, self.same), target, positions, tied=self.tied)
-        return draft
+        return self._fill(self.make(layers), self.parts(), target, positions, tied=self.tied)
+
+    def parts(self) -> dict[str, StoredTensor]:
+        parts: dict[str, StoredTensor] = {}
+        path = self.path / CONFIG
+        for tensor in dequantized(path, read_object(path), head_tensors(self.path)):
+            name = tensor.name.removeprefix("model.")
+            for start, to in self.prefixes.items():
+                name = to + name.removeprefix(start) if name.startswith(start) else name
+            if name.endswith(_UNREAD):
+                continue
+            if name in parts:
+                raise BuildError(
+                    f"{self.path}: tensors {parts[name].name!r} and {tensor.name!r} are the same part; expected one"
+                )
+            parts[name] = tensor
+        return parts
+
+
+def shapes_of(draft: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a draft's tensors by name; the meta device is enough."""
+    return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
 
 
 def layer_config(
@@ -183,11 +349,7 @@ def layer_config(
 ) -> Any:
     """Converts the configuration of layers to transformers' own.
 
-    Args:
-        path: the file it was read from.
-        layer: the fields read.
-        kinds: supported values of ``model_type``.
-        built_as: the ``model_type`` to use instead of the file's; None for the file's.
+    ``kinds`` are the supported values of ``model_type``; ``built_as`` is used instead of the file's.
 
     Raises:
         BuildError: the kind is unsupported, or transformers refuses the configuration; names the file.
@@ -199,8 +361,8 @@ def layer_config(
     windows = "sliding_attention" in (layer.layer_types or ())
     if windows and (kind != "qwen3" or layer.sliding_window is None):
         raise BuildError(f"{path}: layer_types has 'sliding_attention'; expected it with a sliding_window in a qwen3")
-    fields |= {"num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads}
     fields |= {
+        "num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads,
         "head_dim": layer.head_dim or layer.hidden_size // layer.num_attention_heads,
         "use_sliding_window": windows,
     }
@@ -214,146 +376,6 @@ def layer_config(
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
-def parts_of(outline: DraftOutline, same: Mapping[str, str] = {}) -> dict[str, StoredTensor]:
-    """The tensors by the names of the draft's modules; ``same`` maps prefixes of stored names to these.
-
-    Raises:
-        BuildError: two tensors are the same part, or the parts of a quantized matrix do not fit; names them.
-    """
-    parts: dict[str, StoredTensor] = {}
-    path = outline.path / CONFIG
-    for tensor in dequantized(path, read_object(path), head_tensors(outline.path)):
-        name = tensor.name.removeprefix("model.")
-        for start, stands_for in same.items():
-            name = stands_for + name.removeprefix(start) if name.startswith(start) else name
-        if name.endswith(_UNREAD):
-            continue
-        if name in parts:
-            raise BuildError(
-                f"{outline.path}: tensors {parts[name].name!r} and {tensor.name!r} are the same part; expected one"
-            )
-        parts[name] = tensor
-    return parts
-
-
-def shapes_of(draft: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a draft's tensors by name; the meta device is enough."""
-    return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-
-
-def require_parts(
-    outline: DraftOutline,
-    stored: Mapping[str, StoredTensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    shared: AbstractSet[str],
-    description: str,
-    *,
-    same: Mapping[str, str] = {},
-) -> None:
-    """Checks that a draft has all of its tensors and no others, by the headers of its files.
-
-    Args:
-        outline: the draft's configuration.
-        stored: its tensors.
-        shapes: the expected shapes, see :func:`shapes_of`.
-        shared: names of tensors that may be left out, as the target has them.
-        description: the expected kind of draft for error messages, with example tensor names.
-        same: see :func:`parts_of`.
-
-    Raises:
-        BuildError: a tensor is missing, unknown, or of another shape or type; names it.
-    """
-    maps = {D2T: (outline.draft_vocab,), T2D: (outline.vocab,)}
-    for name, tensor in stored.items():
-        if name not in shapes and name not in maps:
-            raise BuildError(f"{outline.path}: tensor {tensor.name!r} is no part of {description}")
-        shape = shapes.get(name) or maps[name]
-        if tensor.shape != shape:
-            raise BuildError(
-                f"{outline.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shape)} by {CONFIG}"
-            )
-        if name in shapes and not tensor.floating:
-            raise BuildError(
-                f"{outline.path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights, or a "
-                f"quantization_config in {CONFIG}"
-            )
-    needed = shapes.keys() - shared
-    if outline.draft_vocab != outline.vocab:
-        needed = {*needed, D2T}
-    for name in sorted(needed - stored.keys()):
-        others = [start + name.removeprefix(for_) for start, for_ in same.items() if name.startswith(for_)]
-        names = " or ".join(map(repr, (name, *others)))
-        raise BuildError(f"{outline.path}: no tensor {names}; {CONFIG} asks for it")
-    _target_ids(outline, stored)
-
-
-def _target_ids(outline: DraftOutline, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
-    """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same.
-
-    Raises:
-        BuildError: an id is not in the target's vocabulary, or contradicts ``t2d``; names the tensor.
-    """
-    if D2T not in stored or outline.draft_vocab == outline.vocab:
-        return None
-    offsets = stored[D2T].read()
-    if offsets.dtype not in (torch.int64, torch.int32):
-        raise BuildError(f"{outline.path}: tensor {D2T!r} is {offsets.dtype}; expected int64")
-    ids = torch.arange(outline.draft_vocab) + offsets
-    if int(ids.min()) < 0 or int(ids.max()) >= outline.vocab or len(set(ids.tolist())) != len(ids):
-        raise BuildError(
-            f"{outline.path}: tensor {D2T!r} leads to tokens that are not there, or to one twice; expected "
-            f"{outline.draft_vocab} different ones below {outline.vocab}"
-        )
-    if T2D in stored:
-        known = stored[T2D].read()
-        if known.dtype != torch.bool or not torch.equal(known.nonzero()[:, 0], ids.sort().values):
-            raise BuildError(f"{outline.path}: tensor {T2D!r} is no mask (bool) of the tokens that {D2T!r} leads to")
-    return ids
-
-
-def fill(
-    draft: Any, outline: DraftOutline, stored: Mapping[str, StoredTensor], target: Path, positions: int, *, tied: bool
-) -> None:
-    """Loads the weights of a draft on torch's meta device, in fp32 and evaluation mode.
-
-    Args:
-        draft: with ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``.
-        outline: the draft's configuration.
-        stored: its tensors, checked by :func:`require_parts`.
-        target: the target's folder, for the tensors that the draft shares with it.
-        positions: see :meth:`DraftOutline.load`.
-        tied: whether its head consists of rows of its embedding.
-
-    Raises:
-        BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
-    """
-    ids = _target_ids(outline, stored)
-    state = {name: stored[name].finite(outline.path) for name in draft.state_dict() if name in stored}
-    if EMBEDDING not in state:
-        state[EMBEDDING] = _table(target, outline, head=False)
-    if HEAD not in state:
-        rows = state[EMBEDDING] if tied else _table(target, outline, head=True)
-        state[HEAD] = rows if ids is None else rows[ids]
-    draft.load_state_dict(state, assign=True)
-    draft.rotary_emb = type(draft.rotary_emb)(
-        outline.layer
-    )  # computed rather than stored, so it must be rebuilt off the meta device
-    draft.target_ids = ids
-    freeze_frequencies(draft, positions)
-    draft.eval().requires_grad_(False)
-
-
-def _table(target: Path, outline: DraftOutline, *, head: bool) -> torch.Tensor:
-    tensor = stored_table(target, head=head)
-    wanted = (outline.vocab, outline.layer.hidden_size)
-    if tensor.shape != wanted:
-        raise BuildError(
-            f"{outline.path}: has no {HEAD if head else EMBEDDING!r}, and the target's {tensor.name!r} is "
-            f"{list(tensor.shape)}; expected {list(wanted)}"
-        )
-    return tensor.finite(target)
-
-
 def as_checkpoint(
     outline: DraftOutline, family: str, source: str, draft: torch.nn.Module, positions: int
 ) -> Checkpoint:
@@ -361,15 +383,7 @@ def as_checkpoint(
 
     ``source`` is the user's name for it.
     """
-    return Checkpoint(
-        source=source,
-        path=outline.path,
-        family=family,
-        model=draft,
-        cache=outline.cache(draft),
-        vocab_size=outline.draft_vocab,
-        input_vocab=outline.vocab,
-        max_positions=positions,
-        parameters=sum(parameter.numel() for parameter in draft.parameters()),
-        eos_token_ids=(),
+    cache = outline.cache(draft)
+    return Checkpoint.of_draft(
+        source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions
     )

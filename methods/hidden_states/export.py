@@ -18,16 +18,14 @@ from specexport.contract.signature import caches
 from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
 from specexport.exporter.checkpoints.config import layers_in, outlined
 from specexport.exporter.checkpoints.outline import ModelOutline
-from specexport.exporter.checkpoints.reference import load_reference, reference_logits
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.drafts import traced
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
-from specexport.exporter.writing import Part, write_models
+from specexport.exporter.writing import write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
-from specexport.graphs.layers import noted_states
+from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
@@ -99,10 +97,14 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
             outline = self.read(source)
             draft = outline.load(build.source, layers_in(build.source), positions)
             checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
-        with build.during(f"tracing the {self.title}"):
-            graph = traced(checkpoint, lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering))
-            part = Part("propose", graph, self.points(method, build.plan), checkpoint.cache, checkpoint.parameters)
-        (model,) = write_models(build, method.role, [part], checkpoint, build.options.proposing)
+        model = write_draft(
+            checkpoint,
+            build,
+            lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering),
+            self.points(method, build.plan),
+            role=method.role,
+            title=self.title,
+        )
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 
@@ -131,7 +133,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
         for text, drafted in recorded:
-            with noted_states(original, method.states) as noted:
+            with recorded_states(original, method.states) as noted:
                 reference_logits(original, np.array(text[:-1]))
             states = torch.cat([noted[count] for count in method.states], -1).float()
             with torch.no_grad():
@@ -181,6 +183,6 @@ def trace_own_state(
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
     real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
     rows = trace.row_inputs(shapes)
-    inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, *tensors.SAMPLING, caches(shapes), rows]
+    inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]
     return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)

@@ -99,10 +99,7 @@ class OwnStatePass(torch.nn.Module):
         past_length: torch.Tensor,
         hidden: torch.Tensor,
         real: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
@@ -115,10 +112,7 @@ class OwnStatePass(torch.nn.Module):
             past_length: int64 ``[B]``, valid rows of the cache.
             hidden: float32 ``[B,T,H]``.
             real: float32 ``[B,R]``, 1 for earlier rows, 0 for padding.
-            temperature: ``[B]``, like the following; see :func:`~specexport.graphs.propose.draw_candidate`.
-            top_k: likewise.
-            top_p: likewise.
-            min_p: likewise.
+            sampling: temperature, top_k, top_p and min_p ``[B]`` of :func:`~specexport.graphs.propose.draw_candidate`.
             past: caches.
             rows: the R rows, ``[B,Hkv,R,D]``.
 
@@ -136,7 +130,7 @@ class OwnStatePass(torch.nn.Module):
             state, output = self.model(input_ids, hidden, positions[:, -tokens:])
         row = last_row[:, None, None].expand(-1, 1, state.shape[-1])
         logits = self.model.lm_head(output.gather(1, row)[:, 0]).float()
-        token, ids, probs = draw_candidate(logits, uniform, temperature, top_k, top_p, min_p)
+        token, ids, probs = draw_candidate(logits, uniform, *sampling)
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
         return (token, ids, probs, state.gather(1, row), real, *flat(two_part.returned))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +17,13 @@ from specexport.runtime.backend import Array, Graph
 from specexport.runtime.buffers import write_sampling
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotView
+from specexport.runtime.proposers import Opening
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.sampling import Floats
 
 
 @dataclass
-class _Shown:
+class _StateSpan:
     """The target's states at consecutive tokens of a slot's text.
 
     Attributes:
@@ -40,10 +40,11 @@ class _Shown:
 
 
 class StatesProposer(Proposer):
-    """A draft with a row for each token of a text except the last, computed from the target's states there.
+    """Drafts a chain, with a row for each token of a text except the last, computed from the target's states there.
 
-    The row of a token may depend on the next token. Texts with a common prefix therefore share the rows of that prefix,
-    and comparing tokens tells which rows are still valid.
+    The row of a token may depend on the next token too. Texts with a common prefix therefore share the rows of that
+    prefix, and comparing tokens tells which rows are still valid. Rows computed from the draft's own output are dropped
+    after each call.
 
     States are kept until the draft has read them, which it does as soon as a chunk is complete. If the target reused
     another request's cache, the draft lacks states, and the target reads their tokens again: the last one of a shared
@@ -61,24 +62,24 @@ class StatesProposer(Proposer):
         self._names = [tensors.LAYER_STATES.at(count) for count in method.states]
         self.observes = frozenset(self._names)
         self._texts: dict[int, list[int]] = {}
-        self._shown: dict[int, _Shown] = {}
+        self._spans: dict[int, _StateSpan] = {}
 
     # --- the target's states ------------------------------------------------------------------------------------------
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
         states: Floats = np.concatenate([outputs[name][list(rows)] for name in self._names], 1)
-        before = self._shown.get(view.slot)
+        before = self._spans.get(view.slot)
         if before is not None and before.start <= past <= before.end:
             kept = before.states[: past - before.start]
-            self._shown[view.slot] = _Shown(before.start, np.concatenate([kept, states]))
+            self._spans[view.slot] = _StateSpan(before.start, np.concatenate([kept, states]))
         else:
-            self._shown[view.slot] = _Shown(past, states)
+            self._spans[view.slot] = _StateSpan(past, states)
         # At most a chunk of states is kept, however long the request decodes without this method.
         while self._unread(view) >= self._chunk:
             self._read(view)
 
     def needs_from(self, view: SlotView) -> int:
-        row, shown = self._next_row(view), self._shown.get(view.slot)
-        return shown.end if shown is not None and shown.start <= row <= shown.end else row
+        row, span = self._next_row(view), self._spans.get(view.slot)
+        return span.end if span is not None and span.start <= row <= span.end else row
 
     def _next_row(self, view: SlotView) -> int:
         """How many rows of a text the draft has; the last one is recomputed, as a run computes at least one."""
@@ -87,10 +88,10 @@ class StatesProposer(Proposer):
 
     def _unread(self, view: SlotView) -> int:
         """How many rows can be computed next, up to the first token without states."""
-        row, shown = self._next_row(view), self._shown.get(view.slot)
-        if shown is None or not shown.start <= row:
+        row, span = self._next_row(view), self._spans.get(view.slot)
+        if span is None or not span.start <= row:
             return 0
-        return max(0, min(shown.end, len(view.tokens) - 1) - row)
+        return max(0, min(span.end, len(view.tokens) - 1) - row)
 
     @property
     def device_draft(self) -> DeviceDraft | None:
@@ -100,23 +101,23 @@ class StatesProposer(Proposer):
     # --- the draft's runs ---------------------------------------------------------------------------------------------
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; always leaves as many tokens as a drafting call of any slot can read."""
-        most = max(max_deferred, self._width)
-        if self._unread(view) > most:
+        limit = max(max_deferred, self._width)
+        if self._unread(view) > limit:
             self._read(view)
-        return self._unread(view) > most
+        return self._unread(view) > limit
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; texts of one token, and texts with missing states, are left out.
 
         So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
         """
-        left = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
-        known = [view for view in views if 0 < left[view.slot] == self._unread(view)]
-        most = self.reads_along if len(views) == 1 else self._width  # all slots of a run are as wide as the widest
-        behind = [view for view in known if left[view.slot] > most]
+        unread = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
+        complete = [view for view in views if 0 < unread[view.slot] == self._unread(view)]
+        limit = self.reads_along if len(views) == 1 else self._width  # all slots of a run are as wide as the widest
+        behind = [view for view in complete if unread[view.slot] > limit]
         if behind:
             self._read(behind[0])
-        ready = [view for view in known if self._unread(view) <= most]
+        ready = [view for view in complete if self._unread(view) <= limit]
         return self._draft(ready) if ready else {}
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -143,9 +144,9 @@ class StatesProposer(Proposer):
 
     def is_ready(self, view: SlotView) -> bool:
         """Whether one run can compute all missing rows and draft; see :class:`DeviceDraft`."""
-        left = len(view.tokens) - 1 - self._next_row(view)
+        unread = len(view.tokens) - 1 - self._next_row(view)
         room = self._rows([view], self._width, view.tree.depth) <= self.graph.cache_sizes[-1]
-        return 0 < left == self._unread(view) <= self._width and room
+        return 0 < unread == self._unread(view) <= self._width and room
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`."""
@@ -185,32 +186,32 @@ class StatesProposer(Proposer):
         inputs = self.graph.inputs(width, drafts=K, slots=slots)
         self.graph.protect_rows(width, drafts=K, slots=slots)
         for view in views:
-            at, row, shown = view.slot - slots.start, self._next_row(view), self._shown[view.slot]
+            at, row, span = view.slot - slots.start, self._next_row(view), self._spans[view.slot]
             count = min(width, self._unread(view))
-            inputs[tensors.LAYER_STATES][at, :count] = shown.states[row - shown.start :][:count]
+            inputs[tensors.LAYER_STATES][at, :count] = span.states[row - span.start :][:count]
             inputs[tensors.PAST_LENGTH][at] = row
             inputs[tensors.LAST_ROW][at] = count - 1
             self._write_tokens(inputs, at, view, range(row, row + count))
         return inputs
 
-    @abstractmethod
     def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        """Writes the input tokens of these rows of a text for the slot at index ``at`` of the window."""
+        """Writes the input tokens of these rows of a text, each the next one, for the slot at index ``at``."""
+        inputs[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
     def _keep(self, view: SlotView, count: int) -> None:
         """Keeps a run's rows of a text, and the states that will be needed again."""
-        row, shown = self._next_row(view), self._shown[view.slot]
+        row, span = self._next_row(view), self._spans[view.slot]
         self.graph.commit(view.slot, row, range(count))
         self._texts[view.slot] = view.tokens[: row + 1 + count]
         start = row + count - 1
-        self._shown[view.slot] = _Shown(start, shown.states[start - shown.start :])
+        self._spans[view.slot] = _StateSpan(start, span.states[start - span.start :])
 
     # --- slots --------------------------------------------------------------------------------------------------------
     def move(self, source: int, to: int) -> None:
         self.share(source, to, len(self._texts.get(source, ())))
-        self._shown.pop(to, None)
-        if source in self._shown:
-            self._shown[to] = self._shown.pop(source)
+        self._spans.pop(to, None)
+        if source in self._spans:
+            self._spans[to] = self._spans.pop(source)
 
     def share(self, source: int, to: int, tokens: int) -> None:
         text = self._texts.get(source, [])[:tokens]
@@ -221,4 +222,8 @@ class StatesProposer(Proposer):
         self.graph.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
-        self._shown.pop(slot, None)
+        self._spans.pop(slot, None)
+
+
+def open_proposer(method: StatesDraft, opening: Opening) -> StatesProposer:
+    return StatesProposer(opening.graph(method), opening.bundle.manifest, method)

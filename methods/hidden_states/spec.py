@@ -46,7 +46,7 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
     Attributes:
         states: after how many of the target's layers it sees the residual stream.
         hidden: the target's hidden size.
-        rows: that a run which drafts makes of a text, at most: as many as a step of its deepest tree can accept.
+        rows: most rows of a text in a drafting run: as many tokens as a step of its deepest tree can commit.
         dynamic_tree: see :class:`StatesDraftOptions`.
     """
 

@@ -51,8 +51,8 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens was given; its steps follow from window, ngram and guesses")
-        given = [size for size in (self.window, self.ngram, self.guesses) if size is not None]
-        if given and (len(given) < 3 or self.preset is not None):
+        sizes = [size for size in (self.window, self.ngram, self.guesses) if size is not None]
+        if sizes and (len(sizes) < 3 or self.preset is not None):
             raise ValueError("window, ngram and guesses belong together, and exclude a preset; give all three or none")
         if self.preset is not None and "," not in self.preset and self.preset not in (*PRESETS, "gpu"):
             raise ValueError(f"preset is {self.preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}")

@@ -1,21 +1,32 @@
-"""Export of Medusa heads into the target's graph, and their comparison with the original heads."""
+"""Medusa checkpoints in the layout of ``FasterDecoding/Medusa`` and in ours, and their export.
+
+A folder holds ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, and the heads in
+``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or it is a full model trained together with its heads
+(Medusa-2), whose safetensors hold them under ``medusa_head.``. Ours set ``tie_lm_head: true`` if the heads end in the
+model's own projection; then ``{i}.{layers}.weight`` is ``[H,H]`` instead of ``[V,H]``.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.reference import as_read, load_reference, reference_states
+from specexport.exporter.build_state import BuildPlan
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_states
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, save_head_tensors, stored_tensors
 from specexport.exporter.method import (
-    Added,
     Agreement,
     Array,
     MethodExporter,
@@ -24,22 +35,222 @@ from specexport.exporter.method import (
     vocabulary,
 )
 from specexport.exporter.options import BuildOptions
-from specexport.graphs.top_k import MAX_TOP_K
-from specexport.methods.medusa.checkpoint import HeadsOutline, count_parameters, load_medusa, read_outline
+from specexport.graphs.propose import MAX_TOP_K
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
 from specexport.methods.medusa.spec import Medusa, MedusaOptions
 
+WEIGHTS = "medusa_lm_head"
+COMPATIBLE = "fasterdecoding"
+"""Subfolder with the heads in the layout of ``FasterDecoding/Medusa``."""
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Top-1 accuracy of heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
 NEXT_RANK = 0.3
 """Assumed ratio of a guess's accuracy to that of the guess one rank above it, if nothing was measured."""
+_PREFIX = "medusa_head."
+_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_MAX_HEADS, _MAX_LAYERS = 16, 16
+
+
+class _Config(MeasuredConfig, kw_only=True):
+    """The fields read from ``config.json``; other keys, such as a full model's, are ignored."""
+
+    medusa_num_heads: int | None = None
+    medusa_num_layers: int | None = None
+    tie_lm_head: bool = False
+    medusa_choices: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class HeadsOutline:
+    """The configuration of a checkpoint's heads.
+
+    Attributes:
+        tied: whether they end in the model's own head.
+        tree: the checkpoint's tree, if it has one.
+        accuracy: of the heads, if training measured it.
+    """
+
+    path: Path
+    count: int
+    layers: int
+    tied: bool
+    tree: TokenTree | None
+    accuracy: HeadAccuracy | None
+
+
+def read_outline(folder: Path) -> HeadsOutline:
+    """Reads the configuration of a folder's heads, without their weights.
+
+    Raises:
+        BuildError: a part is missing or malformed; names the file.
+    """
+    return _outline(folder, *_open(folder))
+
+
+def _outline(folder: Path, stored: Mapping[str, StoredTensor], file: Path) -> HeadsOutline:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise BuildError(f"{folder}: no {CONFIG}; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
+    config = read_config(path, _Config, "Medusa heads")
+    matches = {name: _NAME.fullmatch(name) for name in stored}
+    wrong = sorted(name for name, match in matches.items() if match is None)
+    if wrong:
+        raise BuildError(
+            f"{file}: tensor {wrong[0]!r} is no part of Medusa heads; expected names such as '0.0.linear.weight' and "
+            "'0.1.weight'"
+        )
+    in_file = 1 + max((int(match[1]) for match in matches.values() if match is not None), default=-1)
+    of_first = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in stored)
+    heads = config.medusa_num_heads if config.medusa_num_heads is not None else in_file
+    layers = config.medusa_num_layers if config.medusa_num_layers is not None else of_first
+    if not 1 <= heads <= _MAX_HEADS or not 0 <= layers <= _MAX_LAYERS:
+        raise BuildError(
+            f"{path}: {heads} heads of {layers} layers; expected 1 to {_MAX_HEADS} heads of 0 to {_MAX_LAYERS} layers"
+        )
+    if heads > in_file:
+        raise BuildError(f"{path}: medusa_num_heads is {heads}, but {file} holds {in_file} heads")
+    tree, accuracy = _tree(path, config, heads), config.accuracy(path, heads, "heads")
+    return HeadsOutline(folder, heads, layers, config.tie_lm_head, tree, accuracy)
+
+
+def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
+    if config.medusa_choices is None:
+        return None
+    try:
+        tree = TokenTree.from_choices(config.medusa_choices)
+    except Exception as error:
+        raise BuildError(f"{path}: medusa_choices: {error}") from error
+    if tree.depth > heads:
+        raise BuildError(f"{path}: medusa_choices go {tree.depth} deep, with {heads} heads")
+    return tree
+
+
+def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
+    """Loads heads for a model of this hidden size and vocabulary, in fp32 and evaluation mode.
+
+    No code in the files is run: a ``.pt`` is read with ``weights_only=True``, and shapes are checked before any memory
+    is allocated for them.
+
+    Raises:
+        BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
+    """
+    heads, stored, file = _fitting(folder, hidden, vocab)
+    heads.load_state_dict({name: stored[name].finite(file) for name in heads.state_dict()}, assign=True)
+    return heads.eval().requires_grad_(False)
+
+
+def count_parameters(folder: Path, *, hidden: int, vocab: int) -> int:
+    """The number of the heads' parameters, by file headers; refuses another model's heads, as :func:`load_medusa`."""
+    heads, *_ = _fitting(folder, hidden, vocab)
+    return sum(parameter.numel() for parameter in heads.parameters())
+
+
+def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[str, StoredTensor], Path]:
+    """Heads on the meta device, their stored tensors, and the file."""
+    stored, file = _open(folder)
+    outline = _outline(folder, stored, file)
+    with torch.device("meta"):
+        heads = MedusaHeads(outline.count, outline.layers, hidden, vocab, tied=outline.tied)
+    for name, wanted in heads.state_dict().items():
+        if name not in stored:
+            raise BuildError(
+                f"{file}: no tensor {name!r}; {folder / CONFIG} says {outline.count} heads of {outline.layers} layers"
+                + (" that share the model's head" if outline.tied else "")
+            )
+        if stored[name].shape != tuple(wanted.shape):
+            raise BuildError(
+                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(wanted.shape)} for a model of "
+                f"hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
+            )
+    return heads, stored, file
+
+
+def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
+    """The heads' tensors by the names of ``MedusaHeads``, and the file to name in errors."""
+    if not folder.is_dir():
+        raise BuildError(f"{folder}: no such folder; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
+    single, pickled, file = folder / f"{WEIGHTS}.safetensors", folder / f"{WEIGHTS}.pt", folder
+    if single.is_file():
+        stored, file = stored_tensors(single), single
+    elif pickled.is_file():
+        stored, file = pickled_tensors(pickled), pickled
+    else:
+        every = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
+        stored = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
+    if not stored:
+        raise BuildError(
+            f"{file}: no Medusa heads; expected {WEIGHTS}.safetensors, {WEIGHTS}.pt, or a full model whose "
+            f"safetensors hold tensors named {_PREFIX}*"
+        )
+    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in stored}, file
+
+
+def save_medusa(
+    folder: Path,
+    heads: MedusaHeads,
+    lm_head: torch.Tensor,
+    *,
+    base: str,
+    accuracy: HeadAccuracy | None = None,
+    choices: Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype = torch.float16,
+    compatible: bool = True,
+) -> None:
+    """Writes heads in our layout and, in a subfolder, in that of ``FasterDecoding/Medusa``.
+
+    Args:
+        folder: created if missing.
+        heads: the heads.
+        lm_head: weight of the model's own head, ``[V,H]``; the compatible files of tied heads contain its product.
+        base: name or folder of the model they were trained for.
+        accuracy: of the heads, if measured.
+        choices: the default tree.
+        dtype: dtype of the stored tensors.
+        compatible: write the subfolder, which for tied heads is many times larger than the rest.
+    """
+    config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
+    if choices is not None:
+        config["medusa_choices"] = [list(path) for path in choices]
+    save_head_tensors(folder, _config(heads, base) | config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
+    if compatible:
+        save_compatible(folder / COMPATIBLE, heads, lm_head, base=base, dtype=dtype)
+
+
+def save_compatible(
+    folder: Path, heads: MedusaHeads, lm_head: torch.Tensor, *, base: str, dtype: torch.dtype = torch.float16
+) -> None:
+    """Writes heads in the layout of ``FasterDecoding/Medusa``, each with a projection; see :func:`save_medusa`."""
+    full = _state(heads, dtype)
+    if heads.tied:
+        for head in range(len(heads)):
+            name = f"{head}.{heads.layers}.weight"
+            full[name] = (lm_head.detach().float() @ heads.state_dict()[name].float()).to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(_config(heads, base), indent=2) + "\n", encoding="utf-8")
+    with (folder / f"{WEIGHTS}.pt").open("wb") as file:
+        torch.save(full, file)
+
+
+def _state(heads: MedusaHeads, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}
+
+
+def _config(heads: MedusaHeads, base: str) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": heads.layers,
+        "base_model_name_or_path": base,
+        "hidden_size": heads.hidden,
+        "vocab_size": heads.vocab,
+    }
 
 
 class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
-        folder = folder_of(options.model)
+        folder = expanded(options.model)
         heads = read_outline(folder)
         return Medusa(
             trees=(),
@@ -52,17 +263,16 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
 
     def sized(self, method: Medusa, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size by the heads' measured or published accuracy."""
-        heads = read_outline(folder_of(method.model))
+        heads = read_outline(expanded(method.model))
         return TokenTree.best(path_weight(heads), size + 1, method.candidates, heads.count)
 
     def default_trees(self, method: Medusa) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
-        published = read_outline(folder_of(method.model)).tree
+        published = read_outline(expanded(method.model)).tree
         return (published,) if published is not None else super().default_trees(method)
 
-    def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Added | None:
-        heads = heads_of(method.model, target)
-        return Added(outputs=HeadCandidates(heads, target.model, method.candidates))
+    def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:
+        return HeadCandidates(heads_of(method.model, target), target.model, method.candidates)
 
     def compare(self, method: Medusa, run: Verification) -> tuple[str, Agreement] | None:
         target, heads = run.bundle.manifest.target, run.source(method)
@@ -76,11 +286,6 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
         return "the heads in the target's graph propose the original heads' own token", agreement
 
 
-def folder_of(source: str) -> Path:
-    """The folder of heads."""
-    return expanded(source)
-
-
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     """Loads the heads of a model.
 
@@ -88,7 +293,7 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
         BuildError: they are another model's.
     """
     return load_medusa(
-        folder_of(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
+        expanded(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from specexport.contract import tensors
+from specexport.graphs.propose import most_probable
 from specexport.graphs.step import Addition
-from specexport.graphs.top_k import most_probable
 
 
 class ResBlock(torch.nn.Module):
@@ -25,7 +25,7 @@ class ResBlock(torch.nn.Module):
 
 
 class MedusaHeads(torch.nn.ModuleList):
-    """Heads of residual blocks, each ending in a projection to the vocabulary of its own or through the model's.
+    """Heads of residual blocks, each with its own projection to the vocabulary or the model's.
 
     Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
     t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
@@ -115,5 +115,5 @@ def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     copy.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    vars(copy.weight).update(vars(weight))  # the stored tensor, if it is a stand-in (streamed.py)
+    vars(copy.weight).update(vars(weight))  # the stored tensor, if it is a stand-in (checkpoints/stored.py)
     return copy

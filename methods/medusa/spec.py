@@ -59,8 +59,8 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
         return (CANDIDATES.sized(heads=self.heads, M=self.candidates),)
 
     @property
-    def stored_in_target(self) -> StoredAs | None:
-        return self.weights
+    def stored(self) -> frozenset[StoredAs]:
+        return frozenset({self.weights})
 
     def describe(self) -> str:
         return f"medusa, {self.heads} heads ({self.parameters:,} parameters, {self.weights})"

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import CONFIG
-from specexport.methods.medusa.checkpoint import COMPATIBLE, load_medusa, save_compatible, save_medusa
+from specexport.methods.medusa.export import COMPATIBLE, load_medusa, save_compatible, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.data import Windows

@@ -10,18 +10,18 @@ from tokenizers import Tokenizer
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import expanded
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
-from specexport.exporter.build_plan import PREFILL_CHUNK, BuildPlan
-from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.reference import as_read, load_reference
-from specexport.exporter.drafts import load_draft, require_tokenizer, write_draft
+from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.options import PREFILL_CHUNK
+from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
+from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
-from specexport.graphs.top_k import MAX_TOP_K
-from specexport.methods.medusa.checkpoint import read_outline
-from specexport.methods.medusa.export import folder_of, heads_of, path_weight, reference_heads
+from specexport.methods.medusa.export import heads_of, path_weight, read_outline, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 
@@ -38,7 +38,7 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
         require_tokenizer(options.model, target, tokenizer)
 
     def outline(self, options: MedusaDraftOptions, target: TargetOutline) -> MedusaDraft:
-        folder = folder_of(options.medusa)
+        folder = expanded(options.medusa)
         return MedusaDraft(
             trees=(),
             model=options.model,
@@ -48,12 +48,12 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
         )
 
     def sized(self, method: MedusaDraft, size: int) -> TokenTree:
-        weight = path_weight(read_outline(folder_of(method.medusa)), (_OWN_ACCURACY,))
+        weight = path_weight(read_outline(expanded(method.medusa)), (_OWN_ACCURACY,))
         return TokenTree.best(weight, size + 1, method.candidates, method.heads + 1)
 
     def default_trees(self, method: MedusaDraft) -> tuple[TokenTree, ...]:
-        """See :class:`MethodExporter`; what the heads bring, if anything."""
-        published = read_outline(folder_of(method.medusa)).tree
+        """See :class:`MethodExporter`; the heads' own tree, if they have one."""
+        published = read_outline(expanded(method.medusa)).tree
         return (published,) if published is not None else super().default_trees(method)
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
@@ -75,7 +75,7 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
         candidates = HeadCandidates(heads, draft.model, known, vocab, depth_1=True)
         outputs = [tensors.CANDIDATES]
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
-        model = write_draft(draft, build, "step", lambda: trace.trace_step(step, draft.cache), points)
+        model = write_draft(draft, build, lambda: trace.trace_step(step, draft.cache), points, name="step")
         return msgspec.structs.replace(method, candidates=known, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:

@@ -61,7 +61,7 @@ class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
 
     @property
     def draft_width(self) -> int:
-        """Tokens the draft is given a step: the most a step can commit."""
+        """Tokens that the draft reads in a step: the most a step can commit."""
         return 1 + max(tree.depth for tree in self.token_trees())
 
     def describe(self) -> str:

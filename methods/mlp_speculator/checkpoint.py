@@ -7,7 +7,6 @@ tied stages share may be stored once or for each stage.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
-from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import CONFIG, StoredTensor, head_tensors, read_config
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, save_head_tensors
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.spec import MAX_STAGES
 
-WEIGHTS = "model.safetensors"
 WIDTHS = (5, 4, 3)
 """Default of ``top_k_tokens_per_head``, as in fms-extras; later stages repeat the last."""
 
@@ -57,14 +54,10 @@ class SpeculatorOutline:
     """A speculator checkpoint's configuration.
 
     Attributes:
-        path: the folder.
         vocab: V.
         hidden: H, of the target it was trained for.
         inner: I.
-        stages: number of stages.
         widths: most children of a node per stage, ``top_k_tokens_per_head``.
-        scale_input: see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages`.
-        tied: likewise.
         accuracy: of stages after correct tokens, if training measured it.
     """
 
@@ -191,25 +184,6 @@ def _shared(speculator: SpeculatorStages) -> list[list[str]]:
     return list(names.values())
 
 
-def as_checkpoint(outline: SpeculatorOutline, source: str, speculator: SpeculatorStages, positions: int) -> Checkpoint:
-    """A speculator as a model to write beside the target, for texts of at most ``positions`` tokens.
-
-    It has neither a cache nor a tokenizer; ``source`` is the user's name for it.
-    """
-    return Checkpoint(
-        source=source,
-        path=outline.path,
-        family="mlp_speculator",
-        model=speculator,
-        cache=(),
-        vocab_size=outline.vocab,
-        input_vocab=outline.vocab,
-        max_positions=positions,
-        parameters=sum(parameter.numel() for parameter in speculator.parameters()),
-        eos_token_ids=(),
-    )
-
-
 def save_speculator(
     folder: Path,
     speculator: SpeculatorStages,
@@ -227,7 +201,6 @@ def save_speculator(
         accuracy: if measured; stored under keys that other readers ignore.
         dtype: dtype of the stored tensors.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stages = len(speculator)
     config: dict[str, Any] = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -243,7 +216,8 @@ def save_speculator(
         "torch_dtype": str(dtype).removeprefix("torch."),
         **accuracy_config(accuracy),
     }
-    parameters = dict(speculator.named_parameters())
-    state = {f"{_PREFIX}{name}": tensor.detach().to(dtype).contiguous() for name, tensor in parameters.items()}
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_head_tensors(
+        folder,
+        config,
+        {f"{_PREFIX}{name}": tensor.detach().to(dtype) for name, tensor in speculator.named_parameters()},
+    )

@@ -17,23 +17,21 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
-from specexport.exporter.build_plan import BuildPlan
-from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.reference import load_reference, reference_states
-from specexport.exporter.drafts import traced
+from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification
-from specexport.exporter.writing import Part, write_models
+from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
 from specexport.methods.mlp_speculator.checkpoint import (
     SpeculatorOutline,
-    as_checkpoint,
     load_speculator,
     read_speculator,
     require_fit,
@@ -94,11 +92,17 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             stages = load_speculator(outline)
             # Stages beyond the deepest tree would never be used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
-            checkpoint = as_checkpoint(outline, method.model, stages, build.max_positions)
-        with build.during("tracing the speculator"):
-            graph = traced(checkpoint, lambda: trace_speculator(stages, build.options.lowering))
-        part = Part("propose", graph, self.points(method, build.plan), (), checkpoint.parameters)
-        (model,) = write_models(build, "speculator", [part], checkpoint, build.options.proposing)
+            checkpoint = Checkpoint.of_draft(
+                method.model, outline.path, method.name, stages, (), outline.vocab, outline.vocab, build.max_positions
+            )
+        model = write_draft(
+            checkpoint,
+            build,
+            lambda: trace_speculator(stages, build.options.lowering),
+            self.points(method, build.plan),
+            role="speculator",
+            title="speculator",
+        )
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
@@ -170,7 +174,7 @@ class ReferenceSpeculator:
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
-    inputs = speculator_inputs(len(speculator), speculator.hidden)
+    inputs: trace.Inputs = [*speculator_inputs(len(speculator), speculator.hidden), tensors.SAMPLING]
     outputs, module = stage_outputs("M", len(speculator), "T"), SpeculatorModule(speculator)
     return trace.trace_module(module, module, inputs, outputs, lowering)
 

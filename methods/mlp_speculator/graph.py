@@ -103,10 +103,7 @@ class SpeculatorModule(torch.nn.Module):
         level_parents: torch.Tensor,
         level_ranks: torch.Tensor,
         uniform: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        sampling: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Runs the stages over the levels of a tree; see ``contract.tensors`` for shapes.
 
@@ -126,9 +123,7 @@ class SpeculatorModule(torch.nn.Module):
             state = self.speculator.advance(stage, state, tokens)
             logits = self.speculator.head[stage](state).float()
             noise = uniform[:, stage, :1] if stage == 0 else uniform[:, stage]
-            drafted += draw_candidate(
-                logits, noise, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None]
-            )
+            drafted += draw_candidate(logits, noise, *(parameter[:, None] for parameter in sampling))
         return tuple(drafted)
 
 

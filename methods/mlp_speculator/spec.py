@@ -69,12 +69,8 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
     def support(self) -> int:
         return self.candidates
 
-    @property
-    def drafted_stages(self) -> int:
-        return self.stages
-
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
-        """See :class:`Method`: the narrowest run that holds its levels, of those that a device has."""
+        """See :class:`Method`: the narrowest run of a device that holds the tree's levels."""
         points = uncached_points(self.draft.graph.points) if self.draft is not None else []
         return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
 
@@ -84,7 +80,7 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:
-        inputs = speculator_inputs(self.stages, self.hidden)
+        inputs = (*speculator_inputs(self.stages, self.hidden), *tensors.SAMPLING)
         return {"speculator": GraphSignature(inputs, tuple(stage_outputs(self.candidates, self.stages, "T")))}
 
     def describe(self) -> str:
@@ -106,12 +102,11 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
 
 
 def speculator_inputs(stages: Dim, hidden: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph of so many stages."""
+    """Inputs of the propose graph of so many stages, without the sampling parameters."""
     return (
         tensors.HIDDEN_STATE.sized(H=hidden),
         tensors.INPUT_IDS.shaped("B", 1),
         tensors.LEVEL_PARENTS.sized(stages=stages),
         tensors.LEVEL_RANKS.sized(stages=stages),
         tensors.UNIFORM.shaped("B", stages, "T"),
-        *tensors.SAMPLING,
     )

@@ -7,10 +7,10 @@ from typing import ClassVar
 import msgspec
 
 from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints.checkpoint import load_tokenizer
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.drafts import load_draft
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.method import Agreement, TargetOutline, Verification
+from specexport.exporter.writing import load_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
 from specexport.methods.draft_model.spec import DraftModel

@@ -26,7 +26,6 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
-        stream: decodes the target's tokens.
         whole: whether the text ends at a character's end.
     """
 
@@ -91,19 +90,19 @@ class UniversalDraftProposer(SlotProposer[_Text]):
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
         """The target's tokens of a drafted text, from the draft's tokens before it and the drafted ones."""
         known = drafted_after[-_OVERLAP:]
-        old, new = self._said(self._draft, known), self._said(self._draft, [*known, *drafted])
+        old, new = self._decoded(self._draft, known), self._decoded(self._draft, [*known, *drafted])
         text = new[len(old) :] if new.startswith(old) else ""
         text = text.rstrip(_UNFINISHED)
         if not text:
             return []
         last = before[-_OVERLAP:]
-        together = list(self._target.encode(self._said(self._target, last) + text, add_special_tokens=False).ids)
+        together = list(self._target.encode(self._decoded(self._target, last) + text, add_special_tokens=False).ids)
         if together[: len(last)] == last:
             return together[len(last) :]
         return list(self._target.encode(text, add_special_tokens=False).ids)
 
     @staticmethod
-    def _said(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
         text: str = tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 

@@ -26,7 +26,7 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.compiler import CompilerLibrary, load_library
-from specexport.exporter.quality import relative_rms
+from specexport.exporter.graph_checks import relative_rms
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine

@@ -17,7 +17,7 @@ from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.exporter.engines.profiles import CompileJob
+from specexport.exporter.engines.source import CompileJob
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]

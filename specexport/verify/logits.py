@@ -11,8 +11,8 @@ import numpy as np
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Quality
-from specexport.exporter.checkpoints.reference import load_reference, reference_embeds, reference_logits
-from specexport.exporter.quality import Reference, default_text, energy, measure, relative_rms, windows
+from specexport.exporter.checkpoints.checkpoint import load_reference, reference_embeds, reference_logits
+from specexport.exporter.graph_checks import Reference, default_text, energy, measure, relative_rms, windows
 from specexport.runtime.bundle import Bundle
 from specexport.verify.steps import Array, half_embedded, open_step, prefill_calls, step_calls
 

@@ -17,8 +17,8 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
-from specexport.exporter.checkpoints.reference import reference_logits
-from specexport.exporter.step_session import StepSession
+from specexport.exporter.checkpoints.checkpoint import reference_logits
+from specexport.exporter.graph_checks import StepSession
 from specexport.runtime.bundle import Bundle
 
 Array = npt.NDArray[Any]

@@ -90,7 +90,8 @@ def tree(seed: str, data: bytes | None, folder: Path) -> None:
 
 
 def _checkpoint(seed: str, data: bytes | None, folder: Path, name: str) -> None:
-    from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+    from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 
     model = _copy(seed, folder)
     put(model / name, data)
@@ -120,8 +121,9 @@ def index(seed: str, data: bytes | None, folder: Path) -> None:
 
 def gguf(seed: str, data: bytes | None, folder: Path) -> None:
     """A GGUF file: header, configuration, tokenizer and weights."""
-    from specexport.exporter.checkpoints.checkpoint import load_checkpoint, load_tokenizer
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint
     from specexport.exporter.checkpoints.locate import find, locate
+    from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 
     file = folder / Path(seed).name
     put(file, Path(seed).read_bytes() if data is None else data)
@@ -135,7 +137,7 @@ def gguf(seed: str, data: bytes | None, folder: Path) -> None:
 
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
-    from specexport.methods.medusa.checkpoint import load_medusa
+    from specexport.methods.medusa.export import load_medusa
 
     source, _, name = seed.rpartition("|")
     heads = _copy(source, folder / name)

@@ -18,10 +18,9 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from specexport.contract.errors import BuildError
+from specexport.exporter.checkpoints.documents import CONFIG, require_sane
 from specexport.exporter.checkpoints.gguf.header import Header, as_library_reader, read_header
-from specexport.exporter.checkpoints.locate import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import require_sane
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _CONTROL = 3

@@ -50,9 +50,7 @@ class TensorPlace:
     """A tensor of a file.
 
     Attributes:
-        name: in the file.
         shape: in NumPy's order, rows first.
-        kind: storage type of its numbers.
         data: its memory-mapped bytes, uint8 ``[..., bytes of a row]``.
     """
 
@@ -68,8 +66,6 @@ class Header:
 
     Attributes:
         path: the file, or the first part.
-        fields: the metadata by key.
-        tensors: by name.
     """
 
     path: Path
@@ -149,9 +145,9 @@ class _Reading:
 
     def _take(self, size: int, field: str) -> int:
         """Advances by ``size`` bytes, and returns their start."""
-        start, left = self._at, len(self._mapped) - self._at
-        if size > left:
-            raise BuildError(f"{self._path}: {field} takes {size} bytes, but the file has {left} left; {_FETCH}")
+        start, remaining = self._at, len(self._mapped) - self._at
+        if size > remaining:
+            raise BuildError(f"{self._path}: {field} takes {size} bytes, but the file has {remaining} left; {_FETCH}")
         self._at += size
         return start
 
@@ -246,11 +242,11 @@ class _Reading:
         for name, shape, stored, offset in entries:
             block, block_bytes = GGML_QUANT_SIZES[stored]
             row = shape[-1] // block * block_bytes
-            size, left = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
-            if offset % alignment or offset > left or size > left - offset:
+            size, remaining = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
+            if offset % alignment or offset > remaining or size > remaining - offset:
                 raise BuildError(
                     f"{self._path}: tensor {name!r} is {size} bytes from {offset} on; expected a multiple of "
-                    f"{alignment} and at most the {left} bytes that the file has for tensors; {_FETCH}"
+                    f"{alignment} and at most the {remaining} bytes that the file has for tensors; {_FETCH}"
                 )
             data = np.frombuffer(self._mapped, np.uint8, size, begin + offset).reshape(*shape[:-1], row)
             header.tensors[name] = TensorPlace(name, shape, stored, data)

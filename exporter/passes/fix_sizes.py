@@ -1,10 +1,8 @@
-"""Replaces a propose graph's loop by one pass, which drafts a token; a speculator's graph keeps some of its stages.
-
-A device calls such a graph once for every draft token: a loop would ask the host after each, and unrolled copies of its
-body would have compilers keep the weights once for each.
-"""
+"""Fixes numbers of draft tokens and sizes of a graph for a device."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +15,9 @@ from specexport.exporter.passes.editing import constant, op
 def fix_drafts(model: ir.Model, drafts: int) -> None:
     """Makes a propose graph draft a fixed number of tokens: one, or as many as a speculator has stages.
 
-    One that drafts all in one pass is left as it is.
+    A device calls a graph without its loop once for every draft token: a loop would ask the host after each, and
+    compilers would keep the weights once for every unrolled copy of its body. Graphs that draft all tokens in one pass
+    are unchanged.
     """
     loop = next((node for node in model.graph if node.op_type == "Loop"), None)
     if loop is not None:
@@ -71,3 +71,11 @@ def _join_nothing(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
             node.outputs[0].replace_all_uses_with(constant(graph, "no.rows", np.array([0], np.int64)))
         elif node.op_type == "Shape":
             node.replace_input_with(0, empty[source])
+
+
+def fix_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
+    """Gives symbolic dimensions their sizes; those without one stay symbolic."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None:
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]
+            value.shape = ir.Shape(dims)

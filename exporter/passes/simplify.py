@@ -1,4 +1,4 @@
-"""onnxscript's optimizer, with only those rules that apply to transformers' models.
+"""onnxscript's optimizer, with only those rules that apply to transformers' models, and names of weights after it.
 
 Its own list matches convolutions and batch norms at every node, and looks for pairs of slices at every node among all
 nodes, which takes longer than the rest where layers are many.
@@ -7,17 +7,23 @@ nodes, which takes longer than the rest where layers are many.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
+from onnxscript.optimizer import FOLDED_FROM_KEY
 from onnxscript.rewriter.rules import common
 
 from specexport.exporter.passes.linear import transposes_weight
 
 _ROUNDS = 2
 LARGEST_FOLDED = 1 << 13
-"""Numbers of a weight up to which a graph may depend on what they are: those of more are never folded or compared."""
+"""Largest size of a weight whose numbers a graph may depend on; larger ones are never folded or compared."""
+_TAKEN_FOR_ZERO = 1e-8
+_PREFIXES = ("model.", "additions.")
+"""Prefixes that traced modules add to the names in checkpoints."""
 
 
 def _split_slices() -> rewriter.RewriteRule:
@@ -61,7 +67,8 @@ _RULES = rewriter.RewriteRuleSet(
 
 
 def simplify(model: ir.Model) -> None:
-    """Folds constants, removes what does nothing, and lifts constants into initializers, in place."""
+    """Folds constants, removes nodes without effect, and lifts constants into initializers, in place."""
+    keep_epsilons(model)
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
         # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
@@ -85,3 +92,46 @@ def simplify(model: ir.Model) -> None:
         passes.OutputFixPass(),
         passes.NameFixPass(),
     )(model)
+
+
+def keep_epsilons(model: ir.Model) -> None:
+    """Gives scalar constants of at most 1e-8 an axis, as the optimizer takes such scalars for zero and drops them."""
+    # A scalar that is only almost 1e-8 in float32 is taken for zero as well.
+    for node in model.graph.all_nodes():
+        value = node.attributes.get("value") if node.op_type == "Constant" else None
+        if value is not None:
+            array = value.as_tensor().numpy()
+            if array.dtype == np.float32 and array.ndim == 0 and 0 < abs(float(array)) <= _TAKEN_FOR_ZERO * 1.01:
+                node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(array.reshape(1)))
+                node.outputs[0].shape = ir.Shape([1])
+
+
+def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
+    """Renames the initializers of a graph that was just traced and optimized.
+
+    Parameters lose the traced module's prefixes. A constant that the optimizer folded from one parameter (Gemma's norms
+    are 1 + weight) is named after that parameter, with the suffix ``.folded``. ``aliases`` maps names in the traced
+    module to others of the same parameters, which are used instead.
+    """
+    for value in list(model.graph.initializers.values()):
+        name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
+        if name is not None:
+            value.name = _free(model.graph, name)
+
+
+def _in_checkpoint(name: str | None) -> str | None:
+    """A parameter's name in the checkpoint; None if it is no parameter."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name and name.startswith(prefix)), None)
+
+
+def _folded(sources: Iterable[str]) -> str | None:
+    parameters = [name for name in map(_in_checkpoint, sources) if name is not None]
+    return f"{parameters[0]}.folded" if len(parameters) == 1 else None
+
+
+def _free(graph: ir.Graph, name: str) -> str:
+    number, free = 1, name
+    while free in graph.initializers:
+        number += 1
+        free = f"{name}.{number}"
+    return free

@@ -1,8 +1,8 @@
-"""Measures the effect of quantization: KL divergence, perplexity and first choices over a text."""
+"""Runs written graphs: once, for numbers that are not finite, and over a text, for the effect of quantization."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,14 +13,21 @@ import numpy.typing as npt
 import torch
 
 from specexport.contract import tensors
+from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model, Quality
+from specexport.contract.signature import GraphSignature, cache_inputs, caches, embedding_inputs
+from specexport.contract.states import KeptStates, cell_rows
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.streamed import read_weights
-from specexport.exporter.step_session import StepSession
+from specexport.exporter.checkpoints.stored import read_weights
+from specexport.runtime.backends.onnxruntime.graph import MINIMUM
+from specexport.runtime.backends.onnxruntime.segments import open_whole
+from specexport.runtime.machine import available_cores, disable_telemetry
 
 Array = npt.NDArray[Any]
-
+_PROBED_TOKENS = 16
+"""The first tokens of a vocabulary are special ones, such as padding, whose embeddings are often zero."""
+_PROBED_SIZES = {"B": 1, "T": _PROBED_TOKENS, "R": _PROBED_TOKENS, "K": 1, "S": 24, "C": 1}
 _WINDOW = 256
 _TOKENS = 1024
 _MAX_LOGITS = 1 << 27
@@ -31,6 +38,109 @@ _CHUNK = 64
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+def require_finite(folder: Path, model: Model, signature: GraphSignature, lowering: LoweredAs) -> None:
+    """Runs a model's master graph over the first tokens of its vocabulary and an empty cache.
+
+    Without an onnxruntime that can run such graphs, nothing is checked.
+
+    Raises:
+        BuildError: an output holds numbers that are not finite; it names the graph and the output.
+        BackendError: onnxruntime refuses the graph.
+    """
+    disable_telemetry()
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < MINIMUM[lowering]:
+        return
+    session = open_whole(folder.joinpath, model, lowering, available_cores())
+    inputs = {str(tensor): tensor.array(_PROBED_SIZES) for tensor in (*signature.inputs, *cache_inputs(model))}
+    for name, limit in ((tensors.INPUT_IDS, model.vocab_size), (tensors.POSITION_IDS, _PROBED_TOKENS)):
+        if name in inputs:
+            inputs[name][:] = np.arange(inputs[name].shape[1]) % limit
+    if tensors.TOP_K in inputs:
+        inputs[tensors.TOP_K][:] = 0
+    for layer in model.states:
+        if layer.recurrence is not None:
+            inputs[tensors.CELL_ROWS] = cell_rows([0], [0], _PROBED_TOKENS, layer.recurrence.rows)
+    names = [output.name for output in session.get_outputs()]
+    for name, output in zip(names, session.run(names, inputs), strict=True):
+        wrong = int((~np.isfinite(output)).sum()) if output.dtype == np.float32 else 0
+        if wrong:
+            raise BuildError(
+                f"{model.source}: model family '{model.family}': {model.graph.master}: {wrong} of {output.size} "
+                f"numbers of its output '{name}' are not finite; expected finite numbers. Check the checkpoint's "
+                "weights with transformers; if they are sound there, this model family is not supported"
+            )
+
+
+class StepSession:
+    """A step graph under onnxruntime, with the options the engine runs it with; it keeps the cache of one slot.
+
+    ``file`` says where a file of the bundle is. The cache has S = ``rows`` rows, and ``fill`` in those that nothing was
+    written to.
+
+    Raises:
+        BackendError: onnxruntime is missing, too old, or refuses the graph.
+    """
+
+    def __init__(self, file: Callable[[str], Path], lowering: LoweredAs, model: Model, rows: int, fill: float) -> None:
+        self._session = open_whole(file, model, lowering, available_cores())
+        self._names = [output.name for output in self._session.get_outputs()]
+        self._embeddings = embedding_inputs(model.embedding_size)
+        self._caches = {
+            str(cache): np.full(cache.shape({"B": 1, "S": rows}), fill, np.float32) for cache in caches(model.cache)
+        }
+        self._states = KeptStates(model.states, 1)
+        self._last: tuple[int, list[Array]] = (0, [])  # cache rows before the last call, and its new rows
+
+    def logits(self, inputs: Mapping[str, Array]) -> Array:
+        """Runs the graph once; its rows are in the cache for the next call.
+
+        Args:
+            inputs: the graph's, without caches; embeddings may be left out, and without recurrent layers
+                ``known_tokens`` is not read.
+
+        Returns:
+            float32 ``[R,V]``.
+        """
+        tokens = inputs[tensors.INPUT_IDS].shape[1]
+        embeddings = {str(tensor): tensor.zeros({"B": 1, "T": tokens}) for tensor in self._embeddings}
+        past = int(inputs[tensors.PAST_LENGTH][0])
+        states, blocks, parts = self._state_inputs(past, tokens)
+        feed = {**embeddings, **inputs, **states, **self._caches}
+        if tensors.CELL_ROWS not in states:
+            feed.pop(tensors.KNOWN_TOKENS, None)
+        outputs = dict(zip(self._names, self._session.run(None, feed), strict=True))
+        for name, part in parts.items():
+            part[:] = outputs[name]
+        if tensors.CELL_ROWS in states:
+            self._states.ran(range(1), [past], inputs[tensors.KNOWN_TOKENS].tolist())
+        self._last = past, blocks
+        for name, cache in self._caches.items():
+            if (whole := outputs.get(name.replace("past_", "present_", 1))) is not None:
+                self._caches[name] = whole
+            else:  # lowered portably: new rows alone
+                rows = outputs[name.replace("past_", "new_", 1)]
+                cache[:, :, past : past + rows.shape[2]] = rows
+        logits: Array = outputs[tensors.LOGITS][0]
+        return logits
+
+    def _state_inputs(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
+        """Inputs of layers without attention, and buffers for their new rows.
+
+        How much of the last call became text is known only now.
+        """
+        before, rows = self._last
+        if past == 0:
+            self._states.clear(0)
+        elif past > before:
+            self._states.commit(0, before, range(past - before), rows, 0)
+        blocks, parts = self._states.outputs(1, tokens)
+        return {**self._states.arrays, **self._states.cells(range(1), [past], tokens)}, blocks, parts
+
+
 def default_text() -> str:
     """The text that is measured over where no other is named: English in several registers, and code."""
     return resources.files("specexport.exporter").joinpath("texts/measured.txt").read_text(encoding="utf-8")
@@ -38,7 +148,7 @@ def default_text() -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Windows of a text and what the model says after each of their tokens, before anything was rounded.
+    """Windows of a text and the model's logits after each token, before anything was rounded.
 
     Attributes:
         tokens: int64 ``[W,T]``.
@@ -102,7 +212,7 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
 
 
 def compare(expected: Reference, logits: Array) -> Quality:
-    """Compares what another reading of the model says after the tokens of the same windows, ``[W,T,V]``."""
+    """Compares other logits over the same windows, ``[W,T,V]``."""
     sums = _Sums()
     for tokens, exact, other in zip(expected.tokens, expected.logits, logits, strict=True):
         sums.add(exact, other, tokens[1:])
@@ -110,7 +220,7 @@ def compare(expected: Reference, logits: Array) -> Quality:
 
 
 class _Sums:
-    """What is added up over the rows of a text."""
+    """Sums over the rows of a text."""
 
     def __init__(self) -> None:
         self._rows = self._followed = self._same = 0

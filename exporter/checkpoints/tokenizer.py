@@ -1,0 +1,206 @@
+"""The tokenizer of a checkpoint, its chat templates, and comparison with another's. Loads transformers when needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from specexport.contract.errors import BuildError
+from specexport.contract.manifest import DEFAULT_TEMPLATE, SettingNote, short
+from specexport.exporter.checkpoints.documents import read_config, read_object
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
+"""Names of sentencepiece files; tiktoken uses some of them too."""
+_PROCESSOR = ("processor_config.json", "chat_template.json")
+"""Files with the templates of processors, in order of precedence."""
+_NAME = re.compile(r"\w[\w.+-]{0,63}")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer in the form that the runtime needs.
+
+    Attributes:
+        special_tokens: ``bos_token`` and the like, for chat templates.
+        eos_token_id: the tokenizer's own token that ends a text.
+        split_special_tokens: whether special tokens in a text are read as text.
+    """
+
+    tokenizer: Tokenizer
+    chat_templates: dict[str, str]
+    special_tokens: dict[str, str]
+    eos_token_id: int | None = None
+    split_special_tokens: bool = False
+
+
+def load_tokenizer(path: Path) -> TokenizerFiles:
+    """Loads the tokenizer of a checkpoint folder as a ``tokenizers.Tokenizer`` without truncation and padding.
+
+    Raises:
+        BuildError: there is none, or it has no fast form.
+        ImportError: transformers is not installed.
+    """
+    # Imported here: torch takes seconds.
+    from transformers import AutoTokenizer
+
+    from specexport.exporter.checkpoints.config import read_model_config
+
+    read_model_config(path)  # transformers reads the kind of tokenizer from it
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # from missing files to malformed JSON
+        broken = next((why for name in _TOKENIZER_FILES if (why := _fault(path / name)) is not None), None)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise BuildError(
+            _missing_reader(path) or broken or f"{path}: its tokenizer could not be loaded: {reason}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise BuildError(
+            f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
+            "hold"
+        )
+    special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    backend.no_truncation()
+    backend.no_padding()
+    end = loaded.eos_token_id
+    splits = bool(loaded.split_special_tokens)
+    templates = chat_templates(path, loaded)
+    return TokenizerFiles(backend, templates, special, end if isinstance(end, int) else None, splits)
+
+
+def _fault(path: Path) -> str | None:
+    """The fault of a file that should hold a JSON object; None if there is none or no file."""
+    if path.is_file():
+        try:
+            read_object(path)
+        except BuildError as error:
+            return str(error)
+    return None
+
+
+def _missing_reader(folder: Path) -> str | None:
+    """The package to install for a folder's tokenizer; transformers may name another."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    for file in map(folder.joinpath, _SENTENCEPIECE):
+        if file.is_file():
+            with file.open("rb") as stream:  # tiktoken's files are lines of text
+                library = "sentencepiece" if stream.read(1) == b"\n" else "tiktoken"
+            if find_spec(library) is None:
+                return (
+                    f"{file}: read by {library}, which is not installed; install it with: pip install {library}, or "
+                    "choose a checkpoint that has a tokenizer.json"
+                )
+    return None
+
+
+def stored_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's ``tokenizer.json``, or transformers' conversion of its other files.
+
+    Raises:
+        BuildError: there is none.
+        ImportError: transformers is needed and not installed.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return load_tokenizer(folder).tokenizer
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
+
+
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
+    """Checks that two tokenizers give every token the same id, except padding of the vocabularies.
+
+    Raises:
+        BuildError: they differ; it names the first token that does.
+    """
+    ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
+    if ours == theirs and _pipeline(target) == _pipeline(draft):
+        return
+    differing = [(index, token) for token, index in ours.items() if theirs.get(token) != index]
+    if differing:
+        index, token = min(differing)
+        detail = f"token {token!r} is {index} in {target_path} and {theirs.get(token, 'absent')} in {draft_path}"
+    elif len(ours) != len(theirs):
+        detail = f"{draft_path} has {len(theirs)} tokens against {len(ours)} in {target_path}"
+    else:
+        detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
+    raise BuildError(
+        f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
+        f"from the same family, or draft through text with --method universal_draft:{draft_path}"
+    )
+
+
+def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parts of a tokenizer that determine tokenization, without those that only add tokens around sequences."""
+    parts = json.loads(tokenizer.to_str())
+    return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
+        "merges": parts.get("model", {}).get("merges")
+    }
+
+
+class _Named(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Processor(msgspec.Struct):
+    """The fields read from a processor's files; other keys are ignored."""
+
+    chat_template: str | dict[str, str] | list[_Named] | None = None
+
+
+def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
+    """A checkpoint's templates by name; ``default`` is used unless another is named.
+
+    They are the tokenizer's (``chat_template.jinja`` and ``additional_chat_templates``, or ``tokenizer_config.json``),
+    or, if it has none, the processor's.
+
+    Raises:
+        BuildError: a template is not a string, or its name is not a file name; names the file.
+    """
+    place, templates = folder / "tokenizer_config.json", _by_name(tokenizer.chat_template)
+    if not templates:
+        place, templates = _of_processor(folder) or (place, templates)
+    for name, template in templates.items():
+        if not isinstance(template, str) or not _NAME.fullmatch(str(name)):
+            raise BuildError(
+                f"{place}: chat_template {str(name)[:80]!r} is {type(template).__name__}; expected Jinja by a name of "
+                "letters and digits"
+            )
+    return dict(templates)
+
+
+def other_template(folder: Path, used: Mapping[str, str]) -> SettingNote | None:
+    """The file with the processor's template, if that is not the one used."""
+    place, templates = _of_processor(folder) or (folder, {})
+    if not templates or templates.get(DEFAULT_TEMPLATE) == used.get(DEFAULT_TEMPLATE):
+        return None
+    note = "transformers' processors take this template; specexport takes the tokenizer's, as its tokenizers do"
+    return SettingNote(file=place.name, key="chat_template", value=short(templates.get(DEFAULT_TEMPLATE)), note=note)
+
+
+def _of_processor(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The templates of the first of a processor's files that has any."""
+    for path in map(folder.joinpath, _PROCESSOR):
+        if path.is_file() and (template := read_config(path, _Processor, "a processor").chat_template):
+            return path, _by_name(template)
+    return None
+
+
+def _by_name(templates: Any) -> dict[str, Any]:
+    if isinstance(templates, list):
+        return {entry.name: entry.template for entry in templates}
+    return templates if isinstance(templates, dict) else {} if templates is None else {DEFAULT_TEMPLATE: templates}

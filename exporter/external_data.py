@@ -1,0 +1,91 @@
+"""Tensors outside a graph: files of ONNX external data, and four-bit integers in bytes. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+INLINE_BYTES = 1024
+"""Smaller constants stay in the graph: shapes, axes, scales of one element."""
+Chunks = Iterator[npt.NDArray[np.generic]]
+_ALIGN = 4096
+
+
+class DataFile:
+    """An open file of ONNX external data, every tensor on a page boundary so that it can be mapped.
+
+    Args:
+        path: the file; graphs that refer to it must lie in the same folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO = path.open("wb")
+        # By size and content: graphs of one model share what they have in common.
+        self._places: dict[tuple[int, bytes], int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Chunks) -> ir.ExternalTensor:
+        """Appends a tensor as consecutive chunks of its bytes; the same content is stored once."""
+        end = self._file.tell()
+        self._file.write(b"\0" * (-end % _ALIGN))
+        start = self._file.tell()
+        digest = hashlib.sha256()
+        for chunk in chunks:
+            data = np.ascontiguousarray(chunk).data
+            digest.update(data)
+            self._file.write(data)
+        length = self._file.tell() - start
+        stored_at = self._places.setdefault((length, digest.digest()), start)
+        if stored_at != start:
+            self._file.seek(end)
+            self._file.truncate()
+            start = stored_at
+        return ir.ExternalTensor(
+            self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
+        )
+
+
+def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
+    nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
+    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+    return packed
+
+
+def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
+
+    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts; the result is
+    ``[R,blocks,block/2,...]``.
+    """
+    first, second = np.split(blocks, 2, axis=2)
+    pairs: npt.NDArray[np.int8] = first * np.int8(16) + second
+    return pairs
+
+
+def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Undoes :func:`pair_int4`."""
+    first = (pairs + np.int8(8)) >> 4
+    return np.concatenate([first, pairs - first * np.int8(16)], axis=2)
+
+
+def unpack_int4(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
+    """Undoes :func:`pack_int4`."""
+    both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(shape)
+    signed: npt.NDArray[np.int8] = (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)
+    return signed

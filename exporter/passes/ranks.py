@@ -1,0 +1,197 @@
+"""Where the ranks of a split model combine their parts: graphs are cut there, or get TensorRT's collective layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnx_ir.convenience import extract
+
+from specexport.contract.tensors import CARRIED, MEETING_DOMAIN, MEETINGS
+from specexport.exporter.passes.editing import constant, op
+
+_KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), MEETINGS, strict=True))
+
+
+def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
+    """The segments of a graph (see ``specexport.contract.model.RankFiles``).
+
+    A node is in the first segment in which all its inputs are known; what later segments read of it is an output. What
+    depends on weights alone is in every segment that reads it.
+
+    Args:
+        model: changed in place.
+        repeat_sizes: whether that holds for what depends on the inputs' sizes too, which the host would otherwise send
+            back to a device in every segment.
+    """
+    passes.ShapeInferencePass()(model)  # inputs need types, which rewrites leave out
+    graph = model.graph
+    for at, value in enumerate(graph.outputs):
+        if (producer := value.producer()) is not None and producer.domain == MEETING_DOMAIN:
+            last = op("Identity", [value], str(value.name))
+            last.outputs[0].shape, last.outputs[0].type = value.shape, value.type
+            graph.append(last)
+            graph.outputs[at] = last.outputs[0]
+    stages: dict[ir.Value, int] = {}  # by value, the first segment that has it
+    segments: list[list[ir.Node]] = []
+    outputs: list[list[ir.Value]] = []
+    meetings: list[ir.Node] = []
+    # Values computed in every segment that reads them, with the inputs whose sizes they depend on.
+    repeated: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
+    for node in graph:
+        read = [value for value in node.inputs if value is not None]
+        is_size = repeat_sizes and node.op_type == "Shape" and read[0].is_graph_input()
+        if is_size or all(value in repeated for value in read):
+            sized_by = frozenset(read) if is_size else frozenset[ir.Value]().union(*(repeated[value] for value in read))
+            if not sized_by or all(map(_is_of_sizes, node.outputs)):
+                repeated |= dict.fromkeys(node.outputs, sized_by)
+                continue
+        stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
+        while stage >= len(segments):
+            segments.append([])
+            outputs.append([])
+        if node.domain == MEETING_DOMAIN:
+            part, whole = node.inputs[0], node.outputs[0]
+            assert part is not None
+            whole.name = part.name = f"{_KINDS[node.op_type]}{len(meetings)}"
+            outputs[stage].append(part)
+            meetings.append(node)
+            stage += 1
+        else:
+            segments[stage].append(node)
+        stages |= dict.fromkeys(node.outputs, stage)
+    inputs = [
+        list({value: None for node in nodes for value in node.inputs if value and value.producer() not in nodes})
+        for nodes in map(dict.fromkeys, segments)
+    ]
+    inputs = [
+        list(dict.fromkeys(source for value in read for source in repeated.get(value, (value,)))) for read in inputs
+    ]
+    for value in dict.fromkeys([*(value for read in inputs for value in read), *graph.outputs]):
+        producer = value.producer()
+        if producer is not None and producer.domain != MEETING_DOMAIN:
+            outputs[stages[value]].append(value)
+            if not value.is_graph_output():
+                value.name = f"{CARRIED}{value.name}"
+    models = []
+    for at, (read, returned) in enumerate(zip(inputs, outputs, strict=True)):
+        segment = extract(graph, read, returned)
+        segment.name = f"segment_{at}"
+        segment.opset_imports.pop(MEETING_DOMAIN, None)
+        models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
+    return models
+
+
+def _is_of_sizes(value: ir.Value) -> bool:
+    """Whether it is an int64 tensor of a fixed shape."""
+    return value.dtype == ir.DataType.INT64 and value.shape is not None and value.shape.is_static()
+
+
+def use_collectives(model: ir.Model, ranks: int) -> None:
+    """Puts ``DistCollective`` nodes, which TensorRT's ONNX parser knows, where ranks add up or join their parts.
+
+    All ranks must meet in the same order, and an engine keeps only the order that its data have. So sums that do not
+    depend on one another, as in layers with attention and MLP side by side, are one sum.
+    """
+    passes.ShapeInferencePass()(model)  # later rewrites ask for ranks and types of what is made here
+    graph = model.graph
+    stages: dict[ir.Value, int] = {}  # by value, how often the ranks have met before
+    meetings: list[list[ir.Node]] = []
+    for node in graph:
+        stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
+        if node.domain == MEETING_DOMAIN:
+            if stage == len(meetings):
+                meetings.append([])
+            meetings[stage].append(node)
+            stage += 1
+        stages |= dict.fromkeys(node.outputs, stage)
+    for nodes_met in meetings:
+        parts, wholes = [_part(node) for node in nodes_met], [node.outputs[0] for node in nodes_met]
+        (kind,) = {node.op_type for node in nodes_met}
+        if kind == "JoinOfRanks":
+            (part,) = parts
+            nodes, results = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
+        else:
+            nodes, results = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
+        for value, whole in zip(results, wholes, strict=True):
+            value.shape, value.type = whole.shape, whole.type
+        ir.convenience.replace_nodes_and_values(graph, nodes_met[-1], nodes_met, nodes, wholes, results)
+    graph.sort()  # what reads a sum may have come before the last part of it
+    graph.opset_imports.pop(MEETING_DOMAIN, None)
+
+
+def join_along_first(model: ir.Model, ranks: int) -> None:
+    """Joins the ranks' parts along a new first axis, as NCCL does; the graph moves that axis."""
+    passes.ShapeInferencePass()(model)
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
+        part, whole = _part(node), node.outputs[0]
+        assert part.shape is not None
+        combined = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
+        combined.outputs[0].shape = ir.Shape([ranks, *part.shape])
+        nodes, results = _beside(graph, combined.outputs[0], part, f"{whole.name}.joined")
+        results[0].shape, results[0].type = whole.shape, whole.type
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [combined, *nodes], [whole], results)
+
+
+def _part(node: ir.Node) -> ir.Value:
+    part = node.inputs[0]
+    assert part is not None
+    return part
+
+
+def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Sums of parts of the same width, side by side if there are several."""
+    if len(parts) == 1:
+        node = _collective(parts[0], name, "all_reduce", "sum", ranks)
+        return [node], list(node.outputs)
+    (width,) = {part.shape[-1] for part in parts if part.shape is not None}
+    rows = constant(graph, f"sizes.rows.{width}", np.array([-1, width]))
+    flat = [op("Reshape", [part, rows], f"{name}.{at}.rows") for at, part in enumerate(parts)]
+    joined = op("Concat", [node.outputs[0] for node in flat], f"{name}.beside", axis=-1)
+    combined = _collective(joined.outputs[0], name, "all_reduce", "sum", ranks)
+    split = ir.node(
+        "Split", combined.outputs, {"axis": -1, "num_outputs": len(parts)}, num_outputs=len(parts), name=f"{name}.apart"
+    )
+    for at, value in enumerate(split.outputs):
+        value.name = f"{name}.{at}.apart"
+    shapes = [op("Shape", [part], f"{name}.{at}.shape") for at, part in enumerate(parts)]
+    back = [
+        op("Reshape", [value, shape.outputs[0]], f"{name}.{at}.back")
+        for at, (value, shape) in enumerate(zip(split.outputs, shapes, strict=True))
+    ]
+    for node in (*flat, joined, combined, split):
+        for value in node.outputs:
+            value.type = parts[0].type
+    for shape in shapes:
+        shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    return [*flat, joined, combined, split, *shapes, *back], [node.outputs[0] for node in back]
+
+
+def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Parts side by side along the last axis.
+
+    A gather joins parts along the first axis: each part gets an additional one, which then moves before the last.
+    """
+    first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
+    first.outputs[0].type = part.type
+    combined = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
+    nodes, results = _beside(graph, combined.outputs[0], part, name)
+    return [first, combined, *nodes], results
+
+
+def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
+    """All ranks' parts, stacked along a first axis, side by side along the last one."""
+    assert part.shape is not None
+    last = len(part.shape) - 1
+    joined = op("Transpose", [combined], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
+    combined.type = joined.outputs[0].type = part.type
+    flat = constant(graph, f"sizes.kept.{last}", np.array([0] * last + [-1]))
+    whole = op("Reshape", [joined.outputs[0], flat], name)
+    return [joined, whole], list(whole.outputs)
+
+
+def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:
+    """What all ranks do with it, without a root or groups."""
+    how = {"collective_operation": operation, "reduce_op": reduction, "root": -1, "group_size": 0, "nb_rank": ranks}
+    return op("DistCollective", [value], name, **how)
