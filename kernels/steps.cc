@@ -773,8 +773,10 @@ class Product : public Step {
       }
       float* to = y.floats() + first * columns;
       const int parts = int(std::min<int64_t>(tiles, int64_t(team.threads()) * (tiles > 512 ? 16 : 6)));
+      // Parts begin at even tiles, as some products take two at once.
+      auto begin_of = [&](int p) { return p == parts ? tiles : int(int64_t(tiles) * p / parts) / 2 * 2; };
       frame.team.split(parts, [&](int p) {
-        const int from = int(int64_t(tiles) * p / parts), end = int(int64_t(tiles) * (p + 1) / parts);
+        const int from = begin_of(p), end = begin_of(p + 1);
         frame.kernels.product(weights_, a, from, end, to, columns);
         if (!addend) return;
         const int64_t c = int64_t(from) * kTile, count = std::min<int64_t>(int64_t(end) * kTile, columns) - c;
