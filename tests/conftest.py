@@ -95,6 +95,14 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a random Llama. Not to be changed: the session shares it."""
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", "llama")
+
+
+@pytest.fixture(scope="session")
 def accept_graph() -> Callable[[str, int], bytes]:
     """Gives an accept graph by its rule and M, for trees of up to ``MAX_CHILDREN`` children; tracing takes seconds."""
     import onnx_ir as ir
