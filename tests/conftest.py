@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 from specexport.runtime import Engine
 
@@ -85,9 +86,20 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         return
     from specexport.exporter import kept_traces, simplify
+    from specexport.exporter.engines import program
 
     folder = _shared(tmp_path_factory)
+    trace_accept = program._accept
+
+    def accept(rule: str, max_children: int, candidates: int) -> bytes:
+        file = folder / f"accept.{rule}.c{max_children}.m{candidates}.onnx"
+        with FileLock(file.with_suffix(".lock")):
+            if not file.exists():
+                file.write_bytes(trace_accept(rule, max_children, candidates))  # type: ignore[arg-type]
+        return file.read_bytes()
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_accept", accept)
         patch.setattr(kept_traces, "cache_folder", lambda: folder)
         patch.setattr(kept_traces, "MOST", 10_000)
         patch.setattr(simplify, "LARGEST_FOLDED", 512)
@@ -103,21 +115,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def accept_graph() -> Callable[[str, int], bytes]:
+def accept_graph(traces: None) -> Callable[[Any, int], bytes]:
     """Gives an accept graph by its rule and M, for trees of up to ``MAX_CHILDREN`` children; tracing takes seconds."""
-    import onnx_ir as ir
+    from specexport.exporter.engines import program
 
-    from specexport.exporter.trace import trace_accept
+    accept = program._accept  # tests put others in its place
+    return lambda rule, candidates: accept(rule, MAX_CHILDREN, candidates)
 
-    results: dict[tuple[str, int], bytes] = {}
 
-    def get(rule: Any, candidates: int) -> bytes:
-        if (rule, candidates) not in results:
-            traced = trace_accept(rule, MAX_CHILDREN, candidates)
-            results[rule, candidates] = ir.to_proto(traced).SerializeToString()
-        return results[rule, candidates]
+@pytest.fixture
+def shared_accept_graphs(accept_graph: Callable[[Any, int], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives bundles accept graphs for trees of up to ``MAX_CHILDREN`` children, whatever theirs need."""
+    from specexport.exporter.engines import program
 
-    return get
+    monkeypatch.setattr(program, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
 
 @pytest.fixture(scope="session")
