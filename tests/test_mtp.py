@@ -73,7 +73,7 @@ class Layer:
     def __init__(self, folder: Path, family: str, work: Path) -> None:
         self.stored = load_file(folder / "model.safetensors")
         longer = copytree(folder, work / "longer")
-        whole = {name.replace(FIRST[family], "model.layers.1."): item for name, item in self.stored.items()}
+        whole = {name.replace(FIRST[family], "model.layers.1."): tensor for name, tensor in self.stored.items()}
         save_file(whole, longer / "model.safetensors", metadata={"format": "pt"})
         path = longer / "config.json"
         document = json.loads(path.read_text())

@@ -65,12 +65,12 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     states = torch.cat([noted[count] for count in STATES], -1)
     paper = Paper(tmp_path / "draft", target, theta=10000.0)
     losses: list[list[torch.Tensor]] = [[] for _ in range(BLOCK - 1)]
-    actual = [iter(text) for text in texts]
+    drafted = [iter(text) for text in texts]
     for row in range(2):
         for anchor in anchors[row].tolist():
             expected_own = paper.logits(states[row, : anchor + 1], int(ids[row, anchor + 1]), BLOCK - 1)
             for ahead in range(min(BLOCK - 1, length - 2 - anchor)):
-                torch.testing.assert_close(next(actual[ahead]), expected_own[ahead], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(next(drafted[ahead]), expected_own[ahead], rtol=1e-4, atol=1e-4)
                 wanted = logits[row, anchor + 1 + ahead].softmax(-1)
                 losses[ahead].append(-(wanted * expected_own[ahead].log_softmax(-1)).sum())
     expected = torch.stack([decay**at * torch.stack(part).mean() for at, part in enumerate(losses)]).sum()

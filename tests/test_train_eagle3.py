@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     known = draft.target_ids
     assert known is not None
     for step in range(steps):
-        actual, losses = iter(texts[step]), []
+        drafted, losses = iter(texts[step]), []
         for row in range(2):
             for begin in range(ids.shape[1] - 2 - step):
                 paper = Paper(tmp_path / "draft", target)
@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
                     state, expected_own = paper.row(paper.fused(states[row, at]), int(ids[row, at + 1]))
                 for ahead in range(1, step + 1):
                     state, expected_own = paper.row(state, int(ids[row, begin + 1 + ahead]))
-                torch.testing.assert_close(next(actual), expected_own, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(next(drafted), expected_own, rtol=1e-4, atol=1e-4)
                 wanted = logits[row, begin + 1 + step]
                 learnt = bool((known == wanted.argmax()).any())
                 losses.append(

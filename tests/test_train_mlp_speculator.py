@@ -13,11 +13,7 @@ import torch
 
 from specexport.cli import main
 from specexport.methods.mlp_speculator.checkpoint import read_speculator
-from specexport.methods.mlp_speculator.train import (
-    new_speculator,
-    speculator_loss,
-    stage_accuracy,
-)
+from specexport.methods.mlp_speculator.train import new_speculator, speculator_loss, stage_accuracy
 from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
 from tests.checkpoints import make_model
 from tests.training import CPU, train_over, train_whole_and_parted, training_options, windows_of, write_words
