@@ -49,8 +49,8 @@ class Browser:
             answer = self._message()
             if answer.get("id") == number:
                 assert "error" not in answer, answer["error"]
-                actual: dict[str, Any] = answer["result"]
-                return actual
+                result: dict[str, Any] = answer["result"]
+                return result
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

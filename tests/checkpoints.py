@@ -287,6 +287,80 @@ def make_speculator(
     return folder
 
 
+class _Draw:
+    """Random tensors of drafts that see the target's hidden states."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        return 2 * torch.randn(shape, generator=self._generator) / shape[-1] ** 0.5
+
+    def norm(self, width: int) -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(width, generator=self._generator)
+
+    def layer(self, name: str, H: int, inputs: int, size: int, *, qk_norms: bool) -> dict[str, torch.Tensor]:
+        """A decoder layer whose attention reads ``inputs`` numbers a token."""
+        tensors = {f"{norm}_layernorm": self.norm(H) for norm in ("input", "post_attention")}
+        heads = {"q": _HEADS, "k": _SHARED_HEADS, "v": _SHARED_HEADS}
+        tensors |= {f"self_attn.{part}_proj": self.matrix(count * size, inputs) for part, count in heads.items()}
+        tensors["self_attn.o_proj"] = self.matrix(H, _HEADS * size)
+        if qk_norms:
+            tensors |= {f"self_attn.{part}_norm": self.norm(size) for part in "qk"}
+        tensors |= {f"mlp.{part}_proj": self.matrix(_INNER, H) for part in ("gate", "up")}
+        tensors["mlp.down_proj"] = self.matrix(H, _INNER)
+        return {f"{name}.{part}.weight": tensor for part, tensor in tensors.items()}
+
+
+_HEADS, _SHARED_HEADS, _INNER = 4, 2, 48
+
+
+def _layer_sizes(model_type: str, H: int, V: int, layers: int, size: int) -> dict[str, Any]:
+    """The configuration of a draft's layers."""
+    return {
+        "model_type": model_type,
+        "hidden_size": H,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _SHARED_HEADS,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V,
+        "attention_bias": False,
+    }
+
+
+def _speculators(
+    algorithm: str, architecture: str, checkpoint: Path, sizes: dict[str, Any], draft_vocab: int, tokens: int
+) -> dict[str, Any]:
+    """What configurations of vllm-project/speculators have in common."""
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(checkpoint)},
+        },
+        "transformer_layer_config": sizes | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
+        "draft_vocab_size": draft_vocab,
+        "target_hidden_size": None,
+        "torch_dtype": "float32",
+    }
+
+
+def _saved(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def make_dflash(
     folder: Path,
     checkpoint: Path,
@@ -315,53 +389,21 @@ def make_dflash(
         more: keys of its configuration; z-lab's of ``dflash_config``.
     """
     config = AutoConfig.from_pretrained(checkpoint)
-    generator = torch.Generator().manual_seed(9)
-    H, V, inner = config.hidden_size, config.vocab_size, 48
-    heads, shared, Vd = 4, 2, draft_vocab or config.vocab_size
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return 2 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    def norm(width: int) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(width, generator=generator)
-
-    tensors = {"fc.weight": matrix(H, len(states) * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
+    H, V, Vd, draw = config.hidden_size, config.vocab_size, draft_vocab or config.vocab_size, _Draw(9)
+    tensors = {
+        "fc.weight": draw.matrix(H, len(states) * H), "hidden_norm.weight": draw.norm(H), "norm.weight": draw.norm(H)
+    }  # fmt: skip
     for at in range(layers):
-        tensors |= {
-            f"layers.{at}.input_layernorm.weight": norm(H),
-            f"layers.{at}.post_attention_layernorm.weight": norm(H),
-            f"layers.{at}.self_attn.q_proj.weight": matrix(heads * size, H),
-            f"layers.{at}.self_attn.k_proj.weight": matrix(shared * size, H),
-            f"layers.{at}.self_attn.v_proj.weight": matrix(shared * size, H),
-            f"layers.{at}.self_attn.o_proj.weight": matrix(H, heads * size),
-            f"layers.{at}.self_attn.q_norm.weight": norm(size),
-            f"layers.{at}.self_attn.k_norm.weight": norm(size),
-            f"layers.{at}.mlp.gate_proj.weight": matrix(inner, H),
-            f"layers.{at}.mlp.up_proj.weight": matrix(inner, H),
-            f"layers.{at}.mlp.down_proj.weight": matrix(H, inner),
-        }
+        tensors |= draw.layer(f"layers.{at}", H, H, size, qk_norms=True)
     if Vd != V:
-        tensors |= {"lm_head.weight": matrix(Vd, H), **_vocabulary(V, Vd)}
-    sizes: dict[str, Any] = {
-        "model_type": "qwen3",
-        "hidden_size": H,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shared,
-        "head_dim": size,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": V,
-        "attention_bias": False,
+        tensors |= {"lm_head.weight": draw.matrix(Vd, H), **_vocabulary(V, Vd)}
+    sizes = _layer_sizes("qwen3", H, V, layers, size) | {
         "layer_types": ["sliding_attention" if state else "full_attention" for state in windows or [False] * layers],
         "sliding_window": block if any(windows) else None,
         "use_sliding_window": any(windows),
         "max_window_layers": layers,
     }
     mask = V - 1
-    folder.mkdir(parents=True)
     if published == "z-lab":
         whole = {
             "architectures": ["DFlashDraftModel"],
@@ -377,31 +419,17 @@ def make_dflash(
         }
     else:
         whole = {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
-            "speculators_version": "0.5.0",
-            "speculators_config": {
-                "algorithm": "dflash",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block - 1}],
-                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(checkpoint)},
-            },
-            "transformer_layer_config": sizes | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
-            "draft_vocab_size": Vd,
+            **_speculators("dflash", "DFlashSpeculator", checkpoint, sizes, Vd, block - 1),
             "block_size": block,
-            "target_hidden_size": None,
             "aux_hidden_state_layer_ids": list(states),
             "mask_token_id": mask,
             "sliding_window_non_causal": False,
             "projector_type": "dflash",
             "sample_from_anchor": False,
             "shift_label": False,
-            "torch_dtype": "float32",
             **more,
         }
-    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return _saved(folder, whole, tensors)
 
 
 def _vocabulary(vocab: int, kept: int) -> dict[str, torch.Tensor]:
@@ -431,9 +459,8 @@ def make_mtp(folder: Path, family: str, *, published: Literal["deepseek", "qwen"
     document |= {"num_hidden_layers": layers, **kinds, "num_nextn_predict_layers": 1}
     path.write_text(json.dumps(document), encoding="utf-8")
     behind, H = f"model.layers.{layers}.", document["hidden_size"]
-    generator = torch.Generator().manual_seed(11)
-    norms = [1 + 0.1 * torch.randn(H, generator=generator) for _ in range(3)]
-    joined = 2 * torch.randn(H, 2 * H, generator=generator) / (2 * H) ** 0.5
+    draw = _Draw(11)
+    norms, joined = [draw.norm(H) for _ in range(3)], draw.matrix(H, 2 * H)
     stored = load_file(folder / "model.safetensors")
     if published == "qwen":
         stored = {name.replace(behind, "mtp.layers.0."): tensor for name, tensor in stored.items()}
@@ -473,85 +500,23 @@ def make_eagle3(
         switches: norms that it has or does not have; see ``specexport.methods.eagle3.graph``.
     """
     config = AutoConfig.from_pretrained(checkpoint)
-    generator = torch.Generator().manual_seed(8)
-    H, V, inner = config.hidden_size, config.vocab_size, 48
-    heads, shared, Vd = 4, 2, draft_vocab or config.vocab_size
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return 2 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    def norm(width: int) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(width, generator=generator)
-
+    H, V, Vd, draw = config.hidden_size, config.vocab_size, draft_vocab or config.vocab_size, _Draw(8)
     layer = "midlayer" if published == "SafeAILab" else "layers.0"
-    tensors = {
-        "fc.weight": matrix(H, len(states) * H),
-        f"{layer}.hidden_norm.weight": norm(H),
-        f"{layer}.input_layernorm.weight": norm(H),
-        f"{layer}.post_attention_layernorm.weight": norm(H),
-        f"{layer}.self_attn.q_proj.weight": matrix(heads * size, 2 * H),
-        f"{layer}.self_attn.k_proj.weight": matrix(shared * size, 2 * H),
-        f"{layer}.self_attn.v_proj.weight": matrix(shared * size, 2 * H),
-        f"{layer}.self_attn.o_proj.weight": matrix(H, heads * size),
-        f"{layer}.mlp.gate_proj.weight": matrix(inner, H),
-        f"{layer}.mlp.up_proj.weight": matrix(inner, H),
-        f"{layer}.mlp.down_proj.weight": matrix(H, inner),
-        "norm.weight": norm(H),
-        "lm_head.weight": matrix(Vd, H),
-    }
+    tensors = {"fc.weight": draw.matrix(H, len(states) * H), f"{layer}.hidden_norm.weight": draw.norm(H)}
+    tensors |= draw.layer(layer, H, 2 * H, size, qk_norms=model_type == "qwen3")
+    tensors |= {"norm.weight": draw.norm(H), "lm_head.weight": draw.matrix(Vd, H)}
     if embedding:
-        tensors["embed_tokens.weight"] = matrix(V, H)
-    if model_type == "qwen3":
-        tensors |= {f"{layer}.self_attn.{name}_norm.weight": norm(size) for name in "qk"}
+        tensors["embed_tokens.weight"] = draw.matrix(V, H)
     if switches.get("norm_before_fc"):
-        tensors["input_norm.weight"] = norm(len(states) * H)
+        tensors["input_norm.weight"] = draw.norm(len(states) * H)
     if switches.get("fc_norm"):
-        tensors |= {f"fc_norm.{at}.weight": norm(H) for at in range(len(states))}
+        tensors |= {f"fc_norm.{at}.weight": draw.norm(H) for at in range(len(states))}
     if Vd != V:
         tensors |= _vocabulary(V, Vd)
-    sizes = {
-        "model_type": model_type,
-        "hidden_size": H,
-        "intermediate_size": inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shared,
-        "head_dim": size,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": V,
-        "attention_bias": False,
-    }
-    folder.mkdir(parents=True)
+    sizes = _layer_sizes(model_type, H, V, 1, size)
     if published == "SafeAILab":
-        whole = {
-            "architectures": ["LlamaForCausalLM"],
-            **sizes,
-            "draft_vocab_size": Vd,
-            "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(states),
-            **switches,
-        }
+        whole = {"architectures": ["LlamaForCausalLM"], **sizes, "draft_vocab_size": Vd}
     else:
-        whole = {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.5.0",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(checkpoint)},
-            },
-            "transformer_layer_config": sizes | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
-            "draft_vocab_size": Vd,
-            "target_hidden_size": None,
-            "eagle_aux_hidden_state_layer_ids": list(states),
-            "tie_word_embeddings": False,
-            "torch_dtype": "float32",
-            **switches,
-        }
-    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+        whole = _speculators("eagle3", "Eagle3DraftModel", checkpoint, sizes, Vd, 3)
+    whole |= {"eagle_aux_hidden_state_layer_ids": list(states), "tie_word_embeddings": False, **switches}
+    return _saved(folder, whole, tensors)

@@ -57,11 +57,11 @@ def compiled(
 
     def with_engines(model: Model) -> Model:
         jobs = model_jobs(model, manifest, batches, plain=plain)
-        item = [engine(model.graph.master, job) for job in jobs if not model.ranks]
+        compiled_engines = [engine(model.graph.master, job) for job in jobs if not model.ranks]
         for rank, files in enumerate(model.ranks):
             (job,) = jobs
-            item.append(engine(files.master, job, rank, segments=files.segments, ranks=len(model.ranks)))
-        return msgspec.structs.replace(model, engines=tuple(item))
+            compiled_engines.append(engine(files.master, job, rank, segments=files.segments, ranks=len(model.ranks)))
+        return msgspec.structs.replace(model, engines=tuple(compiled_engines))
 
     def program_engines(graph: ce.ProgramGraph) -> ce.ProgramGraph:
         jobs = program_jobs(graph, manifest, batches)

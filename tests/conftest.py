@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 from specexport.runtime import Engine
 
@@ -84,11 +85,21 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from specexport.exporter import kept_traces
+    from specexport.exporter import kept_traces, trace
     from specexport.exporter.passes import simplify
 
     folder = _shared(tmp_path_factory)
+    trace_accept = trace._accept
+
+    def accept(rule: str, max_children: int, candidates: int) -> bytes:
+        file = folder / f"accept.{rule}.c{max_children}.m{candidates}.onnx"
+        with FileLock(file.with_suffix(".lock")):
+            if not file.exists():
+                file.write_bytes(trace_accept(rule, max_children, candidates))  # type: ignore[arg-type]
+        return file.read_bytes()
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_accept", accept)
         patch.setattr(kept_traces, "cache_folder", lambda: folder)
         patch.setattr(kept_traces, "MOST", 10_000)
         patch.setattr(simplify, "LARGEST_FOLDED", 512)
@@ -96,21 +107,28 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def accept_graph() -> Callable[[str, int], bytes]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a random Llama. Not to be changed: the session shares it."""
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", "llama")
+
+
+@pytest.fixture(scope="session")
+def accept_graph(traces: None) -> Callable[[Any, int], bytes]:
     """Gives an accept graph by its rule and M, for trees of up to ``MAX_CHILDREN`` children; tracing takes seconds."""
-    import onnx_ir as ir
+    from specexport.exporter import trace
 
-    from specexport.exporter.trace import trace_accept
+    accept = trace._accept  # tests put others in its place
+    return lambda rule, candidates: accept(rule, MAX_CHILDREN, candidates)
 
-    results: dict[tuple[str, int], bytes] = {}
 
-    def get(rule: Any, candidates: int) -> bytes:
-        if (rule, candidates) not in results:
-            traced = trace_accept(rule, MAX_CHILDREN, candidates)
-            results[rule, candidates] = ir.to_proto(traced).SerializeToString()
-        return results[rule, candidates]
+@pytest.fixture
+def shared_accept_graphs(accept_graph: Callable[[Any, int], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives bundles accept graphs for trees of up to ``MAX_CHILDREN`` children, whatever theirs need."""
+    from specexport.exporter import trace
 
-    return get
+    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
 
 @pytest.fixture(scope="session")

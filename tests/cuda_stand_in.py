@@ -109,10 +109,10 @@ class StandIn:
 
     @property
     def leaks(self) -> list[str]:
-        actual = [f"{a.nbytes} bytes, pinned: {a.pinned}" for a in self.allocations if a.live]
+        kept = [f"{a.nbytes} bytes, pinned: {a.pinned}" for a in self.allocations if a.live]
         for kind in ("streams", "graphs", "executables", "events"):
-            actual += [f"{len(held)} {kind}"] if (held := getattr(self, f"_{kind}")) else []
-        return actual
+            kept += [f"{len(held)} {kind}"] if (held := getattr(self, f"_{kind}")) else []
+        return kept
 
     def array(self, address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Device memory as an array; checks that it lies inside a live allocation."""
@@ -146,11 +146,11 @@ class StandIn:
     # --- the calls ----------------------------------------------------------------------------------------------------
 
     def __getattribute__(self, name: str) -> Any:
-        actual = object.__getattribute__(self, name)
-        if name.startswith("cuda") and callable(actual) and not isinstance(actual, type):
+        attribute = object.__getattribute__(self, name)
+        if name.startswith("cuda") and callable(attribute) and not isinstance(attribute, type):
             assert not (self._sealed and name in _SETTING_UP), f"{name} in a loop that may not call it"
             self.calls.append(name)
-        return actual
+        return attribute
 
     def _forbidden(self) -> Any:
         """What a call that cannot be captured does to a capture."""
@@ -212,12 +212,12 @@ class StandIn:
     def _free(self, base: int, *, pinned: bool) -> Any:
         if status := int(self._forbidden()):
             return (real.cudaError_t(status),)
-        actual = next((a for a in self.allocations if a.base == base and a.live and a.pinned == pinned), None)
-        assert actual is not None, f"{base:#x} is no allocation that could be given back"
+        freed = next((a for a in self.allocations if a.base == base and a.live and a.pinned == pinned), None)
+        assert freed is not None, f"{base:#x} is no allocation that could be given back"
         for stream in list(self._streams):  # as the real calls do
             self.cudaStreamSynchronize(stream)
-        actual.live = False
-        ctypes.memset(base, FREED, min(actual.nbytes, POISONED))
+        freed.live = False
+        ctypes.memset(base, FREED, min(freed.nbytes, POISONED))
         return (real.cudaError_t.cudaSuccess,)
 
     def cudaStreamCreateWithFlags(self, flags: int) -> Any:

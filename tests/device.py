@@ -11,13 +11,13 @@ from tests.cuda_stand_in import StandIn
 TAKING = {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"}
 
 
-def require_same_as_alone(existing: Engine, alone: Engine, prompts: Sequence[list[int]], cuda: StandIn) -> None:
+def require_same_as_alone(on_gpu: Engine, alone: Engine, prompts: Sequence[list[int]], cuda: StandIn) -> None:
     """Requests that join and leave say what each says alone, plain ones among them, and take no memory."""
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    assert existing.slots == 4
+    assert on_gpu.slots == 4
     cuda.calls.clear()
     params = [greedy.replace(max_tokens=8 + 4 * at) for at in range(len(prompts))]
-    streams = [existing.stream(prompt, params[at], PLAIN if at == 2 else None) for at, prompt in enumerate(prompts)]
+    streams = [on_gpu.stream(prompt, params[at], PLAIN if at == 2 else None) for at, prompt in enumerate(prompts)]
     for stream in streams:
         stream.start()
     for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):

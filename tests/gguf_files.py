@@ -81,7 +81,7 @@ def make_gguf(
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         if architecture == "gemma3" and target.endswith("norm.weight"):
             array = array + 1
-        wanted = next((item for end, item in (others or {}).items() if target.endswith(end)), kind)
+        wanted = next((other_kind for end, other_kind in (others or {}).items() if target.endswith(end)), kind)
         held[target] = _blocks(array, wanted, random) if array.ndim > 1 else (array, Type.F32)
     held |= {name: (array, Type.F32) for name, array in (tensors or {}).items()}
     placed = list(held.items())

@@ -269,13 +269,14 @@ def make(name: str, root: Path, recipe: Recipe | None = None) -> Path:
 
 def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
     """What makes a bundle, with its checkpoints and, beside where it will be, what transformers says of its target."""
-    with FileLock(root / ".checkpoints.lock"):
-        target = _target(recipe, root)
-        twin = root / f"{name.removesuffix('-portable').removesuffix('-batch')}.json"
-        if not twin.exists():
-            twin.write_text(json.dumps(_oracle(recipe, target)), encoding="utf-8")
-        if twin.stem != name:
-            shutil.copy(twin, root / f"{name}.json")
+    target = _target(recipe, root)
+    with FileLock(root / f".{target.name}.lock"):  # others are made meanwhile
+        if not target.exists():
+            _make_target(recipe, target)
+        oracle = target.with_suffix(".embeds.json" if recipe.embeds else ".json")
+        if not oracle.exists():
+            oracle.write_text(json.dumps(_oracle(recipe, target)), encoding="utf-8")
+        shutil.copy(oracle, root / f"{name}.json")
         draft = _draft(recipe, target, root) if recipe.draft is not None else None
         medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
         draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
@@ -311,13 +312,18 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
 
 
 def _target(recipe: Recipe, root: Path) -> Path:
-    calm = bool(recipe.heads or recipe.lookups or recipe.lookahead or recipe.speculator) and not recipe.config
-    calm = calm and not recipe.embeds
+    """The folder of its checkpoint."""
+    learnt = recipe.heads or recipe.lookups or recipe.lookahead or recipe.speculator
+    calm = learnt and not recipe.config and not recipe.embeds
     kind = "-dice" if recipe.config else "-calm" if calm else ""
-    folder = root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
+    return root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
+
+
+def _make_target(recipe: Recipe, folder: Path) -> None:
     if recipe.mtp:  # few tokens: a random layer is right often enough
-        return folder if folder.exists() else make_mtp(folder, recipe.family, **recipe.config)
-    return folder if folder.exists() else make_checkpoint(folder, recipe.family, calm=calm, **recipe.config)
+        make_mtp(folder, recipe.family, **recipe.config)
+    else:
+        make_checkpoint(folder, recipe.family, calm="-calm" in folder.name, **recipe.config)
 
 
 def _heads(recipe: Recipe, model: Path, root: Path) -> str:
@@ -419,10 +425,7 @@ def _from_embeds(target: Path) -> list[dict[str, Any]]:
             [again, again, words[:4], again, words[:4]],
         )
     ]
-    cases += [
-        {"prompt": [embedded], "ids": words},
-        {"prompt": [embedded[:5], words[5:9], embedded[9:]], "ids": words},
-    ]
+    cases += [{"prompt": [embedded], "ids": words}, {"prompt": [embedded[:5], words[5:9], embedded[9:]], "ids": words}]
     for case in cases:
         parts = [
             layer(torch.tensor(part)) if isinstance(part[0], int) else torch.tensor(part) for part in case["prompt"]

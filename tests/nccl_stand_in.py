@@ -46,7 +46,7 @@ class Nccl:
                 listening.bind(name)
                 listening.listen(ranks)
                 arrived = [listening.accept()[0] for _ in range(ranks - 1)]
-            peers = [item for _, item in sorted((_HEAD.unpack(_read(item, 4)), item) for item in arrived)]
+            peers = [peer for _, peer in sorted((_HEAD.unpack(_read(peer, 4)), peer) for peer in arrived)]
         if rank:
             peers[0].sendall(_HEAD.pack(rank))
         return Communicator(self._cuda, rank, ranks, peers)
@@ -75,7 +75,9 @@ class Communicator:
 
     def _give(self, name: str, part: Tensor, whole: Tensor, stream: int) -> None:
         def work() -> None:
-            source, to = (self._cuda.array(item.address, item.dtype, item.shape).reshape(-1) for item in (part, whole))
+            source, to = (
+                self._cuda.array(tensor.address, tensor.dtype, tensor.shape).reshape(-1) for tensor in (part, whole)
+            )
             to[:] = self.meet(name, source)
 
         self._cuda.give(stream, work, (part.address, part.nbytes), (whole.address, whole.nbytes))

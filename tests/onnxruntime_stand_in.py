@@ -52,12 +52,7 @@ class OnnxRuntimeGpu:
 
     def set_default_logger_severity(self, severity: int) -> None: ...
 
-    def InferenceSession(
-        self,
-        path: str,
-        options: Any,
-        providers: Sequence[tuple[str, dict[str, str]]],
-    ) -> Any:
+    def InferenceSession(self, path: str, options: Any, providers: Sequence[tuple[str, dict[str, str]]]) -> Any:
         (name, inputs), *others = providers
         assert name == CUDA and not others and Path(path).is_file()
         self.providers.append(inputs)

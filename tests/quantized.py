@@ -127,15 +127,9 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "damp_percent":
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 Quantize = Callable[[str, torch.Tensor, Tensors], torch.Tensor]
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        awq,
-    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": ({**_GPTQ, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}, gptq),
-    "gptq_act_order": (
-        {**_GPTQ, "desc_act": True, "sym": False},
-        lambda *arguments: gptq(*arguments, ordered=False),
-    ),
+    "gptq_act_order": ({**_GPTQ, "desc_act": True, "sym": False}, lambda *arguments: gptq(*arguments, ordered=False)),
     "gptq_int8": ({**_GPTQ, "bits": 8, "desc_act": False, "sym": True}, lambda *arguments: gptq(*arguments, bits=8)),
     "packed": (_compressed("pack-quantized", **_INT4, symmetric=True), packed),
     "packed_zeros": (

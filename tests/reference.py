@@ -12,13 +12,7 @@ from scipy import stats
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.sampling import (
-    Distribution,
-    Distributions,
-    accept_greedy,
-    accept_sampled,
-    target_distribution,
-)
+from specexport.runtime.sampling import Distribution, Distributions, accept_greedy, accept_sampled, target_distribution
 
 Text = tuple[int, ...]
 
@@ -84,13 +78,13 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
 
 def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[float]:
     """:func:`chi_square_p` of the texts' first token, of their first two, and so on up to the whole texts."""
-    actual = []
+    p_values = []
     for length in range(1, len(next(iter(exact))) + 1):
         beginnings: dict[Text, float] = {}
         for text, probability in exact.items():
             beginnings[text[:length]] = beginnings.get(text[:length], 0.0) + probability
-        actual.append(chi_square_p([text[:length] for text in texts], beginnings))
-    return actual
+        p_values.append(chi_square_p([text[:length] for text in texts], beginnings))
+    return p_values
 
 
 def exact_texts(next_logits: dict[str, Sequence[float]], params: SamplingParams, length: int) -> dict[Text, float]:

@@ -54,21 +54,16 @@ def same(ours: Any, theirs: Any) -> None:
     )
 
 
-def says_what_it_says(existing: Engine, cpu: Engine, methods: tuple[str, ...], execution: str) -> None:
+def says_what_it_says(on_gpu: Engine, cpu: Engine, methods: tuple[str, ...], execution: str) -> None:
     """Checks greedy, lossless and typical acceptance of chains and trees: the same noise, the same tokens."""
-    for params, prompt in (
-        (GREEDY, [7, 9, 11]),
-        (SAMPLED, list(range(12)) * 2),
-        (TYPICAL, [5] * 20),
-        (GREEDY, [5]),
-    ):
+    for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(12)) * 2), (TYPICAL, [5] * 20), (GREEDY, [5])):
         for method in (*methods, None):
-            ours = existing.generate(prompt, params, method or PLAIN)
+            ours = on_gpu.generate(prompt, params, method or PLAIN)
             same(ours, cpu.generate(prompt, params, method or PLAIN))
             assert ours.stats.execution == execution
-    for count in (len(tree) - 1 for tree in existing.methods[methods[0]].token_trees()):
+    for count in (len(tree) - 1 for tree in on_gpu.methods[methods[0]].token_trees()):
         ours, theirs = (
-            item.generate([7, 9, 11], SAMPLED, {"method": methods[0], "num_speculative_tokens": count})
-            for item in (existing, cpu)
+            engine.generate([7, 9, 11], SAMPLED, {"method": methods[0], "num_speculative_tokens": count})
+            for engine in (on_gpu, cpu)
         )
         same(ours, theirs)

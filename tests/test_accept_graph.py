@@ -101,13 +101,13 @@ def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int
     """Path and tokens of each slot."""
     batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
     counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
-    actual = []
+    accepted = []
     for count, row, path in zip(counts, tokens, paths, strict=True):
         assert path[0] == 0
         assert not path[count + 1 :].any()
         assert not row[count + 1 :].any()
-        actual.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
-    return actual
+        accepted.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return accepted
 
 
 def drafted(
@@ -306,7 +306,7 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
     logits = random.normal(0, 1.5, (len(tree), 12)).astype(np.float32)
     firsts = random.integers(0, 12, len(tree))
     tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:]) % 12  # siblings differ, as they do in any proposal
-    actual = []
+    paths = []
     for leaf in tree.leaf_paths:
         taken, log_p = [], 0.0
         for parent, node in itertools.pairwise(leaf):
@@ -316,8 +316,8 @@ def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int)
                 break
             taken.append(node)
             log_p += np.log(p[tokens[node - 1]])
-        actual.append((len(taken), log_p, taken))
-    best = max(actual, key=lambda path: path[:2])
+        paths.append((len(taken), log_p, taken))
+    best = max(paths, key=lambda path: path[:2])
     path, bonus = accept_typical(logits, tree, tokens, params, 0.5)
     assert path == best[2]
     assert bonus == target_distribution(logits[path[-1] if path else 0], params).draw(0.5)

@@ -60,13 +60,13 @@ def logits_of(source: Path) -> torch.Tensor:
     return logits
 
 
-def require_same(actual: torch.Tensor, model: Any) -> None:
+def require_same(logits: torch.Tensor, model: Any) -> None:
     with torch.no_grad():
         expected = model(IDS).logits
         with model.disable_adapter():
             base = model(IDS).logits
     spread = expected.abs().max()
-    assert (actual - expected).abs().max() / spread < 1e-4
+    assert (logits - expected).abs().max() / spread < 1e-4
     assert (base - expected).abs().max() / spread > 0.05, "the adapter changes nothing"
 
 

@@ -62,8 +62,8 @@ def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]
         return lm
 
     yield load
-    for item in loaded:
-        item.close()
+    for engine in loaded:
+        engine.close()
 
 
 def tokens_of(stream: Stream) -> tuple[int, ...]:
@@ -87,9 +87,9 @@ def test_batch_points_are_powers_of_two_and_the_largest() -> None:
 def test_a_window_is_the_smallest_that_spans_its_slots(sizes: tuple[int, ...]) -> None:
     for bits in range(1, 2 ** sizes[-1]):
         slots = [slot for slot in range(sizes[-1]) if bits >> slot & 1]
-        actual = window(slots, sizes)
-        assert set(slots) <= set(actual) <= set(range(sizes[-1]))
-        assert len(actual) == min(size for size in sizes if size >= slots[-1] - slots[0] + 1)
+        covered = window(slots, sizes)
+        assert set(slots) <= set(covered) <= set(range(sizes[-1]))
+        assert len(covered) == min(size for size in sizes if size >= slots[-1] - slots[0] + 1)
 
 
 class Caches:
@@ -239,10 +239,10 @@ def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine])
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> None:
-    item, system = generous(name), [7 + i % 250 for i in range(150)]
+    engine, system = generous(name), [7 + i % 250 for i in range(150)]
     plain = generous(name, prefix_cache=False)
     texts = [[*system, 30 + i, 40 + i, 50] for i in range(5)]
-    streams = [item.stream(text, GREEDY) for text in texts]
+    streams = [engine.stream(text, GREEDY) for text in texts]
     for stream in streams:
         stream.start()
     got = [tokens_of(stream) for stream in streams]
@@ -289,9 +289,9 @@ def test_single_drafts_catch_up_while_drafting(
     monkeypatch.setattr(proposer.graph, "run", counted)
     for slot, missed in enumerate((1, 2, 6, 20), start=1):
         drafted(0, 60)
-        actual = drafted(0, 60 + missed)
+        shared = drafted(0, 60 + missed)
         assert len(runs) == 1, (missed, runs)
-        assert drafted(slot, 60 + missed) == actual
+        assert drafted(slot, 60 + missed) == shared
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
             assert (result["requests"], result["tokens"], result["differences"]) == (1, 24, [])
             assert result["tokens_per_step"] >= 1
     # The draft is the target itself.
-    assert all(actual["tokens_per_step"] > 3 for actual in rows["draft_model"]["workloads"].values())
+    assert all(workload["tokens_per_step"] > 3 for workload in rows["draft_model"]["workloads"].values())
     assert sum(rows["draft_model"]["steps_by_method"].values()) < 3 * 24
     assert rows["default"]["steps_by_method"].keys() <= {"plain", "draft_model", "ngram"}
     assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")

@@ -177,8 +177,8 @@ def test_rejections_affect_only_their_request(manifest: Manifest) -> None:
         batch.budget.assign(batch.requests)
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        item = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
-        batch.budget.learn(batch.requests, StepResult(item, 0.0, 0.0, 0.0, "host"), 1.0)
+        outcomes = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
+        batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
     assert {len(tree) for tree in trees[:3]} == {5}
     chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
     assert min(chances[:3]) > 0.9
@@ -489,8 +489,8 @@ def measured(bundle: Bundles) -> Iterator[Callable[..., Engine]]:
         return loaded[-1]
 
     yield load
-    for item in loaded:
-        item.close()
+    for engine in loaded:
+        engine.close()
 
 
 def _steps_dear(slots: int, tokens: int) -> float:

@@ -58,8 +58,8 @@ def files_of(folder: Path) -> list[str]:
 
 def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None:
     folder = bundle("dice-near")
-    actual = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert actual == {*files_of(folder), MANIFEST_NAME}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {*files_of(folder), MANIFEST_NAME}
     seen: list[int] = []
     check_files(folder, read_manifest(folder), hashes=True, progress=seen.append)
     assert sum(seen) == sum((folder / name).stat().st_size for name in files_of(folder))
@@ -411,8 +411,7 @@ def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["../x", "a/../../x", "/etc/hostname", "a\\b", "..\\x", "C:/x", "./x", "a//b", "a/./b", "a/", "", ".."],
+    "path", ["../x", "a/../../x", "/etc/hostname", "a\\b", "..\\x", "C:/x", "./x", "a//b", "a/./b", "a/", "", ".."]
 )
 @pytest.mark.parametrize("used", [True, False])
 def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) -> None:

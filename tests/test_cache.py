@@ -75,15 +75,15 @@ def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) 
 
 def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
     builds = Builds()
-    actual = {
+    bundles = {
         cached_bundle({"target": str(model)}, builds),
         cached_bundle({"target": str(model), "methods": read_methods("ngram")}, builds),
         cached_bundle({"target": str(model), "methods": read_methods("ngram:prompt_lookup_max=3")}, builds),
     }
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    actual.add(cached_bundle({"target": str(model)}, builds))
+    bundles.add(cached_bundle({"target": str(model)}, builds))
     (model / "config.json").write_text('{"changed": true}')
-    actual.add(cached_bundle({"target": str(model)}, builds))
+    bundles.add(cached_bundle({"target": str(model)}, builds))
     for method, key in (
         ("draft_model", "model"),
         ("universal_draft", "model"),
@@ -101,10 +101,10 @@ def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
         options = {"target": str(model), "methods": read_methods(mapping)}
         before = cached_bundle(options, builds)
         (other / "model.safetensors").write_bytes(b"other weights of " + mapping["method"].encode() + key.encode())
-        actual |= {before, cached_bundle(options, builds)}
-    assert len(actual) == len(builds.options)
+        bundles |= {before, cached_bundle(options, builds)}
+    assert len(bundles) == len(builds.options)
     # Heads that are the same as those before are the same: where a checkpoint lies does not count.
-    assert len(actual) == 5 + 2 * 8 - 1
+    assert len(bundles) == 5 + 2 * 8 - 1
 
 
 def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,5 +387,5 @@ def test_interrupted_builds_resume_after_finished_stages(
     assert loaded == [target, draft, draft]
     assert not left.exists()
     (built,) = (folder for folder in (cache / "bundles").iterdir() if folder.is_dir())
-    existing = sorted(path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file())
-    assert existing == sorted([*files, MANIFEST_NAME])
+    present = sorted(path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file())
+    assert present == sorted([*files, MANIFEST_NAME])

@@ -47,10 +47,10 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
 
 def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **WIDE)))
-    exact = {name: item.detach().clone() for name, item in checkpoint.model.named_parameters()}
+    exact = {name: weight.detach().clone() for name, weight in checkpoint.model.named_parameters()}
     seen: list[int] = []
     rounded = calibrate(checkpoint, list(range(3, 300)), 32, lambda _, done, total: seen.append(done))
-    tensors = {name: item for name, item in rounded.tensors.items() if isinstance(item, RoundedTensor)}
+    tensors = {name: weight for name, weight in rounded.tensors.items() if isinstance(weight, RoundedTensor)}
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in tensors} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
     } - {name for name in ("k_proj", "v_proj") if exact[f"model.layers.0.self_attn.{name}.weight"].numel() <= 1 << 13}
@@ -60,7 +60,7 @@ def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
         assert tensor.error == pytest.approx(float((tensor.read() - exact[name]).square().sum()), rel=1e-3)
         assert tensor.error < (0.03 if tensor.kind == "int4" else 1e-4) * tensor.energy
     # Afterwards the model reads as before.
-    assert all(torch.equal(item, exact[name]) for name, item in checkpoint.model.named_parameters())
+    assert all(torch.equal(weight, exact[name]) for name, weight in checkpoint.model.named_parameters())
 
 
 def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("people went back home and thought " * 40, encoding="utf-8")
     lines = [{"text": "3, 14, 15, 92, 65 " * 40}, {"messages": [{"role": "user", "content": "one word " * 40}]}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    actual = {}
+    stored = {}
     for name in ("a.txt", "b.jsonl", "again"):
         path = tmp_path / ("a.txt" if name == "again" else name)
         options = BuildOptions(
             str(target), tmp_path / f"{name}.bundle", precision="int4", max_seq_len=128, calibration_data=path
         )
-        actual[name] = (build(options) / "target" / "weights.bin").read_bytes()
-    assert actual["a.txt"] == actual["again"] != actual["b.jsonl"]
+        stored[name] = (build(options) / "target" / "weights.bin").read_bytes()
+    assert stored["a.txt"] == stored["again"] != stored["b.jsonl"]
     manifest = read_manifest(tmp_path / "a.txt.bundle")
     precision = manifest.target.precision
     assert precision.only_cpu and precision.weight_rms_error is not None and 0.02 < precision.weight_rms_error < 0.12

@@ -148,9 +148,9 @@ def test_a_prompts_log_probabilities(running: Served) -> None:
     first, *others = texts[0][0]["prompt_logprobs"]
     assert first is None
     assert len(others) == len(tokens) - 1
-    for token, actual, logprob in zip(tokens[1:], others, texts[1][0]["logprobs"]["token_logprobs"][1:], strict=False):
-        assert actual[str(token)]["logprob"] == logprob
-        assert {prompt_logprob["rank"] for prompt_logprob in actual.values()} == {1, actual[str(token)]["rank"]}
+    for token, ranked, logprob in zip(tokens[1:], others, texts[1][0]["logprobs"]["token_logprobs"][1:], strict=False):
+        assert ranked[str(token)]["logprob"] == logprob
+        assert {prompt_logprob["rank"] for prompt_logprob in ranked.values()} == {1, ranked[str(token)]["rank"]}
     chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=chat, timeout=120).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -488,9 +488,9 @@ def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
 def test_requests_have_ids(running: Served) -> None:
     for path, inputs in (("/health", "mine-1"), ("/v1/nothing", "mine-2"), ("/health", None), ("/health", "two words")):
         headers = {} if inputs is None else {"X-Request-Id": inputs}
-        actual = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
-        assert (actual == inputs) == (inputs in ("mine-1", "mine-2"))
-        assert actual.isprintable()
+        echoed = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
+        assert (echoed == inputs) == (inputs in ("mine-1", "mine-2"))
+        assert echoed.isprintable()
 
 
 def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
@@ -505,22 +505,16 @@ def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
 def test_eagle3_answers_the_official_client(bundle: Callable[[str], Path]) -> None:
     """By default, with fewer draft tokens and without any, streamed and in one answer: the same text."""
     with served(bundle("dice-eagle3")) as server:
-        existing = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
         fields: dict[str, Any] = {"model": NAME, "prompt": [7, 9, 11, 5], "max_tokens": 24, "temperature": 0.0}
-        hows: list[Any] = [
-            None,
-            {"method": "eagle3", "num_speculative_tokens": 3},
-            {"num_speculative_tokens": 0},
-        ]
+        hows: list[Any] = [None, {"method": "eagle3", "num_speculative_tokens": 3}, {"num_speculative_tokens": 0}]
         texts = [
-            existing.completions.create(
-                **fields, extra_body={} if speculation is None else {"speculative": speculation}
-            )
+            client.completions.create(**fields, extra_body={} if speculation is None else {"speculative": speculation})
             .choices[0]
             .text
             for speculation in hows
         ]
-        streamed = existing.completions.create(**fields, stream=True)
+        streamed = client.completions.create(**fields, stream=True)
         texts.append("".join(chunk.choices[0].text for chunk in streamed if chunk.choices))
         assert len(set(texts)) == 1
         shown = httpx.get(f"{server.url}/metrics").text

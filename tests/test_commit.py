@@ -121,23 +121,23 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
         cache[:, :, NODES:] = POISON
     graph.run(NODES, NODES, slots=both_slots)
     portable = opened.manifest.lowering == "portable"
-    item = {name: cache.copy() for name, cache in caches.items()}
+    expected = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
         for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):  # type: ignore[attr-defined]
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:
-                    item[name][:, :, :NODES] = rows[layer]
+                    expected[name][:, :, :NODES] = rows[layer]
     before = {name: cache.copy() for name, cache in caches.items()}
     graph.commit(1, 0, [0, 3, 5])
     for name, cache in caches.items():
         np.testing.assert_array_equal(cache[0], before[name][0])
-        np.testing.assert_array_equal(cache[1, :, :3], item[name][1][:, [0, 3, 5]])
+        np.testing.assert_array_equal(cache[1, :, :3], expected[name][1][:, [0, 3, 5]])
         np.testing.assert_array_equal(cache[1, :, 3:], before[name][1][:, 3:])
     graph.commit(0, 4, range(2))
     for name, cache in caches.items():
-        wanted = item[name][0, :, :2] if portable else before[name][0, :, 4:6]
+        wanted = expected[name][0, :, :2] if portable else before[name][0, :, 4:6]
         np.testing.assert_array_equal(cache[0, :, 4:6], wanted)
         np.testing.assert_array_equal(np.delete(cache[0], [4, 5], 1), np.delete(before[name][0], [4, 5], 1))
         assert (cache[:, :, NODES:] == POISON).all()

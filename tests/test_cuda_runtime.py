@@ -262,8 +262,8 @@ class Caches:
     def arrays(self, *, new: int = 0) -> dict[str, np.ndarray]:
         self.stream.synchronize()
         slots = range(self.cache._batch)
-        actual = self.cache.new_rows(new, slots) if new else self.cache.tensors(self.cache.rows, slots)
-        return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in actual.items()}
+        device_tensors = self.cache.new_rows(new, slots) if new else self.cache.tensors(self.cache.rows, slots)
+        return {name: self.fake.array(t.address, t.dtype, t.shape) for name, t in device_tensors.items()}
 
     def write(self, arrays: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng(seed)

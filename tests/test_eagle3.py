@@ -6,43 +6,27 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from specexport import LLM
-from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import read_methods
-from specexport.contract.reading import read_manifest
-from specexport.contract.shapes import ShapePoint
-from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.source import model_jobs, write_source
-from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.export import read_eagle3
 from specexport.methods.eagle3.spec import Eagle3
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.hidden_states.propose import StatesProposer
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
-from specexport.runtime.buffers import buffers
-from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.verify.bundle import verify
-from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
-from tests.engine_bundles import SMALL
+from tests.checkpoints import GROUPED, VOCAB, make_eagle3
+from tests.hidden_states import GREEDY, Formulas, TwoSlots, changed, require_drafted
 from tests.quantized import FORMATS
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -56,26 +40,11 @@ LIKE: dict[str, Any] = {
     "rows": 1,
     "candidates": 64,
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", "llama")
 
 
 @pytest.fixture
 def draft(tmp_path: Path, target: Path) -> Path:
     return make_eagle3(tmp_path / "draft", target, draft_vocab=KEPT)
-
-
-def changed(folder: Path, weights: dict[str, torch.Tensor | None] | None = None, **config: Any) -> str:
-    """A draft with other tensors, where None takes one away, and another configuration."""
-    state = load_file(folder / "model.safetensors") | (weights or {})
-    save_file({name: item for name, item in state.items() if item is not None}, folder / "model.safetensors")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return str(folder)
 
 
 def fit(source: str) -> None:
@@ -85,30 +54,29 @@ def fit(source: str) -> None:
 # --- the formulas -----------------------------------------------------------------------------------------------------
 
 
-class Paper:
+class Paper(Formulas):
     """A draft by the formulas of arXiv 2503.01840, one row after another, from the names in its file."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         self.layer = self.config.get("transformer_layer_config", self.config)
+        self.epsilon = self.layer["rms_norm_eps"]
+        self.theta = self.layer.get("rope_parameters", {}).get("rope_theta", 10000.0)
         state = load_file(folder / "model.safetensors")
-        self.weights = {name.replace("midlayer.", "").replace("layers.0.", ""): item for name, item in state.items()}
+        self.weights = {
+            name.replace("midlayer.", "").replace("layers.0.", ""): tensor for name, tensor in state.items()
+        }
         if "embed_tokens.weight" not in self.weights:
             self.weights["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return (
-            x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.layer["rms_norm_eps"]) * self.weights[f"{name}.weight"]
-        )
-
     def fused(self, states: torch.Tensor) -> torch.Tensor:
         if self.config.get("norm_before_fc"):
-            states = self._norm(states, "input_norm")
+            states = self.norm(states, "input_norm")
         if self.config.get("fc_norm"):
             parts = states.split(H)
-            states = torch.cat([self._norm(part, f"fc_norm.{at}") for at, part in enumerate(parts)])
+            states = torch.cat([self.norm(part, f"fc_norm.{at}") for at, part in enumerate(parts)])
         return self.weights["fc.weight"] @ states
 
     def row(self, hidden: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,14 +84,14 @@ class Paper:
         what comes after that token, ``[draft_vocab]``.
         """
         position, size = len(self.keys), self.layer["head_dim"]
-        normed = self._norm(hidden, "hidden_norm")
-        seen = torch.cat([self._norm(self.weights["embed_tokens.weight"][token], "input_layernorm"), normed])
+        normed = self.norm(hidden, "hidden_norm")
+        seen = torch.cat([self.norm(self.weights["embed_tokens.weight"][token], "input_layernorm"), normed])
         q, k, v = ((self.weights[f"self_attn.{name}_proj.weight"] @ seen).view(-1, size) for name in ("q", "k", "v"))
         if self.layer["model_type"] == "qwen3":
-            q, k = self._norm(q, "self_attn.q_norm"), self._norm(k, "self_attn.k_norm")
-        self.keys.append(self._rotated(k, position))
+            q, k = self.norm(q, "self_attn.q_norm"), self.norm(k, "self_attn.k_norm")
+        self.keys.append(self.rotated(k, position))
         self.values.append(v)
-        q, group = self._rotated(q, position), len(q) // len(k)
+        q, group = self.rotated(q, position), len(q) // len(k)
         heads = []
         for head in range(len(q)):
             scores = torch.stack([q[head] @ key[head // group] for key in self.keys]) / size**0.5
@@ -131,10 +99,10 @@ class Paper:
         state = (normed if self.config.get("norm_before_residual") else hidden) + (
             self.weights["self_attn.o_proj.weight"] @ torch.cat(heads)
         )
-        inner = self._norm(state, "post_attention_layernorm")
+        inner = self.norm(state, "post_attention_layernorm")
         gate, up = (self.weights[f"mlp.{name}_proj.weight"] @ inner for name in ("gate", "up"))
         state = state + self.weights["mlp.down_proj.weight"] @ (F.silu(gate) * up)
-        output = self._norm(state, "norm")
+        output = self.norm(state, "norm")
         return (output if self.config.get("norm_output") else state), self.weights["lm_head.weight"] @ output
 
     def copy(self) -> Paper:
@@ -142,13 +110,6 @@ class Paper:
         other = copy.copy(self)
         other.keys, other.values = list(self.keys), list(self.values)
         return other
-
-    def _rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        theta = self.layer.get("rope_parameters", {}).get("rope_theta", 10000.0)
-        half = x.shape[-1] // 2
-        angle = position * theta ** (-torch.arange(half) / half)
-        first, second = x[:, :half], x[:, half:]
-        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], 1)
 
 
 @pytest.mark.parametrize(
@@ -169,59 +130,35 @@ def test_drafts_equal_the_formulas(
     draft = outline.load(target, LAYERS, 512)
     cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
     start, one_pass = trace_own_state(draft, cache, lowering)
-    ir.save(propose_graph(one_pass, cache, lowering, start), tmp_path / "propose.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = Eagle3(**LIKE, dynamic_tree=False)
-    make = buffers(method.signatures["eagle3"])
-    names = [tensor.name for tensor in session.get_outputs()]
-    shape = (2, cache[0].heads, 32, cache[0].key_size)
-    caches = {name.at(0): np.zeros(shape, np.float32) for name in (tensors.PAST_KEY, tensors.PAST_VALUE)}
     draw = np.random.default_rng(4)
     states = draw.normal(0, 1.5, (2, 12, 3 * H)).astype(np.float32)
     texts = draw.integers(0, VOCAB, (2, 13))
 
-    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int], local: Any = None) -> dict[str, Any]:
-        inputs, _ = make(ShapePoint(2, width, 32, 0, K))
-        inputs[tensors.READS_OWN][:] = local is not None
-        inputs[tensors.OWN_STATE][:] = 0 if local is None else local[:, 0]
-        for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-            inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
-            inputs[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
-            inputs[tensors.PAST_LENGTH][slot], inputs[tensors.LAST_ROW][slot] = past, count - 1
-        inputs[tensors.UNIFORM][1], inputs[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
-        outputs = dict(zip(names, session.run(names, inputs | caches), strict=True))
-        for kind in ("key", "value"):
-            rows = outputs[f"present_{kind}.0"] if lowering == "native" else outputs[f"new_{kind}.0"]
-            for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-                new = rows[slot, :, past:] if lowering == "native" else rows[slot]
-                caches[f"past_{kind}.0"][slot, :, past : past + count] = new[:, :count]
-        return outputs
+    def write_tokens(inputs: dict[str, Any], slot: int, past: int, count: int) -> None:
+        inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
 
-    run(6, 1, (0, 0), (5, 2))
-    result = run(4, 4, (5, 2), (3, 1))
+    graph = propose_graph(one_pass, cache, lowering, start)
+    slots = TwoSlots(graph, tmp_path, method, "eagle3", states, write_tokens)
+    slots.run(6, 1, (0, 0), (5, 2))
+    drafted = slots.run(4, 4, (5, 2), (3, 1))
     for slot, rows in enumerate((8, 3)):
         paper = Paper(folder, target)
+        offsets = paper.weights.get("d2t")
+        known = None if offsets is None else torch.arange(KEPT) + offsets
         for row in range(rows):
             state, logits = paper.row(paper.fused(torch.from_numpy(states[slot, row])), int(texts[slot, row + 1]))
         for depth in range(4):
-            ids, probs = result[tensors.DRAFT_IDS][depth, slot], result[tensors.DRAFT_PROBS][depth, slot]
-            token, best = int(result[tensors.DRAFT_TOKENS][depth, slot]), logits.topk(64)
-            candidates = (
-                best.indices + paper.weights["d2t"][best.indices] if options.get("draft_vocab") else best.indices
-            )
-            q = best.values.softmax(0) if slot else F.one_hot(torch.tensor(0), 64).float()
-            np.testing.assert_array_equal(ids[:5], candidates[:5])
-            np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
-            assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
-            state, logits = paper.row(state, token)
+            state, logits = paper.row(state, require_drafted(drafted, depth, slot, logits, known))
     # The same in a call for each token, as devices draft.
-    text = run(4, 1, (5, 2), (3, 1))
+    outputs = slots.run(4, 1, (5, 2), (3, 1))
     for depth, pasts in enumerate(((8, 3), (9, 4), (10, 5), (11, 6))):
         for name in (tensors.DRAFT_TOKENS, tensors.DRAFT_IDS):
-            np.testing.assert_array_equal(text[name][0], result[name][depth])
+            np.testing.assert_array_equal(outputs[name][0], drafted[name][depth])
         for slot, past in enumerate(pasts):
-            texts[slot, past + 1] = text[tensors.DRAFT_TOKENS][0, slot]
-        text = run(4, 1, pasts, (1, 1), text[tensors.NEXT_STATE])
+            texts[slot, past + 1] = outputs[tensors.DRAFT_TOKENS][0, slot]
+        local = {tensors.READS_OWN: True, tensors.OWN_STATE: outputs[tensors.NEXT_STATE][:, 0]}
+        outputs = slots.run(4, 1, pasts, (1, 1), **local)
 
 
 def test_missing_draft_tensors_are_the_targets(tmp_path: Path, target: Path) -> None:
@@ -335,21 +272,6 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], Path]) -> None:
-    """With drafts that are often right: prompts of all lengths, begun anew, alike, and after other methods."""
-    draw, reached = np.random.default_rng(1), 0
-    with Engine.load(bundle("dice-eagle3"), threads=1) as engine:
-        params = GREEDY.replace(max_tokens=20)
-        for length in (1, 2, 3, 7, 30):
-            prompt = draw.integers(3, 12, length).tolist()
-            plain = engine.generate(prompt, params, PLAIN).token_ids
-            for speculation in ("eagle3", Speculative(method="eagle3", num_speculative_tokens=3), "ngram", "eagle3"):
-                done = engine.generate(prompt, params, speculation)
-                assert done.token_ids == plain
-                reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
-    assert reached >= 2
-
-
 def test_a_run_makes_the_rows_that_are_missing_alone(
     bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,84 +294,3 @@ def test_a_run_makes_the_rows_that_are_missing_alone(
         engine.generate([5, 7, 9], GREEDY, "eagle3")
     assert len(widths) == len(lengths) > 2
     assert widths[1:] == np.diff(lengths).tolist()
-
-
-def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> None:
-    """The draft's rows of a text that begins alike are taken over; what it never saw the target reads again."""
-    draw = np.random.default_rng(2)
-    text = draw.integers(3, 12, 30).tolist()
-    with Engine.load(bundle("dice-eagle3"), threads=1, prefix_cache=False) as engine:
-        alone = engine.generate([*text, 5], GREEDY.replace(max_tokens=8), "eagle3")
-    with Engine.load(bundle("dice-eagle3"), threads=1) as engine:
-        params = GREEDY.replace(max_tokens=8)
-        engine.generate([*text, 4], params, PLAIN)
-        after_plain = engine.generate([*text, 5], params, "eagle3")
-        again = engine.generate([*text, 5], params, "eagle3")
-        longer = engine.generate([*text, 5, *alone.token_ids, 7], params, "eagle3")
-    assert [item.stats.cached_tokens for item in (after_plain, again)] == [0, 29]  # all but the token before the root
-    assert 31 < longer.stats.cached_tokens < 31 + 8
-    for item in (after_plain, again):
-        assert (item.token_ids, item.stats.accepted) == (alone.token_ids, alone.stats.accepted)
-
-
-def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
-    draw = np.random.default_rng(3)
-    texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2, 17, 30)]
-    methods = ["eagle3", None, "eagle3", "eagle3", "ngram", "eagle3"]
-    params = GREEDY.replace(max_tokens=20)
-    with Engine.load(bundle("dice-eagle3-batch"), threads=1) as engine:
-        alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
-        hows = [PLAIN if method is None else method for method in methods]
-        streams = [engine.stream(text, params, speculation) for text, speculation in zip(texts, hows, strict=True)]
-        together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
-        assert sum(stream.stats.drafted for stream in streams) > 0
-    assert together == alone
-
-
-def test_build_inspect_verify_and_bench(
-    tmp_path: Path, target: Path, draft: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In int8, from the command line; another draft is found out."""
-    out = tmp_path / "bundle"
-    words = ["build", "--target", str(target), "--eagle3", str(draft), "-o", str(out), "--precision", "int8"]
-    assert main([*words, "--block-size", "16", "--max-seq-len", "128", "--max-batch-size", "2"]) == 0
-    manifest = read_manifest(out)
-    (method,) = manifest.methods
-    assert isinstance(method, Eagle3)
-    assert (method.states, method.hidden, method.rows, method.candidates) == ((0, 1, 2), H, 9, 64)
-    assert {tensors.LAYER_STATES.at(count) for count in (0, 1, 2)} <= {*manifest.target_signature.outputs}
-    assert main(["inspect", str(out)]) == 0
-    assert "eagle3, states after 0, 1, 2 of the target's layers" in capsys.readouterr().out
-    report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
-    assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
-    with LLM(model=str(out)) as llm:
-        assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
-    other = changed(copytree(draft, tmp_path / "other"), {"lm_head.weight": torch.randn(KEPT, H)})
-    assert not verify(out, sources={"eagle3.model": other}, max_tokens=4).passed
-    with pytest.raises(BuildError, match="only the most probable token of each depth can have children"):
-        build(
-            BuildOptions(
-                target=str(target),
-                methods=read_methods({"method": "eagle3", "model": method.model, "trees": [[[0], [1], [1, 0]]]}),
-                output=tmp_path / "never",
-            )
-        )
-
-
-def test_its_graphs_become_engines(tmp_path: Path) -> None:
-    """Those of the target, which says its states, and of the draft, which makes a token a call."""
-    target = make_checkpoint(tmp_path / "target", "qwen3", **SMALL)
-    draft = make_eagle3(tmp_path / "draft", target, states=(0, 1), draft_vocab=KEPT, size=64, fc_norm=True)
-    out = tmp_path / "bundle"
-    build(BuildOptions(str(target), out, methods=ways(eagle3=draft), max_seq_len=192, max_batch_size=2))
-    manifest, library = read_manifest(out), load_library("tensorrt-rtx")
-    for role, widths in (("target", {1, 2, 3, 5, 7, 9, 64}), ("eagle3", {1, 9, 64})):
-        model = manifest.models[role]
-        (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=True)
-        assert {profile.tokens for profile in job.profiles} == widths
-        master = out / model.graph.master
-        source, engine = master.with_name("source.onnx"), out / f"{role}.engine"
-        write_source(master, source, "fp16", job.drafts, job.fixed, compiled=True)
-        report = compile_graph(source, engine, job.sizes, library, ((8, 9),))
-        assert (report.profiles, report.size) == (len(job.profiles), engine.stat().st_size)

@@ -73,10 +73,10 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
     for method in ("ngram", "suffix", "lookahead"):
         with recorded(loaded, method) as recorder:
             done = loaded.generate(text, GREEDY.replace(ignore_eos=True), method)
-        item = [proposal for _, proposal in recorder]
-        assert item
-        assert min(int(proposal.tokens.min(initial=0)) for proposal in item) >= 0
-        assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in item)
+        proposals = [proposal for _, proposal in recorder]
+        assert proposals
+        assert min(int(proposal.tokens.min(initial=0)) for proposal in proposals) >= 0
+        assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in proposals)
         assert done.token_ids == loaded.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 

@@ -44,6 +44,15 @@ PROMPT = "people went back home and"
 Bundles = Callable[[str], Path]
 
 
+@pytest.fixture(scope="module")
+def plain_engines(uncompiled: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle without methods, compiled for one device; to be copied."""
+    folder = tmp_path_factory.mktemp("plain") / "bundle"
+    shutil.copytree(uncompiled("fp16-portable-plain"), folder)
+    compile_bundle(folder, RTX)
+    return folder
+
+
 def _tokens(folder: Path) -> list[int]:
     with SpecEngine.load(folder, threads=1, backend="onnxruntime") as engine:
         return engine.generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)).token_ids
@@ -139,17 +148,16 @@ def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
 
 
 @pytest.mark.slow
-def test_engines_of_several_devices_lie_side_by_side(uncompiled: Bundles, tmp_path: Path) -> None:
-    folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
-    item, other = (msgspec.structs.replace(RTX, compute_capability=(device,)) for device in ((8, 9), (12, 0)))
-    compile_bundle(folder, item)
+def test_engines_of_several_devices_lie_side_by_side(plain_engines: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(plain_engines, tmp_path / "bundle")
+    blackwell = msgspec.structs.replace(RTX, compute_capability=((12, 0),))
     first = read_manifest(folder)
-    compile_bundle(folder, other)
+    compile_bundle(folder, blackwell)
     both = read_manifest(folder)
     assert both.target.engines[:1] == first.target.engines
     assert [engine.compute_capabilities for engine in both.target.engines] == [("8.9",), ("12.0",)]
     assert len({engine.source for engine in both.target.engines}) == 1
-    compile_bundle(folder, other)
+    compile_bundle(folder, blackwell)
     again = read_manifest(folder)
     check_files(folder, again, hashes=True)
     replaced = next(engine for engine in again.target.engines if engine.runs_on((12, 0)))
@@ -225,10 +233,9 @@ def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bund
 
 
 def test_a_failed_compilation_leaves_the_bundle_as_it_was(
-    uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
-    compile_bundle(folder, RTX)
+    folder = shutil.copytree(plain_engines, tmp_path / "bundle")
     before = read_manifest(folder)
 
     def refuse(*_: Any) -> Any:

@@ -152,10 +152,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def step_graph(family: Family) -> Path:
     path = family.folder / "step.onnx"
-    ir.save(
-        trace.trace_step(StepModule(family.checkpoint.model), family.checkpoint.cache),
-        path,
-    )
+    ir.save(trace.trace_step(StepModule(family.checkpoint.model), family.checkpoint.cache), path)
     return path
 
 
@@ -294,12 +291,12 @@ def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, p
     for path in (step_graph, propose_graph):
         graph = ir.load(path).graph
         loops = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Loop"]
-        actual: set[str] = set()
-        for value in (value for item in (graph, *loops) for value in item.initializers.values()):
+        stored_names: set[str] = set()
+        for value in (value for part in (graph, *loops) for value in part.initializers.values()):
             assert value.name is not None and value.const_value is not None
             array, names = value.const_value.numpy(), joined(value.name)
             if set(names) <= stored.keys():
-                actual |= set(names)
+                stored_names |= set(names)
                 as_stored = stored[names[0]]
                 if array.shape != as_stored.shape or not np.array_equal(array, as_stored):
                     as_stored = np.concatenate([stored[name].T for name in names], axis=-1)
@@ -308,7 +305,7 @@ def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, p
                 assert value.name.removesuffix(".folded") in stored
             else:
                 assert array.dtype != np.float32 or array.nbytes < 256, value.name  # a norm of 64 has that
-        assert {name for name, array in stored.items() if array.ndim == 2} <= actual
+        assert {name for name, array in stored.items() if array.ndim == 2} <= stored_names
     assert any(".folded" in name for name in ir.load(step_graph).graph.initializers) == family.name.startswith("gemma")
 
 
@@ -417,7 +414,7 @@ def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_g
     fix_drafts(model, 1)
     assert not {node.op_type for node in model.graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
     ir.save(model, propose_graph.with_name("one.onnx"))
-    loop, item = (
+    loop, single = (
         Graph(path, family.checkpoint, 2, 64) for path in (propose_graph, propose_graph.with_name("one.onnx"))
     )
     shared = {
@@ -429,12 +426,12 @@ def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_g
         "min_p": np.zeros(2, np.float32),
         "uniform": np.full((2, 1), NOISE, np.float32),
     }
-    for graph in (loop, item):
+    for graph in (loop, single):
         graph.caches = {name: np.zeros_like(cache) for name, cache in graph.caches.items()}
     tokens = padded([random_text(9, 1), random_text(2, 2)], 9)
     expected = loop.run(input_ids=tokens, num_draft_tokens=np.array(1), **shared)
-    outputs = item.run(input_ids=tokens, **shared)
-    for ours, theirs in ((outputs, expected), (item.caches, loop.caches)):
+    outputs = single.run(input_ids=tokens, **shared)
+    for ours, theirs in ((outputs, expected), (single.caches, loop.caches)):
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
 

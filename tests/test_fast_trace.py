@@ -27,15 +27,15 @@ Trace = Callable[[str], ir.Model]
 @pytest.fixture
 def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[torch.export.ExportedProgram]:
     """Programs that were decomposed."""
-    actual: list[torch.export.ExportedProgram] = []
+    programs: list[torch.export.ExportedProgram] = []
     decompose = torch.export.ExportedProgram.run_decompositions
 
     def noted(program: torch.export.ExportedProgram, *arguments: Any, **named: Any) -> torch.export.ExportedProgram:
-        actual.append(program)
+        programs.append(program)
         return decompose(program, *arguments, **named)
 
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noted)
-    return actual
+    return programs
 
 
 @pytest.fixture

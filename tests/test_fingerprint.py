@@ -33,10 +33,10 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    existing = fingerprint()
+    first = fingerprint()
     fingerprint.cache_clear()
     monkeypatch.undo()
-    assert fingerprint() == existing and len(existing) == 64
+    assert fingerprint() == first and len(first) == 64
 
 
 @pytest.mark.parametrize(

@@ -331,9 +331,9 @@ def test_filters_are_transformers(document: Said, model: Any, with_defaults: Cal
     for spread in (0.5, 2.0, 6.0):
         logits = (spread * random.normal(size=320)).astype(np.float32)
         probs = filters(torch.tensor([[1]]), torch.tensor(logits)[None].double()).softmax(-1)[0].numpy()
-        actual = target_distribution(logits, params)
+        p = target_distribution(logits, params)
         whole = np.zeros(320)
-        whole[slice(None) if actual.ids is None else actual.ids] = actual.probs
+        whole[slice(None) if p.ids is None else p.ids] = p.probs
         assert whole == pytest.approx(probs, abs=1e-6)
 
 

@@ -20,7 +20,6 @@ import pytest
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
-from specexport.exporter import trace
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.backends.cuda.caches import DeviceCache
 from specexport.runtime.backends.cuda.graph import DeviceGraph
@@ -74,9 +73,9 @@ def test_parts_are_joined(packed: Path) -> None:
     index = json.loads((packed / prepared.INDEX).read_text())
     assert 3 <= len(index["parts"]) <= 4
     assert all(part["nbytes"] <= 3000 for part in index["parts"])
-    existing = prepared.unpacked(packed)
-    assert [(existing / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
-    weights = [existing / name / "target" / "weights.bin" for name in ("one", "two")]
+    folder = prepared.unpacked(packed)
+    assert [(folder / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
+    weights = [folder / name / "target" / "weights.bin" for name in ("one", "two")]
     assert [path.read_bytes() for path in weights] == [np.random.default_rng(0).bytes(8000)] * 2
     assert [path.stat().st_nlink for path in weights] == [1, 1]  # onnxruntime refuses weights that have two names
 
@@ -116,14 +115,9 @@ Disturb = Callable[[Session, Binding], None]
 
 @pytest.fixture
 def built(
-    bundle: Callable[[str], Path],
-    accept_graph: Callable[[str, int], bytes],
-    gpu: OnnxRuntimeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
 ) -> Callable[[str], Path]:
     """Gives a copy of a bundle as one that was built for onnxruntime-cuda."""
-    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str) -> Path:
         folder = tmp_path / name
@@ -265,8 +259,8 @@ def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda.leaks == []
 
 
-def _check(name: str, *actual: checks.Finding) -> script.DeviceCheck:
-    return script.DeviceCheck(f"loads:{name}", 10, lambda: list(actual))
+def _check(name: str, *findings: checks.Finding) -> script.DeviceCheck:
+    return script.DeviceCheck(f"loads:{name}", 10, lambda: list(findings))
 
 
 def test_results_are_stored_and_resumed(

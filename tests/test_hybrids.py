@@ -132,7 +132,7 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
 
     def run(pieces: list[tuple[int, int, int]]) -> torch.Tensor:
         """(T, known, stays) of each step, of the first slot; the second one's first token is never there."""
-        kept, past, actual = KeptStates(layers, 2), 0, []
+        kept, past, read = KeptStates(layers, 2), 0, []
         for count, known, stays in pieces:
             pasts = [past, max(0, past - 1)]
             at = [torch.arange(begin, begin + count).clamp(max=tokens - 1) for begin in pasts]
@@ -143,15 +143,15 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
                 {0: layers[0]}, [torch.from_numpy(a.copy()) for a in state_inputs.values()], torch.tensor(pasts)
             )
             states.convolve(0, torch.zeros(2, 3, count), 3)
-            actual.append(states.read(part)[:, :stays])
+            read.append(states.read(part)[:, :stays])
             blocks, parts = kept.outputs(2, count)
-            for n, item in zip(signature.new_states(layers), states.returned, strict=True):
-                parts[n][:] = item
+            for n, returned in zip(signature.new_states(layers), states.returned, strict=True):
+                parts[n][:] = returned
             kept.ran(range(2), pasts, state_inputs[tensors.KNOWN_TOKENS].tolist())
             kept.commit(0, past, range(stays), blocks, 0)
             kept.commit(1, pasts[1], range(stays - (past == 0)), blocks, 1)
             past += stays
-        return torch.cat(actual, 1)[0]
+        return torch.cat(read, 1)[0]
 
     whole = run([(tokens, tokens, tokens)])
     torch.testing.assert_close(whole, expected[0], atol=2e-5, rtol=1e-4)
@@ -174,9 +174,7 @@ def test_families_equal_transformers(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "config", "message"),
-    [
-        ("jamba", {**GROUPED, "attn_layer_offset": 0, "attn_layer_period": 2}, "a rule that specexport does not know"),
-    ],
+    [("jamba", {**GROUPED, "attn_layer_offset": 0, "attn_layer_period": 2}, "a rule that specexport does not know")],
 )
 def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, **config)

@@ -87,12 +87,12 @@ def test_a_wrong_place_does_not_lead_further_astray() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=30))
 def test_continuations_are_parts_of_the_hypothesis(text: list[int], message: list[int]) -> None:
-    actual = follow(text, message)
-    assert not actual or any(text[at : at + len(actual)] == actual for at in range(len(text)))
+    following = follow(text, message)
+    assert not following or any(text[at : at + len(following)] == following for at in range(len(text)))
     pieces = Follower(text)
     for token in message:
         pieces.extend([token])
-    assert pieces.following() == actual
+    assert pieces.following() == following
 
 
 def test_slots_are_independent() -> None:
@@ -105,11 +105,11 @@ def test_slots_are_independent() -> None:
     first, second, third = [1, 2], [3, 4], [5]
     views = [view(0, first, TEXT), view(1, second, TEXT[30:]), view(2, third, [])]
     proposals = proposer.propose(views)
-    assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {0: TEXT[:4], 1: TEXT[30:34]}
+    assert {slot: proposal.tokens.tolist() for slot, proposal in proposals.items()} == {0: TEXT[:4], 1: TEXT[30:34]}
     first += TEXT[:3]
     second += [7, 8]
     proposals = proposer.propose(views)
-    assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {0: TEXT[3:7]}
+    assert {slot: proposal.tokens.tolist() for slot, proposal in proposals.items()} == {0: TEXT[3:7]}
     proposer.release(0)
     assert proposer.propose([view(0, [9], TEXT[5:])])[0].tokens.tolist() == TEXT[5:9]
     assert proposals[0].q is None

@@ -49,11 +49,7 @@ def make(tmp_path: Path) -> Make:
         return hashes(
             build(
                 BuildOptions(
-                    target=str(target),
-                    output=tmp_path / name,
-                    methods=methods,
-                    precision=precision,
-                    max_seq_len=64,
+                    target=str(target), output=tmp_path / name, methods=methods, precision=precision, max_seq_len=64
                 )
             )
         )
@@ -67,7 +63,7 @@ def altered(folder: Path, to: Path, name: str) -> Path:
     for path in folder.iterdir():
         (to / path.name).write_bytes(path.read_bytes())
     state = load_file(folder / "model.safetensors")
-    state |= {key: 1.5 * item for key, item in state.items() if key.endswith(name)}
+    state |= {key: 1.5 * tensor for key, tensor in state.items() if key.endswith(name)}
     save_file(state, to / "model.safetensors", {"format": "pt"})
     return to
 

@@ -47,8 +47,8 @@ def test_steps_output_layer_states(tmp_path: Path, family: str, lowering: Lowere
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, attn_implementation="eager").eval()
     with torch.no_grad(), recorded_states(plain, [2]) as last:
         states = plain(torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
-    for actual, expected in zip(outputs, (states[0], states[1], last[2]), strict=True):
-        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-4, atol=1e-4)
+    for output, expected in zip(outputs, (states[0], states[1], last[2]), strict=True):
+        np.testing.assert_allclose(output, expected.numpy(), rtol=1e-4, atol=1e-4)
     assert not np.allclose(last[2].numpy(), states[2].numpy())  # that is after the final norm
 
 

@@ -294,11 +294,11 @@ def test_a_config_may_name_several_methods_the_default_first() -> None:
     assert read_methods('[{"method": "ngram"}, {"model": "d"}]') == (method("ngram"), method("draft_model", model="d"))
 
 
-@pytest.mark.parametrize(("least", "most", "actual"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
-def test_ngram_sizes_have_fitting_defaults(least: int | None, most: int | None, actual: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("least", "most", "sizes"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
+def test_ngram_sizes_have_fitting_defaults(least: int | None, most: int | None, sizes: tuple[int, int]) -> None:
     fields = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
     (ngram,) = read_methods({"method": "ngram", **fields})
-    assert ngram.lookup_sizes == actual  # type: ignore[attr-defined]
+    assert ngram.lookup_sizes == sizes  # type: ignore[attr-defined]
 
 
 def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], 
     draft = shutil.copytree(plain, root / "owner" / "draft")
     for folder in (str(pickled(draft)), "owner/draft"):
         outline = read_eagle3(folder)
-        expected, actual = read_eagle3(str(plain)).parts(), outline.parts()
-        assert expected.keys() == actual.keys()
-        assert all(torch.equal(expected[name].read(), actual[name].read()) for name in expected)
+        expected, parts = read_eagle3(str(plain)).parts(), outline.parts()
+        assert expected.keys() == parts.keys()
+        assert all(torch.equal(expected[name].read(), parts[name].read()) for name in expected)
         loaded = outline.load(tiny, 5, 64).state_dict()
         assert all(torch.equal(loaded[name], each) for name, each in
                    read_eagle3(str(plain)).load(tiny, 5, 64).state_dict().items())  # fmt: skip

@@ -173,15 +173,15 @@ def test_a_store_forgets_the_oldest_and_keeps_its_bound() -> None:
     for start in range(0, 300, 10):
         store.add(list(range(start, start + 7)))
         assert len(store) <= 40
-        held = [item for item in store.automata if item.find([start, start + 1, start + 2]) is not None]
+        held = [automaton for automaton in store.automata if automaton.find([start, start + 1, start + 2]) is not None]
         assert held
-    assert all(item.find([0, 1]) is None for item in store.automata)
-    assert any(item.find([280, 281]) is not None for item in store.automata)
+    assert all(automaton.find([0, 1]) is None for automaton in store.automata)
+    assert any(automaton.find([280, 281]) is not None for automaton in store.automata)
     # A match never goes from one output into the next.
-    assert all(item.find([286, 290]) is None for item in store.automata)
+    assert all(automaton.find([286, 290]) is None for automaton in store.automata)
     store.add(list(range(1000, 1100)))
     assert len(store) <= 40
-    assert any(item.find([1098, 1099]) is not None for item in store.automata)
+    assert any(automaton.find([1098, 1099]) is not None for automaton in store.automata)
 
 
 def test_outputs_too_short_to_match_are_not_stored() -> None:
@@ -197,8 +197,8 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 
 def test_the_longest_chain_that_fits() -> None:
     of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
-    for request, actual, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
-        proposal = of.proposal(TokenTree.chain(request + 1), range(actual))
+    for request, length, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
+        proposal = of.proposal(TokenTree.chain(request + 1), range(length))
         assert (None if proposal is None else len(proposal.tree) - 1) == size
         assert proposal is None or proposal.tokens.tolist() == list(range(len(proposal.tree) - 1))
 
@@ -236,7 +236,7 @@ def test_slots_do_not_see_each_other() -> None:
         SuffixProposer(Suffix(trees=chains(4), max_spec_factor=1.0, min_token_prob=0.1)),
     ):
         proposals = proposer.propose([view(list(text), 4, 0), view(list(range(4)), 4, 1), view([*text, 14], 4, 2)])
-        assert {slot: item.tokens.tolist() for slot, item in proposals.items()} == {
+        assert {slot: proposal.tokens.tolist() for slot, proposal in proposals.items()} == {
             0: [14, 15, 16, 17],
             2: [15, 16, 17, 18],
         }
@@ -288,9 +288,9 @@ def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engi
     for method, size in WAYS:
         with recorded(loaded, method) as recorder:
             loaded.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
-        actual = {len(proposal.tokens) for _, proposal in recorder}
-        assert actual
-        assert actual <= {k for k in (8, 4, 2) if k <= size}
+        sizes_drafted = {len(proposal.tokens) for _, proposal in recorder}
+        assert sizes_drafted
+        assert sizes_drafted <= {k for k in (8, 4, 2) if k <= size}
         assert all(proposal.tree.is_chain for _, proposal in recorder)
 
 

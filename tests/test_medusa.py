@@ -416,11 +416,11 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
     assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
     assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
     run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos"]
-    actual = []
+    texts = []
     for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
         assert main([*run, *more]) == 0
-        actual.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert actual[0] == actual[1] == actual[2]
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1] == texts[2]
     for wrong, reason in (
         (
             ["run", str(out), "--prompt", "x", "--method", "draft_model"],

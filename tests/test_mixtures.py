@@ -164,9 +164,9 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
     for value in model.graph.initializers.values():
         held, readers = value.const_value, {(node.op_type, index) for node, index in value.uses()}
         assert held is not None
-        actual = USED if "experts" in str(value.name) else 1
+        experts_read = USED if "experts" in str(value.name) else 1
         gathered = readers == {("Gather", 0)} and len(held.shape) > 1
-        read += held.nbytes * (actual / held.shape.numpy()[0] if gathered else 1)
+        read += held.nbytes * (experts_read / held.shape.numpy()[0] if gathered else 1)
     table = loaded.model.get_input_embeddings().weight.numel()
     assert 1 <= read / ((outlined(loaded.model, loaded.model.config).active - table) * size) < 1.5
 

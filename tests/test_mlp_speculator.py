@@ -115,10 +115,7 @@ class OneGraph:
         return dict(zip(self._names, self._session.run(self._names, self._given), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("tied", "scaled", "lowering"),
-    [(True, True, "native"), (False, False, "portable")],
-)
+@pytest.mark.parametrize(("tied", "scaled", "lowering"), [(True, True, "native"), (False, False, "portable")])
 def test_the_graph_fills_a_tree_as_the_formulas_say(
     tmp_path: Path, speculators: Callable[[bool, bool], Path], tied: bool, scaled: bool, lowering: Any
 ) -> None:
@@ -196,7 +193,7 @@ def test_tied_tensors_may_be_stored_once_or_per_stage(
     for number in (0, 1):
         save_file(dict(halves[number::2]), tmp_path / f"model-{number}.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    first, second = (load_speculator(read_speculator(str(item))).state_dict() for item in (folder, tmp_path))
+    first, second = (load_speculator(read_speculator(str(source))).state_dict() for source in (folder, tmp_path))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["emb.2.weight"], once["speculator.emb.0.weight"])
@@ -212,10 +209,7 @@ def test_tied_tensors_may_be_stored_once_or_per_stage(
     [
         ({"model_type": "medusa"}, r"config\.json: not a configuration of an MLP speculator: .*model_type"),
         ({"n_predict": 2}, r"top_k_tokens_per_head is \[5, 4, 3\] and n_predict 2; expected a width for each stage"),
-        (
-            {"n_predict": 2, "top_k_tokens_per_head": [2, 2]},
-            r"'speculator.emb.2.weight' is no part of",
-        ),
+        ({"n_predict": 2, "top_k_tokens_per_head": [2, 2]}, r"'speculator.emb.2.weight' is no part of"),
         ({"n_predict": 4, "top_k_tokens_per_head": [2] * 4}, r"no tensor 'speculator.emb.3.weight'; .* says 4 stages"),
         ({"n_predict": 17}, "n_predict"),
         ({"n_predict": "three"}, "n_predict"),
@@ -243,10 +237,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
         ({"proj.1.weight": torch.zeros(48, 64)}, r"'speculator.proj.1.weight' is \[48, 64\], expected \[48, 48\]"),
         ({"ln.0.bias": None}, "no tensor 'speculator.ln.0.bias'"),
         ({"lm_head.weight": torch.zeros(2)}, "'speculator.lm_head.weight' is no part of a speculator of 3 stages"),
-        (
-            {"head.2.weight": torch.full((VOCAB, 48), torch.inf)},
-            "'speculator.head.2.weight' holds numbers that",
-        ),
+        ({"head.2.weight": torch.full((VOCAB, 48), torch.inf)}, "'speculator.head.2.weight' holds numbers that"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -9,38 +9,25 @@ from shutil import copytree
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexport import LLM
 from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
-from specexport.contract.reading import read_manifest
-from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.mtp.export import read_mtp
 from specexport.methods.mtp.spec import MTP, MTPOptions
-from specexport.runtime import Engine
-from specexport.runtime.buffers import buffers
-from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_mtp
-from tests.engine_bundles import SMALL
-from tests.test_eagle3 import GREEDY, changed
+from tests.hidden_states import TwoSlots, changed, require_drafted
 from tests.test_mixtures import MIXTURES
 from tests.ways import ways
 
@@ -86,7 +73,7 @@ class Layer:
     def __init__(self, folder: Path, family: str, work: Path) -> None:
         self.stored = load_file(folder / "model.safetensors")
         longer = copytree(folder, work / "longer")
-        whole = {name.replace(FIRST[family], "model.layers.1."): item for name, item in self.stored.items()}
+        whole = {name.replace(FIRST[family], "model.layers.1."): tensor for name, tensor in self.stored.items()}
         save_file(whole, longer / "model.safetensors", metadata={"format": "pt"})
         path = longer / "config.json"
         document = json.loads(path.read_text())
@@ -136,49 +123,24 @@ def test_drafts_equal_the_formulas(
     start, one_pass = trace_own_state(draft, cache, lowering)
     graph = propose_graph(one_pass, cache, lowering, start)
     lower_experts(graph, branches=lowering == "native")
-    ir.save(graph, tmp_path / "propose.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "propose.onnx")
     method = MTP(trees=(), states=(1,), hidden=H, draft_hidden=H, rows=1, candidates=64, dynamic_tree=False)
-    make = buffers(method.signatures["mtp"])
-    names = [tensor.name for tensor in session.get_outputs()]
-    (row,) = cache
-    caches = {
-        "past_key.0": np.zeros((2, row.heads, 32, row.key_size), np.float32),
-        "past_value.0": np.zeros((2, row.heads, 32, row.value_size), np.float32),
-    }
     draw = np.random.default_rng(4)
     states = draw.normal(0, 1.5, (2, 12, H)).astype(np.float32)
     texts = draw.integers(0, VOCAB, (2, 13))
 
-    def run(width: int, K: int, pasts: tuple[int, int], counts: tuple[int, int]) -> dict[str, Any]:
-        inputs, _ = make(ShapePoint(2, width, 32, 0, K))
-        for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-            inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
-            inputs[tensors.LAYER_STATES][slot, :count] = states[slot, past : past + count]
-            inputs[tensors.PAST_LENGTH][slot], inputs[tensors.LAST_ROW][slot] = past, count - 1
-        inputs[tensors.UNIFORM][1], inputs[tensors.TOP_K][1] = 0.7, 0  # the second slot samples
-        checkpoint_of = dict(zip(names, session.run(names, inputs | caches), strict=True))
-        for kind in ("key", "value"):
-            rows = checkpoint_of[f"present_{kind}.0"] if lowering == "native" else checkpoint_of[f"new_{kind}.0"]
-            for slot, (past, count) in enumerate(zip(pasts, counts, strict=True)):
-                new = rows[slot, :, past:] if lowering == "native" else rows[slot]
-                caches[f"past_{kind}.0"][slot, :, past : past + count] = new[:, :count]
-        return checkpoint_of
+    def write_tokens(inputs: dict[str, Any], slot: int, past: int, count: int) -> None:
+        inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
 
-    run(6, 1, (0, 0), (5, 2))
-    drafted = run(4, 4, (5, 2), (3, 1))
+    slots = TwoSlots(graph, tmp_path, method, "mtp", states, write_tokens)
+    slots.run(6, 1, (0, 0), (5, 2))
+    drafted = slots.run(4, 4, (5, 2), (3, 1))
     layer = Layer(folder, family, tmp_path)
     for slot, rows in enumerate((8, 3)):
         hidden = layer.norm(torch.from_numpy(states[slot, :rows]), "model.norm")
         tokens = texts[slot, 1 : rows + 1].tolist()
         for depth in range(4):
             state, logits = layer.rows(hidden, tokens)
-            ids, probs = drafted[tensors.DRAFT_IDS][depth, slot], drafted[tensors.DRAFT_PROBS][depth, slot]
-            token, best = int(drafted[tensors.DRAFT_TOKENS][depth, slot]), logits.topk(64)
-            q = best.values.softmax(0) if slot else F.one_hot(torch.tensor(0), 64).float()
-            np.testing.assert_array_equal(ids[:5], best.indices[:5])
-            np.testing.assert_allclose(probs, q.numpy(), atol=2e-4)
-            assert token == (ids[0] if slot == 0 else ids[int((probs.cumsum() - probs <= 0.7).nonzero()[0][-1])])
+            token = require_drafted(drafted, depth, slot, logits)
             hidden, tokens = torch.cat([hidden, state[None]]), [*tokens, token]
 
 
@@ -256,101 +218,3 @@ def test_a_layer_without_tables_of_its_own_takes_the_target_s(
     theirs, draft = load_file(outline.path / "model.safetensors"), outline.load(outline.path, LAYERS, 512)
     assert torch.equal(draft.embed_tokens.weight, theirs["model.embed_tokens.weight"])
     assert torch.equal(draft.lm_head.weight, theirs["lm_head.weight"])
-
-
-# --- bundles ----------------------------------------------------------------------------------------------------------
-
-
-def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], Path]) -> None:
-    draw, reached = np.random.default_rng(1), 0
-    with Engine.load(bundle("dice-mtp"), threads=1) as engine:
-        params = GREEDY.replace(max_tokens=20)
-        for length in (1, 2, 3, 7, 30):
-            prompt = draw.integers(3, 12, length).tolist()
-            plain = engine.generate(prompt, params, PLAIN).token_ids
-            for speculation in ("mtp", Speculative(method="mtp", num_speculative_tokens=3), "ngram", "mtp"):
-                done = engine.generate(prompt, params, speculation)
-                assert done.token_ids == plain
-                reached = max(reached, *(depth + 1 for depth, n in enumerate(done.stats.accepted_at) if n), 0)
-    assert reached >= 2
-
-
-def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path]) -> None:
-    text = np.random.default_rng(2).integers(3, 12, 30).tolist()
-    params = GREEDY.replace(max_tokens=8)
-    with Engine.load(bundle("dice-mtp"), threads=1, prefix_cache=False) as engine:
-        alone = engine.generate([*text, 5], params, "mtp")
-    with Engine.load(bundle("dice-mtp"), threads=1) as engine:
-        engine.generate([*text, 4], params, PLAIN)
-        after_plain = engine.generate([*text, 5], params, "mtp")
-        again = engine.generate([*text, 5], params, "mtp")
-    assert [item.stats.cached_tokens for item in (after_plain, again)] == [0, 29]
-    for item in (after_plain, again):
-        assert (item.token_ids, item.stats.accepted) == (alone.token_ids, alone.stats.accepted)
-
-
-def test_several_requests_at_once(bundle: Callable[[str], Path]) -> None:
-    draw = np.random.default_rng(3)
-    texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2, 17, 30)]
-    params = GREEDY.replace(max_tokens=20)
-    with Engine.load(bundle("dice-mtp-batch"), threads=1) as engine:
-        alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
-        hows = ["mtp", PLAIN, "mtp", "mtp", "ngram", "mtp"]
-        streams = [engine.stream(text, params, speculation) for text, speculation in zip(texts, hows, strict=True)]
-        together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
-        assert sum(stream.stats.drafted for stream in streams) > 0
-    assert together == alone
-
-
-def test_build_inspect_and_verify(
-    tmp_path: Path, checkpoint_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In int8, from the command line; another layer is found out."""
-    out, target = tmp_path / "bundle", checkpoint_of("qwen3_next")
-    words = [
-        "build",
-        "--target",
-        str(target),
-        "--mtp",
-        "-o",
-        str(out),
-        "--precision",
-        "int8",
-        "--draft-precision",
-        "fp32",
-    ]
-    assert main([*words, "--block-size", "16", "--max-seq-len", "128", "--max-batch-size", "2"]) == 0
-    (method,) = read_manifest(out).methods
-    assert isinstance(method, MTP)
-    assert (method.states, method.hidden, method.draft_hidden, method.rows, method.candidates) == ((1,), H, H, 9, 64)
-    assert [model.precision.weights for model in read_manifest(out).models.values()] == ["int8", "fp32"]
-    assert main(["inspect", str(out)]) == 0
-    assert "mtp, states after 1 of the target's layers" in capsys.readouterr().out
-    report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
-    assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
-    with LLM(model=str(out)) as llm:
-        assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
-    other = changed(copytree(target, tmp_path / "other"), {"mtp.fc.weight": torch.randn(H, 2 * H)})
-    assert not verify(out, target=other, max_tokens=4).passed
-
-
-@pytest.mark.slow
-def test_its_graph_becomes_an_engine(tmp_path: Path) -> None:
-    config = {**PUBLISHED["glm4_moe"], **SMALL}
-    target, out = make_mtp(tmp_path / "target", "glm4_moe", **config), tmp_path / "bundle"
-    build(
-        BuildOptions(
-            str(target), out, methods=ways(mtp=True), max_seq_len=192, max_batch_size=2, backend="tensorrt-rtx"
-        )
-    )
-    manifest, library = read_manifest(out), load_library("tensorrt-rtx")
-    for role, widths in (("target", {1, 2, 3, 5, 7, 9, 64}), ("mtp", {1, 9, 64})):
-        model = manifest.models[role]
-        (job,) = model_jobs(model, manifest, manifest.batch_sizes, plain=True)
-        assert {profile.tokens for profile in job.profiles} == widths
-        master = out / model.graph.master
-        source, engine = master.with_name("source.onnx"), out / f"{role}.engine"
-        write_source(master, source, "fp16", job.drafts, job.fixed, compiled=True)
-        report = compile_graph(source, engine, job.sizes, library, ((8, 9),))
-        assert (report.profiles, report.size) == (len(job.profiles), engine.stat().st_size)

@@ -297,8 +297,7 @@ def test_nodes_that_work_on_more_than_shapes_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "missed"),
-    [("Transpose (w)", ["product"]), ("Identity (w)", ["product"]), ("Relu (w)", [])],
+    ("way", "missed"), [("Transpose (w)", ["product"]), ("Identity (w)", ["product"]), ("Relu (w)", [])]
 )
 def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed: list[str]) -> None:
     graph = onnx.parser.parse_graph(f"""

@@ -67,27 +67,27 @@ def test_a_text_begins_with_each_token_where_that_begins(
     tokens = tokenizer.encode(prompt).ids
     text = prompt + spoken(tokenizer, output, skip)
     placed = PlacedTokens(tokenizer, skip)
-    actual = [*placed.prompt(prompt, tokens), *placed.add(output)]
-    assert len(actual) == len(tokens) + len(output)
-    for token, (piece, at) in zip([*tokens, *output], actual, strict=True):
+    pieces = [*placed.prompt(prompt, tokens), *placed.add(output)]
+    assert len(pieces) == len(tokens) + len(output)
+    for token, (piece, at) in zip([*tokens, *output], pieces, strict=True):
         hidden = piece in (START, END) and (skip or token == tokens[0])
         assert hidden or text[at:].startswith(piece)
-    assert [at for _, at in actual] == sorted(at for _, at in actual)
+    assert [at for _, at in pieces] == sorted(at for _, at in pieces)
 
 
 @every_tokenizer
 def test_a_prompts_tokens_make_up_the_prompt(tokenizer: Tokenizer) -> None:
     for prompt in ("one 🙂 two", "Hello  WORLD", " hello", "é", ""):
-        actual = PlacedTokens(tokenizer, True).prompt(prompt, tokenizer.encode(prompt).ids)
-        assert "".join(piece for piece, _ in actual if piece != START) == prompt
+        pieces = PlacedTokens(tokenizer, True).prompt(prompt, tokenizer.encode(prompt).ids)
+        assert "".join(piece for piece, _ in pieces if piece != START) == prompt
 
 
 def test_a_character_of_several_tokens_has_one_place() -> None:
     tokenizer = TOKENIZERS["byte_fallback, start"]
-    actual = PlacedTokens(tokenizer, True).prompt("h🙂 he", tokenizer.encode("h🙂 he").ids)
+    pieces = PlacedTokens(tokenizer, True).prompt("h🙂 he", tokenizer.encode("h🙂 he").ids)
     # The tokenizer puts a space before the text, which is not in it.
     character = [("", 1), ("", 1), ("", 1), ("🙂", 1)]
-    assert actual == [(START, 0), ("", 0), ("h", 0), *character, (" ", 2), ("he", 3)]
+    assert pieces == [(START, 0), ("", 0), ("h", 0), *character, (" ", 2), ("he", 3)]
 
 
 def test_a_special_token_in_the_text_has_its_place() -> None:

@@ -24,7 +24,6 @@ from specexport.commands.run import describe
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest, write_manifest
-from specexport.exporter import trace
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
@@ -50,14 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
 
 @pytest.fixture
 def load(
-    bundle: Callable[[str], Path],
-    accept_graph: Callable[[str, int], bytes],
-    gpu: OnnxRuntimeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
 ) -> Callable[..., Engine]:
     """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
-    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str, **options: Any) -> Engine:
         folder = tmp_path / name
@@ -158,14 +152,11 @@ def test_concurrent_requests_equal_single_ones(
 def test_the_device_decides_for_several_at_once(
     name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
 ) -> None:
-    with (
-        load(name, max_batch_size=4) as on_gpu,
-        Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu,
-    ):
+    with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
         texts = []
-        for item in (on_gpu, cpu):
+        for engine in (on_gpu, cpu):
             streams = [
-                item.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
+                engine.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
                 for at, params in enumerate((GREEDY, SAMPLED) * 3)
                 for speculation in (True, False)
             ]
@@ -185,14 +176,14 @@ def test_any_thread_may_ask(captures: bool, load: Callable[[str], Engine], gpu: 
     """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
     gpu.cuda.refuse_capture = not captures
     with load("dice-near") as on_gpu:
-        actual: list[Completion] = []
+        completions: list[Completion] = []
         for _ in range(2):
-            thread = threading.Thread(target=lambda: actual.append(on_gpu.generate([7, 9, 11], SAMPLED)))
+            thread = threading.Thread(target=lambda: completions.append(on_gpu.generate([7, 9, 11], SAMPLED)))
             thread.start()
             thread.join()
-        same(actual[0], on_gpu.generate([7, 9, 11], SAMPLED))
-        same(*actual)
-        assert actual[0].stats.execution == ("graph per step" if captures else "plain")
+        same(completions[0], on_gpu.generate([7, 9, 11], SAMPLED))
+        same(*completions)
+        assert completions[0].stats.execution == ("graph per step" if captures else "plain")
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-mixed", "dice-medusa"])
@@ -376,14 +367,9 @@ def test_machines_without_a_gpu_get_an_error(bundle: Callable[[str], Path]) -> N
 
 
 def test_building_for_it(
-    accept_graph: Callable[[str, int], bytes],
-    gpu: OnnxRuntimeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command's bundle holds a graph a model for it, and is opened on a GPU unless told otherwise."""
-    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
     target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
     line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
     line += ["--backend", "onnxruntime-cuda", "-o", str(folder)]

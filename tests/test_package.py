@@ -158,7 +158,7 @@ def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
         )
     with tarfile.open(sdist) as archive:
         held = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
-        files = {item.name.removeprefix(f"{NAME}/") for item in archive if item.isfile()}
+        files = {member.name.removeprefix(f"{NAME}/") for member in archive if member.isfile()}
     extra = {"PKG-INFO", "setup.cfg", "specexport/commit.txt"}
     assert {name for name in files if not name.startswith("specexport.egg-info/")} <= tracked | extra
     kept = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "specexport/py.typed"}
@@ -246,14 +246,14 @@ def test_the_container_files_command_serves(
 
 
 def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    actual = commit()
+    current = commit()
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"specexport {__version__}" + (f" ({actual})\n" if actual else "\n")
+    assert capsys.readouterr().out == f"specexport {__version__}" + (f" ({current})\n" if current else "\n")
     if (ROOT / ".git").exists():
-        assert actual is not None
-        assert git("rev-parse", "HEAD", cwd=ROOT).startswith(actual.removesuffix("-dirty"))
+        assert current is not None
+        assert git("rev-parse", "HEAD", cwd=ROOT).startswith(current.removesuffix("-dirty"))
     monkeypatch.setenv("PATH", "")  # without git
     assert commit() is None
 

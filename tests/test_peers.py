@@ -22,14 +22,7 @@ PLAIN, OTHER, DRAFT, LONG = Way("plain"), Way("sdpa"), Way("draft", 3), Way("dra
 
 def test_a_turn_takes_all_engines_a_way_and_begins_with_another_each_time() -> None:
     ways = {"a": [PLAIN, DRAFT], "b": [PLAIN, OTHER, DRAFT], "c": [PLAIN]}
-    assert schedule(ways, 0) == [
-        ("a", PLAIN),
-        ("b", PLAIN),
-        ("c", PLAIN),
-        ("b", OTHER),
-        ("a", DRAFT),
-        ("b", DRAFT),
-    ]
+    assert schedule(ways, 0) == [("a", PLAIN), ("b", PLAIN), ("c", PLAIN), ("b", OTHER), ("a", DRAFT), ("b", DRAFT)]
     assert [engine for engine, way in schedule(ways, 1) if way == PLAIN] == ["b", "c", "a"]
 
 

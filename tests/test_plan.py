@@ -79,10 +79,10 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
         ]
         for precision in ("fp16", "int8")
     )
-    (engine,), (session,) = (actual.models for actual in half)
+    (engine,), (session,) = (estimates.models for estimates in half)
     assert session.weights == engine.weights + 2 * vocab * hidden
     assert (session.read, session.scratch) == (engine.read, engine.scratch + deciding)
-    (engine,), (session,) = (actual.models for actual in eighth)
+    (engine,), (session,) = (estimates.models for estimates in eighth)
     assert session.weights == session.read + vocab * hidden * (1 + 2 / 32)
     assert session.scratch == engine.scratch + deciding + 2 * 2 * widest * hidden
 
@@ -110,9 +110,9 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
         estimate = plan(str(target), method, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
         draft = estimate.models[1]
         if folder is not None:  # an embedding and a head of its own are stored in any case
-            stored = {key: item for key, item in load_file(folder / "model.safetensors").items() if "2" not in key}
+            stored = {key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if "2" not in key}
             shared = [key for key in ("embed_tokens.weight", "lm_head.weight") if key not in stored]
-            whole = sum(item.numel() for item in stored.values()) + len(shared) * 320 * 64
+            whole = sum(tensor.numel() for tensor in stored.values()) + len(shared) * 320 * 64
             assert draft.parameters == whole
         passes = 1 if name == "dflash" else 3
         read = estimate.models[0].step(4, CONTEXT / 2) + passes * draft.step(1, CONTEXT / 2)

@@ -77,8 +77,8 @@ def both(path: Path, threads: int = 2, **inputs: npt.NDArray[Any]) -> None:
     ours, plain = ort.InferenceSession(str(path), options(threads)), ort.SessionOptions()
     plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     theirs = ort.InferenceSession(str(path), plain, providers=["CPUExecutionProvider"])
-    for item, other in zip(ours.run(None, inputs), theirs.run(None, inputs), strict=True):
-        np.testing.assert_allclose(item, other, rtol=1e-4, atol=1e-3)
+    for output, other in zip(ours.run(None, inputs), theirs.run(None, inputs), strict=True):
+        np.testing.assert_allclose(output, other, rtol=1e-4, atol=1e-3)
 
 
 def normal(*dims: int) -> npt.NDArray[np.float32]:

@@ -119,7 +119,7 @@ def test_every_operator_is_known_to_opset_20(name: str, bundle: Bundles) -> None
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
-    return [*graph.node, *(node for item in inner for node in _nodes(item))]
+    return [*graph.node, *(node for subgraph in inner for node in _nodes(subgraph))]
 
 
 @pytest.mark.parametrize("name", ["llama-near-portable", "qwen3-medusa-draft-portable"])

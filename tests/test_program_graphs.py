@@ -62,8 +62,8 @@ def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> 
         np.testing.assert_array_equal(tokens, taken)
         for node in range(len(tree) - 1):
             # A distribution is the same in any order; a chain's has one row a depth, as a tree's has one a node.
-            existing = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
-            assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == existing
+            probs_of = dict(zip(expected.ids[node].tolist(), expected.probs[node].tolist(), strict=True))
+            assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == probs_of
 
 
 def test_fill_graph_of_stages_equals_the_proposer() -> None:
@@ -77,8 +77,8 @@ def test_fill_graph_of_stages_equals_the_proposer() -> None:
         probs = random.dirichlet(np.ones(CANDIDATES), count).astype(np.float32)
         drafted = np.array([random.choice(row) for row in ids])
         inputs = {tensors.TREE_ROWS: rows[None], tensors.TREE_RANKS: np.array([tree.ranks[1:]])}
-        for kind, item in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
-            parts = np.split(item, [1 + stage * width for stage in range(stages - 1)])
+        for kind, values in zip(tensors.DRAFTED, (drafted, ids, probs), strict=True):
+            parts = np.split(values, [1 + stage * width for stage in range(stages - 1)])
             inputs |= {kind.of_stage(stage): part[None] for stage, part in enumerate(parts)}
         tokens, node_ids, q = (array[0] for array in fill.run(None, inputs))
         for node, (row, rank) in enumerate(zip(rows, tree.ranks[1:], strict=True)):

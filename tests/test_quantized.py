@@ -57,7 +57,7 @@ def _matrices(bundle: Path, model: Model) -> dict[str, np.ndarray]:
     held |= {
         node.output[0]: held[node.input[0]] for node in graph.node if node.op_type == "Cast" and node.input[0] in held
     }
-    actual = {}
+    matrices = {}
     for node in graph.node:
         if node.op_type == "DequantizeLinear":
             numbers, scale, *zero = (
@@ -68,8 +68,8 @@ def _matrices(bundle: Path, model: Model) -> dict[str, np.ndarray]:
                 scale, *zero = (
                     np.repeat(initializer, fields["block_size"], axis=fields["axis"]) for initializer in (scale, *zero)
                 )
-            actual[node.input[0]] = (numbers - zero[0] if zero else numbers) * scale
-    return actual
+            matrices[node.input[0]] = (numbers - zero[0] if zero else numbers) * scale
+    return matrices
 
 
 @pytest.mark.parametrize("layout", FORMATS)

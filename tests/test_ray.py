@@ -143,11 +143,11 @@ class Cluster:
     def metric(self, name: str) -> dict[str, float]:
         """A metric of each replica, summed over its other labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
-        actual: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for labels, value in re.findall(rf"^(?:specexport:)?{name}\{{(.*)\}} (.*)$", text, re.MULTILINE):
             replica = dict(re.findall(r'(\w+)="([^"]*)"', labels))["replica"]
-            actual[replica] = actual.get(replica, 0.0) + float(value)
-        return actual
+            totals[replica] = totals.get(replica, 0.0) + float(value)
+        return totals
 
     def pid(self, replica: str) -> int:
         """The process of a replica."""

@@ -189,8 +189,8 @@ def test_terminal_output_is_shown(tmp_path: Path) -> None:
     page = Page(tmp_path / "page.html")
     page.asks_for_nothing()
     assert page.tables == [[["name", "value"], ["x", "1\n2"]]]
-    for item in (("td", "left bold red"), ("td", "right "), ("p", "green")):
-        assert (item[0], {"class": item[1]}) in page.elements
+    for element in (("td", "left bold red"), ("td", "right "), ("p", "green")):
+        assert (element[0], {"class": element[1]}) in page.elements
     assert "<caption>a &lt; b</caption>" in page.source
 
 

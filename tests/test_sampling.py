@@ -14,12 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import RequestError, SamplingParams
-from specexport.runtime.sampling import (
-    Distribution,
-    Distributions,
-    accept_sampled,
-    target_distribution,
-)
+from specexport.runtime.sampling import Distribution, Distributions, accept_sampled, target_distribution
 from tests.reference import accept_chain, draw_candidates, everywhere, p_of, warped
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -180,7 +180,7 @@ def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
 
 
 def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
-    actual = []
+    texts = []
     for count in (0, 2, 7):
         speculative = (
             {"method": "draft_model", "num_speculative_tokens": count} if count else {"num_speculative_tokens": 0}
@@ -191,8 +191,8 @@ def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) ->
         details = response.usage.model_dump()["speculation"]
         assert details["num_draft_tokens"] == count * details["num_drafts"]
         assert details["num_accepted_tokens"] == sum(details["num_accepted_tokens_per_pos"])
-        actual.append(response.choices[0].text)
-    assert actual[0] == actual[1] == actual[2]
+        texts.append(response.choices[0].text)
+    assert texts[0] == texts[1] == texts[2]
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------

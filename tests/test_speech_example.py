@@ -73,7 +73,7 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
             text = torch.cat([before, start, after, layer(torch.tensor(draft))])
             rows = decoder(inputs_embeds=text[None]).logits[0, len(text) - len(draft) - 1 : -1].softmax(-1)
         likelihoods = rows[torch.arange(len(draft)), torch.tensor(draft)].tolist()
-        actual = set()
+        kept_counts = set()
         for at in (0, 2, 5):
             threshold = min(likelihoods[: at + 1]) * 0.999
             stays = next(index for index, value in enumerate(likelihoods) if value <= threshold)
@@ -83,8 +83,8 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
             assert list(completion.token_ids[:stays]) == draft[:stays]
             assert completion.token_ids[stays] == int(rows[stays].argmax())
             assert completion.passes == 1
-            actual.add(stays)
-        assert len(actual) > 1
+            kept_counts.add(stays)
+        assert len(kept_counts) > 1
 
     file = tmp_path / "sound.wav"
     with wave.open(str(file), "wb") as out:

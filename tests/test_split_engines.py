@@ -159,8 +159,8 @@ def test_graphs_with_collectives_equal_their_segments(
     monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
     monkeypatch.setattr(segments, "combine", _as_nccl)
     outputs = segments.AllRanks(ranks).run(list(expected), inputs)
-    for item, wanted in zip(outputs, expected.values(), strict=True):
-        np.testing.assert_allclose(item, wanted, atol=1e-5)
+    for output, wanted in zip(outputs, expected.values(), strict=True):
+        np.testing.assert_allclose(output, wanted, atol=1e-5)
 
 
 def _as_nccl(name: str, parts: Any, whole: Any) -> None:
@@ -280,11 +280,13 @@ def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
     folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
     write_source(folder / "step.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
     graphs = [onnx.load(path, load_external_data=False).graph for path in write_segments(folder / "half.onnx", {})]
-    between = [item for graph in graphs for item in graph.output if item.name.startswith(("sum.", "join.", "carried."))]
-    met = [item for item in between if not item.name.startswith("carried.")]
-    assert [item.name for item in met] == [*(f"sum.{at}" for at in range(5)), "join.5"]
-    assert {item.type.tensor_type.elem_type for item in met} == {kind}
-    assert all(len(item.type.tensor_type.shape.dim) > 2 for item in between)
+    between = [
+        value for graph in graphs for value in graph.output if value.name.startswith(("sum.", "join.", "carried."))
+    ]
+    met = [value for value in between if not value.name.startswith("carried.")]
+    assert [value.name for value in met] == [*(f"sum.{at}" for at in range(5)), "join.5"]
+    assert {value.type.tensor_type.elem_type for value in met} == {kind}
+    assert all(len(value.type.tensor_type.shape.dim) > 2 for value in between)
 
 
 def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path: Path) -> None:

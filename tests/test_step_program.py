@@ -12,7 +12,6 @@ import pytest
 from specexport.commands.run import describe
 from specexport.contract.generation import GenerationRules
 from specexport.contract.tree import TokenTree
-from specexport.exporter import trace
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.executor import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
@@ -35,14 +34,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
 
 
 @pytest.fixture
-def load(
-    bundle: Callable[[str], Path],
-    accept_graph: Callable[[str, int], bytes],
-    gpu: TensorRT,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Load:
+def load(bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: TensorRT) -> Load:
     """Loads a copy of a bundle with engines of its models and of the step program's graphs, for so many slots."""
-    monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
 
     def get(name: str, slots: int = 1) -> Engine:
         shutil.copytree(bundle(name), gpu.folder)
@@ -111,13 +104,13 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
             (TYPICAL, "graph per step"),
         ):
             for method in ("draft_model", "ngram"):
-                actual = [
-                    item.generate(text, params.replace(max_tokens=3), method)
-                    for item, text in zip((on_gpu, cpu), texts, strict=True)
+                completions = [
+                    side.generate(text, params.replace(max_tokens=3), method)
+                    for side, text in zip((on_gpu, cpu), texts, strict=True)
                 ]
-                assert actual[0].token_ids == actual[1].token_ids
-                assert actual[0].stats.execution == execution
-                texts = [[*text, *done.token_ids] for text, done in zip(texts, actual, strict=True)]
+                assert completions[0].token_ids == completions[1].token_ids
+                assert completions[0].stats.execution == execution
+                texts = [[*text, *done.token_ids] for text, done in zip(texts, completions, strict=True)]
 
 
 def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], Engine], gpu: TensorRT) -> None:
@@ -243,11 +236,11 @@ def test_batches_equal_single_requests_on_the_cpu(
         assert on_gpu.slots == SLOTS
         assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
         with gpu.cuda.sealed():
-            actual = _together(on_gpu, asks)
-        for ours, theirs in zip(actual, expected, strict=True):
+            completions = _together(on_gpu, asks)
+        for ours, theirs in zip(completions, expected, strict=True):
             same(ours, theirs)
             assert ours.stats.execution == "graph per step"
-        assert sum(ours.stats.cached_tokens for ours in actual) > 0
+        assert sum(ours.stats.cached_tokens for ours in completions) > 0
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -258,10 +251,7 @@ def test_batches_go_on_as_they_do_on_the_cpu(
     # Drafts of devices read what plain steps left out before they draft: in a step of its own.
     monkeypatch.setattr(OnnxRuntimeGraph, "any_width", False)
     asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
-    with (
-        load(name, SLOTS) as on_gpu,
-        Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu,
-    ):
+    with load(name, SLOTS) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu:
         for ours, theirs in zip(_together(on_gpu, asks), _together(cpu, asks), strict=True):
             same(ours, theirs)
 
@@ -277,8 +267,8 @@ def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
             first, second = (_start(on_gpu, ask) for ask in asks)
             ours = completed(first)
             assert first.stats.execution == second.stats.execution == "graph per engine"
-            for actual, ask in ((ours, asks[0]), (completed(second), asks[1])):
-                assert actual.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
+            for completion, ask in ((ours, asks[0]), (completed(second), asks[1])):
+                assert completion.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
             assert second.stats.execution == "graph per step"
         shutil.rmtree(gpu.folder)
 
@@ -303,10 +293,7 @@ def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, g
 def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     """As with one slot, everything but the caches is poisoned before each step."""
     asks = _asks(("draft_model", None), SAMPLED, GREEDY)
-    with (
-        load("dice-mixed-batch", SLOTS) as on_gpu,
-        Engine.load(bundle("dice-mixed"), threads=1) as alone,
-    ):
+    with load("dice-mixed-batch", SLOTS) as on_gpu, Engine.load(bundle("dice-mixed"), threads=1) as alone:
         _poison(on_gpu)
         for ask, ours in zip(asks, _together(on_gpu, asks), strict=True):
             same(ours, completed(_start(alone, ask)))

@@ -24,7 +24,7 @@ def halved(tmp_path: Path) -> Path:
     """A checkpoint in bf16 but for its norms, as some are."""
     folder = make_checkpoint(tmp_path / "target", "qwen3")
     state = load_file(folder / "model.safetensors")
-    state = {name: item if item.ndim == 1 else item.to(torch.bfloat16) for name, item in state.items()}
+    state = {name: tensor if tensor.ndim == 1 else tensor.to(torch.bfloat16) for name, tensor in state.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     return folder
 

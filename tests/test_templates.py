@@ -135,10 +135,7 @@ def test_a_processors_template_is_named_where_it_differs(
     [
         ({"chat_template.json": {"chat_template": 5}}, r"chat_template\.json: not a configuration of a processor"),
         ({"processor_config.json": "{"}, r"processor_config\.json: not a configuration of a processor"),
-        (
-            {"tokenizer_config.json": {"chat_template": {"a/b": ""}}},
-            "chat_template 'a/b' is str; expected",
-        ),
+        ({"tokenizer_config.json": {"chat_template": {"a/b": ""}}}, "chat_template 'a/b' is str; expected"),
         ({"tokenizer_config.json": {"chat_template": {"a": 5}}}, r"tokenizer_config\.json: chat_template 'a' is int"),
         ({"tokenizer_config.json": {"chat_template": 5}}, r"tokenizer_config\.json: chat_template 'default' is int"),
     ],

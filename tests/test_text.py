@@ -198,9 +198,9 @@ def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[
     text, expected = "", None
     for token in tokens:
         text += token
-        actual = [text.find(stop_text) for stop_text in stop if stop_text in text]
-        if actual:
-            expected = text[: min(actual)]
+        stops = [text.find(stop_text) for stop_text in stop if stop_text in text]
+        if stops:
+            expected = text[: min(stops)]
             break
     pieces, stopped = streamed(tokenizer, [vocabulary[token] for token in tokens], stop)
     assert stopped == (expected is not None)

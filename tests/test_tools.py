@@ -66,8 +66,8 @@ def streamed(client: openai.OpenAI, **request: Any) -> tuple[str, str, list[tupl
         thoughts += getattr(delta, "reasoning_content", None) or ""
         for piece in delta.tool_calls or []:
             name = piece.function.name or "" if piece.function else ""
-            actual = calls.setdefault(piece.index, [name, ""])
-            actual[1] += piece.function.arguments or "" if piece.function else ""
+            call = calls.setdefault(piece.index, [name, ""])
+            call[1] += piece.function.arguments or "" if piece.function else ""
         finish = part.choices[0].finish_reason or finish
     return text, thoughts, [(name, arguments) for name, arguments in calls.values()], finish
 

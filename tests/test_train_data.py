@@ -43,9 +43,9 @@ CHAT = [
 
 
 def with_template(template: str | None) -> Any:
-    actual = copy.deepcopy(tokenizer())
-    actual.chat_template = template
-    return actual
+    templated = copy.deepcopy(tokenizer())
+    templated.chat_template = template
+    return templated
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -117,11 +117,11 @@ def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: 
     words = "the cat sat on the mat"
     (tmp_path / "long.txt").write_text(words)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": words}) + "\n")
-    for name, actual in (
+    for name, message in (
         ("long.txt", "22 bytes; expected at most 20"),
         ("long.jsonl", r"long\.jsonl:2: a line of more than 20 bytes"),
     ):
-        with pytest.raises(TrainError, match=actual):
+        with pytest.raises(TrainError, match=message):
             read_windows([tmp_path / name], with_template(None), seq_len=16, seed=0)
 
 

@@ -62,8 +62,8 @@ def test_divergences_are_those_of_the_formulas() -> None:
         "tvd": 1 - np.minimum(p, q).sum(-1),
     }
     for kind, values in expected.items():
-        actual = divergence(torch.tensor(student), torch.tensor(teacher), kind).item()
-        assert actual == pytest.approx(values.mean(), rel=1e-5), kind
+        measured = divergence(torch.tensor(student), torch.tensor(teacher), kind).item()
+        assert measured == pytest.approx(values.mean(), rel=1e-5), kind
 
 
 def test_the_loss_counts_the_positions_asked_for_and_bears_another_padding() -> None:
@@ -119,8 +119,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpo
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples"),
-    [("forward_kl", "target"), ("tvd", "draft"), ("reverse_kl", "data"), ("jsd", "data")],
+    ("kind", "samples"), [("forward_kl", "target"), ("tvd", "draft"), ("reverse_kl", "data"), ("jsd", "data")]
 )
 def test_a_draft_comes_nearer_to_its_target(
     pair: tuple[Path, Path], text: Path, tmp_path: Path, kind: str, samples: str

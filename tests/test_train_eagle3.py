@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specexport.cli import main
 from specexport.contract.errors import SpecExportError
-from specexport.exporter.build import build
-from specexport.exporter.options import BuildOptions
 from specexport.graphs.attention import lowering
 from specexport.graphs.layers import recorded_states
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
@@ -29,14 +27,18 @@ from specexport.methods.eagle3.train import (
     train_eagle3,
 )
 from specexport.methods.eagle3.train_options import Eagle3Options
-from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.speculative import PLAIN
-from specexport.training.data import Windows
-from specexport.training.loop import Schedule, muon_and_adamw, train
 from specexport.training.run import load_model
-from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3
+from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.test_eagle3 import Paper
-from tests.training import CPU, SAVE_EVERY, silent, train_whole_and_parted, write_words
+from tests.training import (
+    CPU,
+    LANGUAGE,
+    silent,
+    train_on_language,
+    train_whole_and_parted,
+    training_options,
+    windows_of,
+)
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -44,30 +46,9 @@ STATES = (0, 1, 2)
 HIDDEN, LAYERS = GROUPED["hidden_size"], GROUPED["num_hidden_layers"]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
-def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., Eagle3Options]:
-    def make(name: str = "out", **changed: Any) -> Eagle3Options:
-        fields = {
-            "target": str(target), "data": [text], "output": tmp_path / name, "states": STATES, "seq_len": 32,
-            "batch_size": 4, "steps": 6, "ttt_steps": 3, "save_every": SAVE_EVERY, "precision": "fp32",
-        }  # fmt: skip
-        return Eagle3Options(**(fields | changed))  # type: ignore[arg-type]
-
-    return make
-
-
-def _windows(ids: torch.Tensor) -> Windows:
-    return Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
+def options(target: Path, tmp_path: Path) -> Callable[..., Eagle3Options]:
+    return partial(training_options, "eagle3", target, tmp_path)
 
 
 def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
@@ -77,7 +58,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     steps, kept, decay = 3, 200, 0.8
     settings = options(draft_vocab_size=kept, intermediate_size=48)
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
-    windows = _windows(ids)
+    windows = windows_of(ids)
     torch.manual_seed(0)
     loaded = load_model(str(target), CPU, frozen=True)
     draft = new_draft(settings, loaded, STATES, windows)
@@ -95,7 +76,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     known = draft.target_ids
     assert known is not None
     for step in range(steps):
-        actual, losses = iter(texts[step]), []
+        drafted, losses = iter(texts[step]), []
         for row in range(2):
             for begin in range(ids.shape[1] - 2 - step):
                 paper = Paper(tmp_path / "draft", target)
@@ -103,7 +84,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
                     state, expected_own = paper.row(paper.fused(states[row, at]), int(ids[row, at + 1]))
                 for ahead in range(1, step + 1):
                     state, expected_own = paper.row(state, int(ids[row, begin + 1 + ahead]))
-                torch.testing.assert_close(next(actual), expected_own, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(next(drafted), expected_own, rtol=1e-4, atol=1e-4)
                 wanted = logits[row, begin + 1 + step]
                 learnt = bool((known == wanted.argmax()).any())
                 losses.append(
@@ -116,37 +97,18 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
 def test_a_draft_learns_to_go_on_from_its_own_states(
     target: Path, options: Callable[..., Eagle3Options], tmp_path: Path
 ) -> None:
-    """A language that follows from three tokens, which the target does not speak: its distribution is put in place."""
     loaded = load_model(str(target), CPU, frozen=True)
-    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
-    ids = (torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100
-    windows = _windows(ids)
+    windows = windows_of(LANGUAGE)
     torch.manual_seed(0)
     draft = new_draft(options(), loaded, STATES, windows)
-    # The target's own head, but of tokens that follow each other.
-    hook = loaded.model.get_output_embeddings().register_forward_hook(
-        lambda _module, _args, output: 20 * torch.nn.functional.one_hot(following, VOCAB)[None].float()
-    )
-    parameters = {name: item for name, item in draft.named_parameters() if item.requires_grad}
-
-    def loss_at(number: int) -> Any:
-        nonlocal following
-        batch = windows.rows(windows.order(number, 16, 0))
-        following = batch.ids.roll(-1, dims=1)[batch.learnt_from(1)]
-        return draft_loss(draft, loaded.model, STATES, batch, 3, 0.8)
-
-    following = ids[:0, 0]
-    optimizers = muon_and_adamw(parameters.values(), (draft.lm_head,), 1e-2)
-    trained = train(
-        "test", parameters, optimizers, Schedule(60, 6), loss_at, checkpoint=tmp_path / "draft.pt", log=silent
-    )
-    hook.remove()
+    trained = train_on_language(
+        draft, loaded.model, lambda batch, _: draft_loss(draft, loaded.model, STATES, batch, 3, 0.8), 60,
+        tmp_path / "draft.pt", [draft.lm_head],
+    )  # fmt: skip
     accuracy = draft_accuracy(draft, loaded.model, STATES, 3, windows, CPU)
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
     assert accuracy.paths[0, 0, 0] > 0.8
     assert len(trained.history[-1]["top-1"]) == 3
-    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
-    assert torch.equal(draft.embed_tokens.weight, before["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +122,7 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
 def test_resumed_runs_equal_uninterrupted_ones(
     options: Callable[..., Eagle3Options], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    record, whole, _ = train_whole_and_parted(train_eagle3, options, settings, stopped_at)
+    record, whole, _ = train_whole_and_parted("eagle3", options, settings, stopped_at)
     outline = read_eagle3(str(whole))
     assert (outline.states, outline.draft_vocab) == (STATES, settings.get("draft_vocab_size", VOCAB))
     state = load_file(whole / "model.safetensors")
@@ -174,7 +136,7 @@ def test_resumed_runs_equal_uninterrupted_ones(
 def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Options], target: Path) -> None:
     ids = torch.full((4, 8), 7)
     ids[:, :4] = torch.tensor([300, 9, 9, 300])
-    windows = _windows(ids)
+    windows = windows_of(ids)
     windows.learn[:, 0] = False
     loaded = load_model(str(target), CPU, frozen=True)
     draft = new_draft(options(draft_vocab_size=64), loaded, STATES, windows)
@@ -189,7 +151,7 @@ def test_narrower_mlps_keep_the_strongest_units(
     options: Callable[..., Eagle3Options], target: Path, tmp_path: Path, kept: int | None
 ) -> None:
     """Those that write nothing can go, and it says the same."""
-    folder = make_eagle3(tmp_path / "given", target, draft_vocab=kept)
+    folder = make_eagle3(tmp_path / "draft", target, draft_vocab=kept)
     state = load_file(folder / "model.safetensors")
     state["midlayer.mlp.down_proj.weight"][:, ::3] = 0.0
     save_file(state, folder / "model.safetensors")
@@ -215,7 +177,7 @@ def test_narrower_mlps_keep_the_strongest_units(
 def test_unsupported_drafts_cannot_be_continued(
     options: Callable[..., Eagle3Options], target: Path, tmp_path: Path
 ) -> None:
-    folder = make_eagle3(tmp_path / "given", target, published="speculators", model_type="qwen3", fc_norm=True)
+    folder = make_eagle3(tmp_path / "draft", target, published="speculators", model_type="qwen3", fc_norm=True)
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "has fc_norm, layers of a qwen3; expected one plain llama layer"),
         ({"states": STATES}, "--draft was given together with --states"),
@@ -227,46 +189,3 @@ def test_unsupported_drafts_cannot_be_continued(
     plain = make_eagle3(tmp_path / "plain", target)
     with pytest.raises(SpecExportError, match="--intermediate-size is 64; expected 16 to 48, that of --draft"):
         train_eagle3(options(draft=str(plain), states=None, intermediate_size=64), silent)
-
-
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"ttt_steps": 0}, "ttt_steps is 0; expected a whole number from 1 to 16"),
-        ({"ttt_steps": 15, "seq_len": 16}, r"--ttt-steps is 15; expected 1 to 14, two less than --seq-len"),
-        ({"draft_vocab_size": 400}, r"--draft-vocab-size is 400; expected 1 to 320, the target's vocabulary"),
-        ({"states": None}, "--states: 2 1 -1; expected different numbers of layers, from 0 to the target's 2"),
-        ({"states": (1, 1)}, "--states: 1 1; expected different"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd'; expected one of adamw, muon"),
-    ],
-)
-def test_options_out_of_range_are_refused_by_name(
-    options: Callable[..., Eagle3Options], changed: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(SpecExportError, match=expected):
-        train_eagle3(options(**changed), silent)
-
-
-def test_trained_folders_are_built(
-    target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "draft"
-    words = ["train", "eagle3", "--target", str(target), "--data", str(text), "--seq-len", "32", "-o", str(out)]
-    assert main([*words, "--states", "1", "2", "--ttt-steps", "2", "--steps", "3"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "2 drafted tokens; share of held-out tokens" in shown
-    assert "a chain of 2 would commit" in shown
-    bundle = build(
-        BuildOptions(
-            target=str(target),
-            output=tmp_path / "bundle",
-            methods=({"method": "eagle3", "model": str(out)},),
-            max_seq_len=64,
-            max_batch_size=1,
-        )
-    )
-    with Engine.load(bundle, threads=1) as engine:
-        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        done = engine.generate([5, 6, 7], greedy)
-        assert done.stats.drafted > 0
-        assert done.token_ids == engine.generate([5, 6, 7], greedy, PLAIN).token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,25 @@ from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
 from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads, train_medusa
 from specexport.methods.medusa.train_options import MedusaOptions
-from specexport.training.data import Windows
 from specexport.training.hidden import run_model
-from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_model
-from tests.training import CPU, SAVE_EVERY, silent, train_over, train_whole_and_parted, write_words
+from tests.checkpoints import FAMILIES, VOCAB, make_model
+from tests.training import (
+    CPU,
+    LANGUAGE,
+    silent,
+    train_over,
+    train_whole_and_parted,
+    training_options,
+    windows_of,
+    write_words,
+)
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
-def options(target: Path, text: Path, tmp_path: Path) -> Callable[..., MedusaOptions]:
-    def make(name: str = "out", **changed: Any) -> MedusaOptions:
-        fields = {
-            "target": str(target), "data": [text], "output": tmp_path / name, "heads": 2, "seq_len": 32,
-            "batch_size": 4, "steps": 6, "save_every": SAVE_EVERY, "precision": "fp32",
-        }  # fmt: skip
-        return MedusaOptions(**(fields | changed))  # type: ignore[arg-type]
-
-    return make
+def options(target: Path, tmp_path: Path) -> Callable[..., MedusaOptions]:
+    return partial(training_options, "medusa", target, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,10 +57,7 @@ def test_heads_read_the_language_model_heads_input(family: str) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path, tied: bool) -> None:
     model: Any = make_model("llama")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    # A language in which a token says all that follow.
-    ids = ((torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100).int()
-    windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
+    windows = windows_of(LANGUAGE)
     heads = new_heads(4, 1, model, tied=tied)
     lm_head = model.get_output_embeddings()
     trained = train_over(
@@ -83,7 +72,6 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
         assert share <= accuracy.ranks[len(path) - 1][path[-1]] * 1.2
         assert len(path) == 1 or share <= accuracy.paths[path[:-1]]
     assert len(trained.history[-1]["top-1"]) == 4
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -97,16 +85,16 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
 def test_resumed_runs_equal_uninterrupted_ones(
     options: Callable[..., MedusaOptions], settings: dict[str, Any], stopped_at: str
 ) -> None:
-    train_whole_and_parted(train_medusa, options, settings, stopped_at)
+    train_whole_and_parted("medusa", options, settings, stopped_at)
 
 
 def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
     options: Callable[..., MedusaOptions], tmp_path: Path
 ) -> None:
     work = tmp_path / "kept"
-    train_medusa(options("first", work=work), silent)
+    train_medusa(options(work=work), silent)
     with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, and this one has 0\.002.*--work"):
-        train_medusa(options("second", work=work, lr=2e-3), silent)
+        train_medusa(options(output=tmp_path / "second", work=work, lr=2e-3), silent)
     checkpoint = work / "heads.pt"
     whole = torch.load(checkpoint, weights_only=True)
     whole["parameters"]["0.0.linear.bias"] = torch.zeros(3)
@@ -122,20 +110,21 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
         else:
             torch.save(content, checkpoint)
         with pytest.raises(TrainError, match=expected):
-            train_medusa(options("second", work=work), silent)
+            train_medusa(options(output=tmp_path / "second", work=work), silent)
     assert not (tmp_path / "second").exists()
     stranger = tmp_path / "stranger"
     stranger.mkdir()
     (stranger / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(TrainError, match="stranger: exists, and is not of a training"):
-        train_medusa(options("second", work=stranger), silent)
+        train_medusa(options(output=tmp_path / "second", work=stranger), silent)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_forms(
-    options: Callable[..., MedusaOptions], tied: bool
+    options: Callable[..., MedusaOptions], tmp_path: Path, tied: bool
 ) -> None:
-    streamed, cached = options("streamed", tie_lm_head=tied), options("cached", tie_lm_head=tied, cache_hidden=True)
+    streamed = options(tie_lm_head=tied)
+    cached = options(tie_lm_head=tied, output=tmp_path / "cached", cache_hidden=True)
     record = train_medusa(streamed, silent)
     train_medusa(cached, silent)
     name = "medusa_lm_head.safetensors"
@@ -179,31 +168,11 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
     assert (changed_options.output / COMPATIBLE).exists() is tied
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"heads": 0}, "heads is 0; expected a whole number from 1 to 16"),
-        ({"lr": 0.0}, r"lr is 0.0; expected a number in \(0, 1\]"),
-        ({"seq_len": 4096}, r"--seq-len is 4096; expected 16 to 512, the model's max_position_embeddings"),
-        ({"prompt_len": 30}, r"--prompt-len is 30; expected 1 to 24"),
-        ({"held_out": "0.9"}, r"--held-out is 0.9; expected a file, or a share in \(0, 0.5\]"),
-        ({"held_out": "none.txt"}, "none.txt: no such file"),
-        ({"lora_rank": 4}, "--lora-rank was given without --stage 2"),
-        ({"target": "/nowhere"}, "/nowhere: no such folder"),
-        ({"data": []}, "--data: no files"),
-    ],
-)
-def test_options_out_of_range_are_refused_by_name(
-    options: Callable[..., MedusaOptions], changed: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(SpecExportError, match=expected):
-        train_medusa(options(**changed), silent)
-
-
 def test_the_command_prints_accuracies_or_the_record(
-    target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "medusa", "--target", str(target), "--data", str(text), "--steps", "2", "--seq-len", "32"]
+    data = str(write_words(tmp_path))
+    words = ["train", "medusa", "--target", str(target), "--data", data, "--steps", "2", "--seq-len", "32"]
     assert main([*words, "--tie-lm-head", "-o", str(tmp_path / "a"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["options"]["tie_lm_head"] is True

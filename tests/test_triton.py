@@ -75,12 +75,12 @@ def test_the_configuration_is_one_by_tritons_schema(repository: Path) -> None:
     config = text_format.Parse(text, schema.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("tiny", "python", 0)
     assert config.model_transaction_policy.decoupled
-    inputs = {item.name: (item.data_type, list(item.dims), item.optional) for item in config.input}
+    inputs = {tensor.name: (tensor.data_type, list(tensor.dims), tensor.optional) for tensor in config.input}
     assert inputs["text_input"] == (schema.TYPE_STRING, [1], False)
     assert inputs["stream"] == (schema.TYPE_BOOL, [1], True)
     assert inputs["sampling_parameters"] == (schema.TYPE_STRING, [1], True)
     assert inputs["exclude_input_in_output"] == (schema.TYPE_BOOL, [1], True)
-    assert {item.name: (item.data_type, list(item.dims)) for item in config.output} == {
+    assert {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in config.output} == {
         "text_output": (schema.TYPE_STRING, [-1]),
         "finish_reason": (schema.TYPE_STRING, [-1]),
         "num_input_tokens": (schema.TYPE_UINT32, [-1]),
@@ -145,9 +145,9 @@ class Request:
         return list(iter(lambda: self.sent.get(timeout=DEADLINE), None))
 
     def texts(self) -> list[str]:
-        actual = self.responses()
-        assert all(response.error is None for response in actual), actual[-1].error
-        return [response.outputs["text_output"][0].decode() for response in actual]
+        responses = self.responses()
+        assert all(response.error is None for response in responses), responses[-1].error
+        return [response.outputs["text_output"][0].decode() for response in responses]
 
 
 def loaded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -203,11 +203,11 @@ def test_a_request_is_answered_whole_or_in_parts(model: Any, expected_answers: d
     }
     assert alone.texts() == [expected_answers["text"]]
     for request in parts:
-        actual = [response.outputs for response in request.responses()]
-        assert len(actual) > 2
-        assert b"".join(item["text_output"][0] for item in actual).decode() == expected_answers["text"]
-        assert sum(item["num_output_tokens"][0] for item in actual) == 24
-        assert [item["finish_reason"][0] for item in actual[-2:]] == [b"", b"length"]
+        responses = [response.outputs for response in request.responses()]
+        assert len(responses) > 2
+        assert b"".join(outputs["text_output"][0] for outputs in responses).decode() == expected_answers["text"]
+        assert sum(outputs["num_output_tokens"][0] for outputs in responses) == 24
+        assert [outputs["finish_reason"][0] for outputs in responses[-2:]] == [b"", b"length"]
 
 
 def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
@@ -268,9 +268,9 @@ def test_unloading_lets_requests_finish(
     model.execute(requests)
     first = [request.sent.get(timeout=DEADLINE) for request in requests]
     model.finalize()
-    for item, request in zip(first, requests, strict=True):
-        assert item is not None
-        assert item.outputs["text_output"][0].decode() + "".join(request.texts()) == expected_answers["text"]
+    for response, request in zip(first, requests, strict=True):
+        assert response is not None
+        assert response.outputs["text_output"][0].decode() + "".join(request.texts()) == expected_answers["text"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"bundle": 1}'])

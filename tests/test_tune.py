@@ -62,7 +62,7 @@ def test_a_wider_tree_must_pay_for_itself(bundle: Bundles) -> None:
     assert free[0].speed_up == pytest.approx(2.85)
     steep = candidates(method, seen, [1.0, 1.3, 2.0, 3.0, 4.0, 5.0])
     assert steep[0].tree.choices == ((0,),)
-    assert {len(item.tree) for item in steep} == {2, 3, 4, 5, 6}
+    assert {len(tree.tree) for tree in steep} == {2, 3, 4, 5, 6}
 
 
 def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:

@@ -176,7 +176,8 @@ def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path
     broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
     weights = load_file(broken / "model.safetensors")
     save_file(
-        {name: item * 8 if item.ndim > 1 else item for name, item in weights.items()}, broken / "model.safetensors"
+        {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()},
+        broken / "model.safetensors",
     )
     folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
     report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)

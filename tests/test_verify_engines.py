@@ -25,7 +25,6 @@ from specexport.contract import tensors
 from specexport.contract.engines import CompiledEngine
 from specexport.contract.errors import BackendError
 from specexport.contract.reading import read_manifest
-from specexport.exporter import trace
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
@@ -100,11 +99,7 @@ def _right(_outputs: dict[str, Any]) -> None:
 
 @pytest.fixture
 def compiled(
-    uncompiled: Bundles,
-    bundle: Bundles,
-    accept_graph: Callable[[str, int], bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    uncompiled: Bundles, bundle: Bundles, shared_accept_graphs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Bundles:
     """Gives bundles that list engines; their files say nothing."""
 
@@ -117,7 +112,6 @@ def compiled(
     def get(name: str) -> Path:
         ready = name in RECIPES
         folder = Path(shutil.copytree((bundle if ready else uncompiled)(name), tmp_path / name))
-        monkeypatch.setattr(trace, "_accept", lambda rule, children, candidates: accept_graph(rule, candidates))
         batches = (1, 4) if name in BATCHED else (1,)
         compile_bundle(
             folder,
@@ -285,5 +279,5 @@ def test_bfloat16_goes_in_and_out_as_bytes() -> None:
 
     rows = np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
     with Echo() as runner:
-        actual = verify_engines.run_engine(runner, "bf16", model, 0, {"past_key.0": rows})
-    np.testing.assert_array_equal(actual["present_key.0"], 2 * rows)
+        outputs = verify_engines.run_engine(runner, "bf16", model, 0, {"past_key.0": rows})
+    np.testing.assert_array_equal(outputs["present_key.0"], 2 * rows)

@@ -78,13 +78,13 @@ def test_blocks_are_rounded_with_the_scale_of_least_error(
     restored, plain = blocks.restored(axis), quantize_blocks(matrix, axis, block, 7).restored(axis)
     assert np.all(restored[:64, :16] == 0.0)
     error, of_largest = (
-        float(np.square((item - matrix) / scale, dtype=np.float64).sum()) for item in (restored, plain)
+        float(np.square((weights - matrix) / scale, dtype=np.float64).sum()) for weights in (restored, plain)
     )
     # Squares of the smallest and largest numbers are 0 and infinite in fp32: then the widest range is taken.
     assert error < of_largest * ((0.75 if zero_points else 0.95) if 1e-12 < scale < 1e12 else 1.01)
     assert fits_half(blocks.scale) or not 1e-3 < scale < 1e3
     scales, zeros = (
-        None if item is None else np.repeat(item, block, axis=axis) for item in (blocks.scale, blocks.zero)
+        None if weights is None else np.repeat(weights, block, axis=axis) for weights in (blocks.scale, blocks.zero)
     )
     assert scales is not None
     again, _ = apply_scales(matrix, np.where(scales > 0, scales, np.float32(1)), zeros, "int4")
@@ -258,8 +258,8 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
     ],
 )
 def test_drafts_are_rounded_within_limits(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
-    actual = BuildOptions("target", tmp_path / "bundle", **options).proposing
-    assert (actual.kind, actual.block_size) == (stored.kind, stored.block_size)
+    resolved = BuildOptions("target", tmp_path / "bundle", **options).proposing
+    assert (resolved.kind, resolved.block_size) == (stored.kind, stored.block_size)
 
 
 def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:

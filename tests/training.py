@@ -1,26 +1,66 @@
-"""What tests of trainings share: a place, a text, and a run that is interrupted and goes on."""
+"""What tests of trainings share: small options of each, texts, and a run that is interrupted and goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from specexport.methods.dflash.train import train_dflash
+from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.eagle3.train import train_eagle3
+from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.medusa.train import train_medusa
+from specexport.methods.medusa.train_options import MedusaOptions
+from specexport.methods.mlp_speculator.train import train_mlp_speculator
+from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
 from specexport.training.data import Windows
 from specexport.training.hidden import hidden_loss
-from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, train
+from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, muon_and_adamw, train
 from specexport.training.run import Place
+from tests.checkpoints import VOCAB
 
 CPU = Place(torch.device("cpu"), bf16=False)
 SAVE_EVERY = 2
 """Steps from a checkpoint to the next in :func:`train_whole_and_parted`."""
 _WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but what"
 
-Train = Callable[[Any, Log], dict[str, Any]]
+
+class Training(NamedTuple):
+    """A training of what reads the target's hidden states.
+
+    Attributes:
+        train: the training.
+        options: the type of its options.
+        fields: of its options, as small as a test can do with.
+    """
+
+    train: Callable[[Any, Log], dict[str, Any]]
+    options: Callable[..., Any]
+    fields: dict[str, Any]
+
+
+TRAININGS = {
+    "dflash": Training(train_dflash, DFlashOptions, {"states": (1, 2), "layers": 2, "draft_block": 4, "anchors": 6}),
+    "eagle3": Training(train_eagle3, Eagle3Options, {"states": (0, 1, 2), "ttt_steps": 3}),
+    "medusa": Training(train_medusa, MedusaOptions, {"heads": 2}),
+    "mlp_speculator": Training(train_mlp_speculator, SpeculatorOptions, {"n_predict": 2, "inner_dim": 32, "steps": 8}),
+}
+
+
+def training_options(method: str, target: Path, folder: Path, /, **changed: Any) -> Any:
+    """Options of a method's training on a few words; by default its output is ``folder / "out"``."""
+    _, options, fields = TRAININGS[method]
+    common = {
+        "target": str(target), "data": [write_words(folder)], "output": folder / "out", "seq_len": 32, "batch_size": 4,
+        "steps": 6, "save_every": SAVE_EVERY, "precision": "fp32",
+    }  # fmt: skip
+    return options(**(common | fields | changed))
 
 
 def silent(line: str) -> None:
@@ -34,6 +74,69 @@ def write_words(folder: Path) -> Path:
     return file
 
 
+def windows_of(ids: torch.Tensor) -> Windows:
+    """Windows of one document, all of it learnt."""
+    return Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
+
+
+LANGUAGE = (torch.arange(64)[:, None] * 7 + torch.arange(24)) % 50 + 100
+"""Texts of a language in which a token says all that follow."""
+
+
+@contextmanager
+def saying(model: Any) -> Iterator[Callable[[Windows], None]]:
+    """Lets a model predict, almost for certain, the tokens that follow in the batch last handed to the function."""
+    following = torch.zeros(0, dtype=torch.int64)
+
+    def say(batch: Windows) -> None:
+        nonlocal following
+        following = batch.ids.roll(-1, dims=1)[batch.learnt_from(1)]
+
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _args, output: 20 * torch.nn.functional.one_hot(following, VOCAB)[None].float()
+    )
+    try:
+        yield say
+    finally:
+        hook.remove()
+
+
+def train_on_language(
+    draft: Any,
+    model: Any,
+    loss_of: Callable[[Windows, int], Loss],
+    steps: int,
+    checkpoint: Path,
+    heads: Sequence[torch.nn.Module] = (),
+) -> Trained:
+    """Trains a draft on :data:`LANGUAGE`, which its target does not speak and is made to: it stays as it was.
+
+    Args:
+        draft: of ``methods``, for the model.
+        model: the target.
+        loss_of: the loss of a batch and its number.
+        steps: of the training.
+        checkpoint: where it is kept.
+        heads: modules that AdamW trains; the rest is Muon's.
+    """
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    windows = windows_of(LANGUAGE)
+    parameters = {name: tensor for name, tensor in draft.named_parameters() if tensor.requires_grad}
+    optimizers = muon_and_adamw(parameters.values(), heads, 1e-2)
+    with saying(model) as say:
+
+        def loss_at(number: int) -> Loss:
+            batch = windows.rows(windows.order(number, 16, 0))
+            say(batch)
+            return loss_of(batch, number)
+
+        schedule = Schedule(steps, steps // 10)
+        record = train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(draft.embed_tokens.weight, before["model.embed_tokens.weight"])
+    return record
+
+
 def train_over(
     trained: torch.nn.Module,
     loss_of: Callable[[torch.Tensor, Windows], Loss],
@@ -45,29 +148,34 @@ def train_over(
     batch_size: int,
     lr: float,
 ) -> Trained:
-    """Trains what reads a model's hidden states."""
+    """Trains what reads a model's hidden states, which leaves the model as it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loss_at = hidden_loss(model, lambda number: windows.rows(windows.order(number, batch_size, 0)), loss_of, CPU)
     optimizers = [adamw([(list(trained.parameters()), lr)])]
     schedule = Schedule(steps, steps // 10)
     parameters = dict(trained.named_parameters())
-    return train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
+    record = train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return record
 
 
 def train_whole_and_parted(
-    train: Train, options: Callable[..., Any], settings: dict[str, Any], stopped_at: str
+    method: str, options: Callable[..., Any], settings: dict[str, Any], stopped_at: str
 ) -> tuple[dict[str, Any], Path, Path]:
     """Trains twice with the same options, the second time with an interruption, and compares the weights.
 
     Args:
-        train: the training.
-        options: makes its options, whose ``save_every`` is ``SAVE_EVERY``, for an output of a name.
-        settings: more options.
+        method: whose training.
+        options: makes its options from changed fields.
+        settings: changed fields of both.
         stopped_at: how the line begins at which the second run is interrupted, ``STAGE: step N``.
 
     Returns:
         The whole run's record, its output and that of the interrupted run.
     """
-    whole, parted = options("whole", **settings), options("parted", **settings)
+    train = TRAININGS[method].train
+    whole = options(**settings)
+    parted = options(**settings, output=whole.output.with_name("parted"))
     record = train(whole, silent)
 
     def stop(line: str) -> None:

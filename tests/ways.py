@@ -44,36 +44,33 @@ def ways(
         sizes: draft tokens of every method, the default first.
         trees: of the heads and the speculator where there are some, else of the draft.
     """
-    actual: list[dict[str, Any]] = []
+    models = {
+        "medusa_draft" if draft_medusa is not None else "draft_model": draft,
+        "universal_draft": universal_draft,
+        "self_draft": self_draft,
+        "medusa": medusa,
+        "mlp_speculator": mlp_speculator,
+        "eagle3": eagle3,
+        "dflash": dflash,
+    }
+    chosen: list[dict[str, Any]] = [
+        {"method": name, "layers": model} if name == "self_draft" else {"method": name, "model": str(model)}
+        for name, model in models.items()
+        if model is not None
+    ]
     if draft_medusa is not None:
-        actual.append({"method": "medusa_draft", "model": str(draft), "medusa": str(draft_medusa)})
-    elif draft is not None:
-        actual.append({"method": "draft_model", "model": str(draft)})
-    if universal_draft is not None:
-        actual.append({"method": "universal_draft", "model": str(universal_draft)})
-    if self_draft is not None:
-        actual.append({"method": "self_draft", "layers": self_draft})
-    if medusa is not None:
-        actual.append({"method": "medusa", "model": str(medusa)})
-    if mlp_speculator is not None:
-        actual.append({"method": "mlp_speculator", "model": str(mlp_speculator)})
-    if eagle3 is not None:
-        actual.append({"method": "eagle3", "model": str(eagle3)})
-    if dflash is not None:
-        actual.append({"method": "dflash", "model": str(dflash)})
-    if mtp:
-        actual.append({"method": "mtp"})
-    actual += [{"method": name} for name in lookups]
-    for item in actual:
+        chosen[0]["medusa"] = str(draft_medusa)
+    chosen += [{"method": name} for name in ("mtp",) * mtp + tuple(lookups)]
+    for method in chosen:
         if sizes:
-            item["num_speculative_tokens"] = list(sizes)
-        if item["method"] == "ngram" and prompt_lookup_min is not None:
-            item["prompt_lookup_min"] = prompt_lookup_min
-    wide = [item for item in actual if item["method"] in ("medusa", "mlp_speculator")]
-    for item in wide or actual[:1]:
+            method["num_speculative_tokens"] = list(sizes)
+        if method["method"] == "ngram" and prompt_lookup_min is not None:
+            method["prompt_lookup_min"] = prompt_lookup_min
+    wide = [method for method in chosen if method["method"] in ("medusa", "mlp_speculator")]
+    for method in wide or chosen[:1]:
         if trees:
-            item["trees"] = list(trees)
+            method["trees"] = list(trees)
     if lookahead is not None:
         preset = lookahead if isinstance(lookahead, str) else ",".join(map(str, lookahead))
-        actual.append({"method": "lookahead", "preset": preset})
-    return read_methods(actual)
+        chosen.append({"method": "lookahead", "preset": preset})
+    return read_methods(chosen)

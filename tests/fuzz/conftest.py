@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     terminalreporter.section("fuzzing")
     for name in names:
-        actual = {outcome: count for (target, outcome), count in sorted(COUNTS.items()) if target == name}
-        words = ", ".join(f"{count:,} {outcome}" for outcome, count in actual.items())
-        terminalreporter.write_line(f"{name:20} {sum(actual.values()):>9,} inputs: {words}")
+        outcomes = {outcome: count for (target, outcome), count in sorted(COUNTS.items()) if target == name}
+        words = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
+        terminalreporter.write_line(f"{name:20} {sum(outcomes.values()):>9,} inputs: {words}")
     terminalreporter.write_line(f"{'all':20} {sum(COUNTS.values()):>9,} inputs")

@@ -141,6 +141,6 @@ def _twice(holder: Any, key: Any) -> None:
 def _places(value: Any) -> Any:
     """Every value inside a document: what holds it, and its key there."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in list(inner):
+    for key, child in list(inner):
         yield value, key
-        yield from _places(item)
+        yield from _places(child)

@@ -138,8 +138,8 @@ def answered(http: httpx.Client, path: str, body: Body) -> tuple[int, Any]:
 
 def _without_ids(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_ids(item) for name, item in value.items() if name != "id"}
-    return [_without_ids(item) for item in value] if isinstance(value, list) else value
+        return {name: _without_ids(part) for name, part in value.items() if name != "id"}
+    return [_without_ids(part) for part in value] if isinstance(value, list) else value
 
 
 def text_of(path: str, body: Body, message: Any) -> str:
@@ -183,8 +183,8 @@ def test_speculation_changes_nothing_but_time(
                 fast = {**body, "speculative": {"hypothesis": expected}}
             else:
                 fast = body
-            actual, text = answered(http, path, fast)
-            assert actual == status, (path, body, chosen, plain, text)
+            answer_status, text = answered(http, path, fast)
+            assert answer_status == status, (path, body, chosen, plain, text)
             if status == 200 and body["temperature"]:
                 return "sampled"  # by other noise: that the distribution is the same is tested elsewhere
             assert text == plain, (path, body, chosen)

@@ -61,32 +61,32 @@ class Sessions:
 
     def watch(self) -> None:
         """Looks at every session that is opened from here on."""
-        actual, plain = self, onnxruntime.InferenceSession
+        sessions, plain = self, onnxruntime.InferenceSession
 
         class Session(plain):  # type: ignore[misc, valid-type]
             def __init__(self, path: Any, options: Any = None, **arguments: Any) -> None:
                 options = options or onnxruntime.SessionOptions()
-                self._file = actual.name(path)
-                optimized = actual.beside(Path(path))
+                self._file = sessions.name(path)
+                optimized = sessions.beside(Path(path))
                 options.optimized_model_filepath = str(optimized)
                 options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-                actual._mark(f"run {self._file} opening")
+                sessions._mark(f"run {self._file} opening")
                 try:
                     super().__init__(path, options, **arguments)
                 finally:
-                    actual._mark("ran")
-                actual.opened(self._file, self, onnx.load(optimized, load_external_data=False))
+                    sessions._mark("ran")
+                sessions.opened(self._file, self, onnx.load(optimized, load_external_data=False))
                 optimized.unlink()
 
             def io_binding(self) -> Any:
                 return Binding(self)
 
             def run_with_iobinding(self, binding: Any, options: Any = None) -> Any:
-                actual._mark(f"run {self._file} {binding.digest}")
+                sessions._mark(f"run {self._file} {binding.digest}")
                 try:
                     return super().run_with_iobinding(binding, options)
                 finally:
-                    actual._mark("ran")
+                    sessions._mark("ran")
 
         onnxruntime.InferenceSession = Session
 
@@ -136,15 +136,15 @@ class Binding(onnxruntime.IOBinding):  # type: ignore[misc]
         self.digest = ""
 
     def __getattribute__(self, name: str) -> Any:
-        actual = super().__getattribute__(name)
+        method = super().__getattribute__(name)
         if not name.startswith("bind_"):
-            return actual
+            return method
 
         def bind(kind: str, *arguments: Any, **named: Any) -> Any:
             values = [*arguments, *named.values()]
             self._bound[kind] = " ".join(str(v.data_ptr() if hasattr(v, "data_ptr") else v) for v in values)
             self.digest = hashlib.sha256(repr(sorted(self._bound.items())).encode()).hexdigest()[:16]
-            return actual(kind, *arguments, **named)
+            return method(kind, *arguments, **named)
 
         return bind
 

@@ -168,8 +168,8 @@ class _Reader:
         elif call.launches:
             step.launches[role] += 1
         if call.call == "cudaGraphLaunch" or call.launches:
-            step.memory += [item for item in self._since if item.takes_memory and self._launched]
-            step.waits += [item for item in self._since if item.waits and self._launched]
+            step.memory += [each for each in self._since if each.takes_memory and self._launched]
+            step.waits += [each for each in self._since if each.waits and self._launched]
             self._since.clear()
             self._launched = True
         if call.waits or call.takes_memory:
@@ -187,7 +187,7 @@ class _Reader:
             self._step, self._launched = Step(way=rest), False
             self._since.clear()
         elif kind == "stepped" and self._step is not None:
-            self._step.memory += [item for item in self._since if item.takes_memory]
+            self._step.memory += [each for each in self._since if each.takes_memory]
             self._report.steps.append(self._step)
             self._step = None
 

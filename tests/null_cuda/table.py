@@ -10,13 +10,13 @@ from tests.null_cuda.log import ROLES
 _COLUMNS = ("bundle", "loads", "captures", *ROLES, "graphs", "in-step waits", "in-step memory", "verdict")
 
 
-def print_table(reporter: Any, actual: Sequence[Sequence[Any]]) -> None:
+def print_table(reporter: Any, cells: Sequence[Sequence[Any]]) -> None:
     """Prints what ``test_dry_run`` recorded: cell, loads, captures, counts by way, memory calls in steps, problems.
 
     Launches are the most of any step, greedy/sampled where they differ.
     """
     rows = [_COLUMNS]
-    for cell, loads, captures, used, memory, problems in sorted(actual):
+    for cell, loads, captures, used, memory, problems in sorted(cells):
         most = {
             sampling: [max(column) for column in zip(*counts, strict=True)]
             for sampling in ("greedy", "sampled")

@@ -1,0 +1,90 @@
+"""What the trainings of all methods over a target share: options that are refused, and bundles of what they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.cli import main
+from specexport.contract.errors import SpecExportError
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
+from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.speculative import PLAIN
+from tests.training import TRAININGS, silent, training_options, write_words
+
+pytestmark = [pytest.mark.exporter, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "expected"),
+    [
+        ("dflash", {"draft_block": 1}, "draft_block is 1; expected a whole number from 2 to 33"),
+        ("dflash", {"draft_block": 16, "seq_len": 16}, "--draft-block is 16; expected 2 to 15, one less than --seq-le"),
+        ("dflash", {"mask_token_id": 400}, "--mask-token-id is 400; expected 0 to 319, the target's last token"),
+        ("dflash", {"states": (0, 2)}, "--states is 0; expected 1 to 2, the target's layers"),
+        ("dflash", {"states": (1, 1)}, "--states: 1 1; expected different"),
+        ("dflash", {"states": (1, 3)}, "--states: 1 3; expected different numbers of layers, from 0 to the target's 2"),
+        ("dflash", {"anchors": 0}, "anchors is 0; expected a whole number >= 1"),
+        ("eagle3", {"ttt_steps": 0}, "ttt_steps is 0; expected a whole number from 1 to 16"),
+        ("eagle3", {"ttt_steps": 15, "seq_len": 16}, "--ttt-steps is 15; expected 1 to 14, two less than --seq-len"),
+        ("eagle3", {"draft_vocab_size": 400}, "--draft-vocab-size is 400; expected 1 to 320, the target's vocabulary"),
+        ("eagle3", {"states": None}, "--states: 2 1 -1; expected different numbers of layers, from 0 to the target"),
+        ("eagle3", {"states": (1, 1)}, "--states: 1 1; expected different"),
+        ("eagle3", {"optimizer": "sgd"}, "optimizer is 'sgd'; expected one of adamw, muon"),
+        ("medusa", {"heads": 0}, "heads is 0; expected a whole number from 1 to 16"),
+        ("medusa", {"lr": 0.0}, r"lr is 0.0; expected a number in \(0, 1\]"),
+        ("medusa", {"seq_len": 4096}, "--seq-len is 4096; expected 16 to 512, the model's max_position_embeddings"),
+        ("medusa", {"prompt_len": 30}, "--prompt-len is 30; expected 1 to 24"),
+        ("medusa", {"held_out": "0.9"}, r"--held-out is 0.9; expected a file, or a share in \(0, 0.5\]"),
+        ("medusa", {"held_out": "none.txt"}, "none.txt: no such file"),
+        ("medusa", {"lora_rank": 4}, "--lora-rank was given without --stage 2"),
+        ("medusa", {"target": "/nowhere"}, "/nowhere: no such folder"),
+        ("medusa", {"data": []}, "--data: no files"),
+        ("mlp_speculator", {"n_predict": 0}, "n_predict is 0; expected a whole number from 1 to 16"),
+        ("mlp_speculator", {"n_predict": 15, "seq_len": 16}, "--n-predict is 15; expected 1 to 14, two less than"),
+        ("mlp_speculator", {"inner_dim": 8}, "inner_dim is 8; expected a whole number >= 16"),
+        ("mlp_speculator", {"data_first": 1.5}, r"data_first is 1.5; expected a number in \[0, 1\]"),
+        ("mlp_speculator", {"target": "/nowhere"}, "/nowhere: no such folder"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(
+    target: Path, tmp_path: Path, method: str, changed: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SpecExportError, match=expected):
+        TRAININGS[method].train(training_options(method, target, tmp_path, **changed), silent)
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "drafted", "precision"),
+    [
+        ("dflash", "--layers 1 --draft-block 4 --anchors 4", 3, "fp32"),
+        ("eagle3", "--states 1 2 --ttt-steps 2", 2, "fp32"),
+        ("mlp_speculator", "", 3, "int4"),
+    ],
+)
+def test_trained_folders_are_built(
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    flags: str,
+    drafted: int,
+    precision: Any,
+) -> None:
+    trained, data = tmp_path / "trained", write_words(tmp_path)
+    words = ["train", method.replace("_", "-"), "--target", str(target), "--data", str(data), "-o", str(trained)]
+    assert main([*words, "--seq-len", "32", "--steps", "3", *flags.split()]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{drafted} drafted tokens; share of held-out tokens" in shown
+    assert f"a chain of {drafted} would commit" in shown
+    methods = ({"method": method, "model": str(trained)},)
+    bundle = tmp_path / "bundle"
+    build(BuildOptions(str(target), bundle, methods, precision=precision, max_seq_len=64, max_batch_size=1))
+    with Engine.load(bundle, threads=1) as engine:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        text = engine.generate([5, 6, 7], greedy)
+        assert text.stats.drafted > 0
+        assert text.token_ids == engine.generate([5, 6, 7], greedy, PLAIN).token_ids
