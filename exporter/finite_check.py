@@ -10,10 +10,10 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.signature import GraphSignature, cache_inputs
-from specexport.contract.states import cell_rows
 from specexport.runtime.backends.onnxruntime.graph import MINIMUM
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores, disable_telemetry
+from specexport.runtime.states import cell_rows
 
 _TOKENS = 16
 """The first tokens of a vocabulary are special ones, such as padding, whose embeddings are often zero."""

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.signature import caches, embedding_inputs
-from specexport.contract.states import KeptStates
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores
+from specexport.runtime.states import KeptStates
 
 Array = npt.NDArray[Any]
 

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.generation import GenerationRules
-from specexport.contract.manifest import Manifest
+from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import (
     Method,
     MethodOptions,

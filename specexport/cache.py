@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from specexport.contract.errors import BundleError
-from specexport.contract.folders import expanded, locked, passing_folder, remove, writing
+from specexport.contract.folders import expanded, locked, remove, temporary_folder, writing
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
@@ -51,7 +51,7 @@ def cached_bundle(
     Raises:
         BuildError: a checkpoint cannot be found, or the build fails.
     """
-    root = cache_folder() or passing_folder()
+    root = cache_folder() or temporary_folder()
     methods: tuple[MethodOptions, ...] = options.get("methods", ())
     checkpoints = {"target": find(str(options["target"]))}
     for method in methods:
@@ -76,7 +76,7 @@ def cached_bundle(
     name = f"{Path(str(options['target'])).name}-{key[:16]}"
     bundle = root / "bundles" / name
     if _damage(bundle, check_hashes) is not None and not _is_usable(root):
-        root = passing_folder()
+        root = temporary_folder()
         bundle = root / "bundles" / name
         if _damage(bundle, check_hashes) is not None:
             warnings.warn(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from specexport.commands.run import describe
-from specexport.contract.generation import GenerationRules
+from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexport.contract.engines import ProgramGraph
-from specexport.contract.manifest import Manifest
+from specexport.contract.manifest import Manifest, program_points, program_sizes
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.program import program_points, program_sizes
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_points
 
 _CACHE_STEP = 4

@@ -9,9 +9,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.engines import Accept, AcceptRule, Commit, Fill, ProgramGraph
+from specexport.contract.manifest import filled_trees, fills
 from specexport.contract.methods import Method
 from specexport.contract.model import CacheLayer, LoweredAs
-from specexport.contract.program import filled_trees, fills
 from specexport.exporter import trace
 
 FOLDER = "program"

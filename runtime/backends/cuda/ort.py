@@ -12,8 +12,8 @@ import numpy as np
 
 from specexport.contract.engines import CompiledEngine, ProgramGraph
 from specexport.contract.errors import BackendError
+from specexport.contract.manifest import program_sizes
 from specexport.contract.model import Model
-from specexport.contract.program import program_sizes
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, MEETINGS
 from specexport.runtime.backends.cuda.executor import CACHE_TYPES, Enqueue

@@ -10,8 +10,7 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, ProgramGraph
-from specexport.contract.manifest import Manifest
-from specexport.contract.program import fill_point, filled_trees, fills
+from specexport.contract.manifest import Manifest, fill_point, filled_trees, fills
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
