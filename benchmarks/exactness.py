@@ -23,8 +23,8 @@ from benchmarks.common import machine, new_table, read_texts, write_report
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
+from specexport.runtime.request import completed
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stream import completed
 from specexport.tables import show
 
 Sizes = dict[str, int]

@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.common import machine, new_table, write_report
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
+from specexport.runtime.request import completed
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.stream import completed
 from specexport.tables import Table, show
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 from tests.null_cuda.install import ONNXRUNTIME, environment

@@ -38,9 +38,9 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime import step as step_module
 from specexport.runtime.costs import CostCurve
+from specexport.runtime.request import Stats
 from specexport.runtime.sampling import Distributions, accept_sampled
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stats import Stats
 from specexport.tables import show
 
 PROMPT = (5, 8, 5, 8)

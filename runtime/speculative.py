@@ -6,8 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from specexport.contract.errors import RequestError, SpecExportError
-from specexport.contract.methods import Method, MethodOptions, method_type, read_method
+from specexport.contract.errors import BuildError, RequestError, SpecExportError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import (
+    Method,
+    MethodOptions,
+    TextMethod,
+    for_bundle,
+    method_name,
+    method_type,
+    read_method,
+    text_methods,
+    verified_widths,
+    with_trees,
+)
 from specexport.contract.options import Options, option
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import plain, shown, token_ids
@@ -179,3 +191,52 @@ def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params:
         raise RequestError(
             "acceptance is 'relaxed', but no hypothesis was given; it is for those alone", param="acceptance"
         )
+
+
+def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
+    """Whether a hypothesis is certain enough to be the output without the model (arXiv 2603.11243, stage 1).
+
+    Never if the request needs the model: for log-probabilities, or because it changes the logits.
+    """
+    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    model = scored or params.penalized or params.constrained
+    return gate is not None and entropy is not None and entropy < gate and not model
+
+
+def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
+    """The methods that work with a bundle: those it was built for, and those that need no graph.
+
+    Args:
+        manifest: the bundle's.
+        requested: options of methods that need no graph, instead of the bundle's or the defaults.
+
+    Raises:
+        BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
+    """
+    replacements: dict[str, TextMethod] = {}
+    for method in requested:
+        if not isinstance(method, TextMethod):
+            raise BuildError(
+                f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
+                "build another bundle"
+            )
+        most = max(verified_widths(manifest.target)) - 1
+        if method.trees or max(method.sizes, default=0) > most:
+            raise BuildError(
+                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
+                "num_speculative_tokens"
+            )
+        replacements[method.name] = method
+    methods = {method.name: method for method in manifest.methods}
+    for kind in text_methods():
+        name = method_name(kind)
+        if name in replacements or name not in methods:
+            lookup = replacements.get(name, kind())
+            if name in methods and not lookup.sizes:  # other options do not change the trees
+                fitted = with_trees(lookup, methods[name].token_trees())
+            else:
+                fitted = for_bundle(lookup, manifest.target)
+            if fitted.trees:
+                methods[name] = fitted
+    return tuple(methods.values())

@@ -26,10 +26,9 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions, SpeculativeConfig
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.chat import Message
-from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
-from specexport.runtime.encoding import characters_per_token, encoded
-from specexport.runtime.engine import Prompt
+from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative
+from specexport.runtime.text import characters_per_token, encoded
 
 
 @dataclass

@@ -16,10 +16,11 @@ from specexport.contract.values import is_sequence, plain, shown, token_ids
 from specexport.frontend import Frontend
 from specexport.options import EngineOptions
 from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput, by_token
-from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
+from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
+from specexport.runtime.prompt import Prompt as EnginePrompt
+from specexport.runtime.request import completed
 from specexport.runtime.speculative import Speculative
-from specexport.runtime.stream import completed
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
@@ -139,7 +140,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, engine.Prompt]],
+        prompts: list[tuple[str | None, EnginePrompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         speculative: SpeculativeLike | Sequence[SpeculativeLike] | None,
@@ -166,7 +167,7 @@ class LLM:
         self,
         index: int,
         text: str | None,
-        prompt: engine.Prompt,
+        prompt: EnginePrompt,
         params: SamplingParams | None,
         speculative: SpeculativeLike | None,
     ) -> _Request:
@@ -239,7 +240,7 @@ def _per_prompt(name: str, argument: Any, kinds: type | tuple[type, ...], count:
     return list(values)
 
 
-def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, engine.Prompt]:
+def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, EnginePrompt]:
     """A prompt's text, if it has one, and its form for the engine."""
     if isinstance(prompt, str):
         return prompt, prompt

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from specexport.contract.methods import MethodOptions
 from specexport.contract.options import option
 from specexport.exporter.options import BuildSettings
-from specexport.runtime.backends.opening import DEFAULT_UTILIZATION
+from specexport.runtime.backend import DEFAULT_UTILIZATION
 
 SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
 """One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""

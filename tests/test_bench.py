@@ -14,7 +14,7 @@ from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
-from specexport.runtime.stream import Completion
+from specexport.runtime.request import Completion
 from specexport.tuning import workloads
 from specexport.tuning.bench import Result, compare
 

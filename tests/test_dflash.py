@@ -33,7 +33,7 @@ from specexport.methods.dflash.export import trace_dflash
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_dflash

@@ -36,8 +36,8 @@ from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backend import buffers
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
-from specexport.runtime.buffers import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_eagle3

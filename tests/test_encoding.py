@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from specexport.runtime.encoding import characters_per_token, encoded
+from specexport.runtime.text import characters_per_token, encoded
 
 BYTES = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)}

@@ -22,7 +22,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.generation import read_generation
 from specexport.runtime import Engine, RequestError, SamplingParams
-from specexport.runtime.rules import Rules
+from specexport.runtime.logits import Rules
 from specexport.runtime.sampling import target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.checkpoints import EOS

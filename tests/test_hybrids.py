@@ -32,10 +32,9 @@ from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backends.opening import open_backend
+from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening, open_proposer
+from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify

@@ -36,7 +36,7 @@ from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.mtp.checkpoint import read_mtp
 from specexport.methods.mtp.spec import MTP, MTPOptions
 from specexport.runtime import Engine
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_mtp

@@ -30,8 +30,8 @@ from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.request import Completion, completed
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stream import Completion, completed
 from specexport.verify.graphs import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn

@@ -16,10 +16,9 @@ from specexport.contract.errors import BackendError
 from specexport.runtime import SamplingParams
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.request import Request
+from specexport.runtime.request import Request, Stream, completed
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult
-from specexport.runtime.stream import Stream, completed
 from specexport.runtime.text import TextStream
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))

@@ -17,10 +17,9 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.executor import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.request import Request
+from specexport.runtime.request import Completion, Request, Stream, completed
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import PLAIN_TREE
-from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
 from tests.tensorrt_stand_in import TensorRT, installed

@@ -10,7 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, propose_signature, step_signature
 from specexport.contract.tensors import DECLARED, Tensor
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 
 
 def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:

@@ -8,8 +8,7 @@ from specexport.contract import tensors
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.methods.hidden_states.spec import OwnStateDraft
 from specexport.runtime.backend import Array
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Opening, SlotView
 
 
 class Eagle3Proposer(StatesProposer):

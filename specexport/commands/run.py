@@ -25,8 +25,8 @@ from specexport.contract.options import Options, option
 from specexport.flags import add_flags, check_flags, flag_values, from_flags
 from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
-from specexport.runtime.engine import Prompt
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
+from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import Speculative
 from specexport.terminal import from_standard_input
 

@@ -10,8 +10,8 @@ from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.request import Completion
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stream import Completion
 from specexport.tuning.workloads import Task
 
 DEFAULT = "default"

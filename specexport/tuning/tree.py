@@ -16,13 +16,12 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers, open_graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints
-from specexport.runtime.stats import Stats
+from specexport.runtime.request import Stats
 from specexport.tuning.record import recorded
 
 RankPath = tuple[int, ...]

@@ -30,8 +30,7 @@ from specexport.exporter.quality import relative_rms
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.symlinks import open_linked
+from specexport.runtime.bundle import Bundle, open_linked
 from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
 
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}

@@ -12,8 +12,7 @@ from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import cache_inputs, cache_outputs
 from specexport.contract.tensors import CARRIED, MEETINGS, Dim, Tensor
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.symlinks import without_links
+from specexport.runtime.bundle import Bundle, without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 

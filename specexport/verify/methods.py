@@ -14,12 +14,11 @@ from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.locate import locate
-from specexport.runtime.backends.opening import open_backend
+from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening, open_proposer
+from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.tuning.record import recorded
 from specexport.verify.logits import LIMITS, TokenAgreement, paired
 

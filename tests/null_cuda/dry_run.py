@@ -26,9 +26,9 @@ import onnxruntime
 from specexport.contract.methods import method_name, method_type
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
+from specexport.runtime.request import completed
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import HostProgram
-from specexport.runtime.stream import completed
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 
 CUDA = "CUDAExecutionProvider"

@@ -20,9 +20,8 @@ from specexport.runtime.backends.cuda.executor import CACHE_TYPES, Enqueue
 from specexport.runtime.backends.cuda.library import Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.backends.cuda.nccl import Communicator
-from specexport.runtime.bundle import Bundle
+from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
-from specexport.runtime.symlinks import open_linked
 
 MINIMUM = (1, 31)
 """Older releases were not tested, and may lack features that are used here."""
