@@ -8,9 +8,8 @@ from specexport.contract.options import REQUIRED, Option, Options, options
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildSettings
 from specexport.flags import flag
-from specexport.options import EngineOptions
+from specexport.options import EngineOptions, ListenOptions
 from specexport.runtime import SamplingParams
-from specexport.server.options import ListenOptions
 
 
 def _names(kind: type[Options], without: Collection[str] = ()) -> list[str]:

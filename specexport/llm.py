@@ -13,20 +13,66 @@ from tqdm import tqdm
 from specexport.contract.errors import RequestError
 from specexport.contract.options import keywords
 from specexport.contract.values import is_sequence, plain, shown, token_ids
-from specexport.frontend import Frontend
+from specexport.frontend import Frontend, Logprob
 from specexport.options import EngineOptions
-from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput, by_token
-from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs
+from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import Prompt as EnginePrompt
-from specexport.runtime.request import completed
+from specexport.runtime.request import FinishReason, completed
 from specexport.runtime.speculative import Speculative
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
 SpeculativeLike = Speculative | Mapping[str, Any] | str
-"""What :meth:`~specexport.runtime.engine.Engine.stream` takes."""
+"""How to speculate, as :meth:`~specexport.runtime.engine.Engine.stream` takes it."""
+NO_TOKEN = -1
+"""The token id that stands for an embedding of a prompt."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One output.
+
+    Attributes:
+        index: which of the request's ``n``.
+        text: the output without the stop text.
+        token_ids: every generated token, an end-of-text token included.
+        logprobs: for each token its own and those of the most probable ones, by token; None unless requested.
+        cumulative_logprob: the sum of the tokens' own; None unless requested.
+        finish_reason: ``stop`` (end of text, a stop text or token) or ``length``.
+        metrics: its costs and acceptance.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason
+    metrics: Stats
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request and its outputs.
+
+    Attributes:
+        request_id: its index in the call, as text.
+        prompt: the text; None for a prompt of tokens.
+        prompt_token_ids: the prompt's tokens; -1 for embeddings.
+        outputs: ``n`` of them.
+        prompt_logprobs: for each prompt token its own and those of the most probable ones, by token, None for the
+            first; None unless requested.
+        finished: always True.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
 
 
 @dataclass
@@ -202,7 +248,7 @@ class LLM:
         return completions
 
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
-        logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in result.logprobs]
+        logprobs = None if params.logprobs is None else list(map(self._frontend.by_token, result.logprobs))
         total = sum(entry.logprob for entry in result.logprobs) if logprobs is not None else None
         text, reason = result.text, result.finish_reason
         return CompletionOutput(index, text, result.token_ids, logprobs, total, reason, result.stats)
@@ -210,10 +256,7 @@ class LLM:
     def _prompt_logprobs(self, stream: Stream) -> list[dict[int, Logprob] | None] | None:
         if stream.params.prompt_logprobs is None:
             return None
-        return [None, *map(self._by_token, stream.prompt_logprobs)]
-
-    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        return by_token(entry, self._frontend.token_text)
+        return [None, *map(self._frontend.by_token, stream.prompt_logprobs)]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from specexport import LLM, SamplingParams
-from specexport.cache import cache_folder, cached_bundle
+from specexport.building import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import MANIFEST_NAME
@@ -171,7 +171,7 @@ def test_of_several_at_once_one_builds(model: Path) -> None:
 def test_a_killed_build_frees_its_lock(model: Path) -> None:
     program = f"""
 import os, signal
-from specexport.cache import cached_bundle
+from specexport.building import cached_bundle
 cached_bundle({{"target": {str(model)!r}}}, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9

@@ -14,7 +14,7 @@ import pytest
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
-from specexport.method_flags import add_method_arguments, asked_methods
+from specexport.flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
 

@@ -14,7 +14,7 @@ from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines import program
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backends.cuda.executor import Enqueue
+from specexport.runtime.backends.cuda.library import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.request import Completion, Request, Stream, completed

@@ -23,8 +23,7 @@ from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine
 from specexport.tables import Table, show
-from specexport.tuning import workloads
-from specexport.tuning.bench import DEFAULT, MethodRow, compare
+from specexport.tuning.bench import DEFAULT, MethodRow, built_in_tasks, compare, read_tasks
 
 
 class _BenchCommand(PlottedCommand, frozen=True, kw_only=True):
@@ -66,9 +65,9 @@ def main(arguments: argparse.Namespace) -> int:
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]
         sizes = (command.prompts, command.prompt_tokens)
         if not command.data:
-            tasks = workloads.built_in(engine.encode, *sizes)
+            tasks = built_in_tasks(engine.encode, *sizes)
         else:
-            tasks = workloads.read(engine.encode, command.data, *sizes)
+            tasks = read_tasks(engine.encode, command.data, *sizes)
         with progress_bars() as progress:
             rows = compare(engine, names, tasks, command.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest

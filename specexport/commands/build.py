@@ -22,8 +22,15 @@ from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, BuildSettings
-from specexport.flags import add_flags, check_flags, flag_values, from_flags, group_of
-from specexport.method_flags import add_method_arguments, asked_methods
+from specexport.flags import (
+    add_flags,
+    add_method_arguments,
+    asked_methods,
+    check_flags,
+    flag_values,
+    from_flags,
+    group_of,
+)
 from specexport.tables import show
 
 if TYPE_CHECKING:

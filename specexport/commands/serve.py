@@ -19,8 +19,7 @@ from specexport.contract.options import options
 from specexport.contract.values import require_text
 from specexport.exporter.options import BuildSettings
 from specexport.flags import add_flags, flag_values, from_flags
-from specexport.options import ServiceOptions
-from specexport.server.options import ListenOptions
+from specexport.options import ListenOptions, ServiceOptions
 
 _SOURCE = "--model"
 
@@ -49,8 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
         if hasattr(arguments, name):
             raise BuildError(f"--{name.replace('_', '-')} was given without --ray; a server by itself is one engine")
     with needs_extra("serving", "serve"):
-        from specexport.server.app import create_app
-        from specexport.server.run import Server
+        from specexport.server.app import Server, create_app
         from specexport.server.service import Service
     from specexport.async_engine import AsyncEngine
 

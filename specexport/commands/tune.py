@@ -28,7 +28,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
 from specexport.tables import Styled, Table, show
-from specexport.tuning.workloads import read_lines
+from specexport.tuning.bench import read_lines
 
 if TYPE_CHECKING:
     from specexport.tuning.tree import TreeCandidate

@@ -47,8 +47,7 @@ def main(command: Command) -> int:
             raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
     page.check_path("--report", command.report)
     exporter()
-    from specexport.verify.bundle import verify
-    from specexport.verify.report import numbers, render
+    from specexport.verify.bundle import numbers, render, verify
 
     with progress_bars() as progress:
         report = verify(

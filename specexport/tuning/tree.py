@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,8 @@ from specexport.runtime.backend import buffers, open_graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Ints
+from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
-from specexport.tuning.record import recorded
 
 RankPath = tuple[int, ...]
 Progress = Callable[[str, int, int], None]
@@ -166,3 +166,25 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
             if nodes not in best or candidate.tokens_per_second > best[nodes].tokens_per_second:
                 best[nodes] = candidate
     return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_second)
+
+
+@contextlib.contextmanager
+def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
+    """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
+
+    Yields a list to which each proposal is added, with the length of the text before it.
+    """
+    proposer = engine.loaded_methods[method].proposer
+    propose = proposer.propose
+    records: list[tuple[int, Proposal]] = []
+
+    def recording(views: Sequence[SlotView]) -> dict[int, Proposal]:
+        proposals = propose(views)
+        records.extend((len(view.tokens), proposals[view.slot]) for view in views if view.slot in proposals)
+        return proposals
+
+    proposer.propose = recording  # type: ignore[method-assign]
+    try:
+        yield records
+    finally:
+        del proposer.propose

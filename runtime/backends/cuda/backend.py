@@ -13,9 +13,8 @@ from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor, Library, worst
 from specexport.runtime.backends.cuda.memory import Device
 from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
 from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary

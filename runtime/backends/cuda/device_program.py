@@ -14,10 +14,10 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, write_sampling
+from specexport.runtime.backends.cuda.api import CudaStream
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.step_variants import StepVariant, StepVariants, read_back
 from specexport.runtime.backends.cuda.steps import Steps
-from specexport.runtime.backends.cuda.stream import CudaStream
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
 from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult, Verified

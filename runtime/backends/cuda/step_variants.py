@@ -15,8 +15,8 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
-from specexport.runtime.backends.cuda.executor import Executor
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.library import Executor
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
 

@@ -12,11 +12,11 @@ from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution
+from specexport.runtime.backends.cuda.api import Captured
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.library import Enqueue, Execution
 from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
-from specexport.runtime.backends.cuda.stream import Captured
 
 _ID = np.dtype(np.int64).itemsize
 
