@@ -115,7 +115,7 @@ def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monke
         raise InterruptedError  # which bundle would be loaded is what counts
 
     builds = Builds()
-    monkeypatch.setattr("specexport.frontend._build", builds)
+    monkeypatch.setattr("specexport.building._build", builds)
     monkeypatch.setattr("specexport.frontend.Engine.load", engine)
     first, other = model.parent / "t.json", model.parent / "other.json"
 
