@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.common import add_common_arguments, machine, new_table, write_report
 from benchmarks.pair import bundle, inflated_pair
+from specexport.commands.bench import built_in_tasks
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.costs import Costs
@@ -31,7 +32,6 @@ from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
 from specexport.tables import show
-from specexport.tuning.bench import built_in_tasks
 
 SIZES = (4, 1, 2, 3, 6, 8)
 FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.pair import built, inflated_pair
+from specexport.commands.bench import built_in_tasks
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
-from specexport.tuning.bench import built_in_tasks
 
 SIZES = (8, 16, 4, 2)
 METHODS = ("ngram", "suffix")

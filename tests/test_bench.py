@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from specexport.cli import main
+from specexport.commands.bench import Result, built_in_tasks, compare, read_tasks
 from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
 from specexport.runtime.request import Completion
-from specexport.tuning.bench import Result, built_in_tasks, compare, read_tasks
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"

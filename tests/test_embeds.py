@@ -17,7 +17,7 @@ from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.tree import recorded
+from specexport.tree_search import recorded
 
 Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")

@@ -42,7 +42,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import buffers
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.tree import recorded
+from specexport.tree_search import recorded
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates

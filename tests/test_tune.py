@@ -21,7 +21,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
-from specexport.tuning.tree import Observed, candidates, observe, recorded, step_costs
+from specexport.tree_search import Observed, candidates, observe, recorded, step_costs
 from tests.manifests import Document, rewritten
 
 Bundles = Callable[[str], Path]

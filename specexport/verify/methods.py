@@ -22,7 +22,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.tuning.tree import recorded
+from specexport.tree_search import recorded
 from specexport.verify.logits import LIMITS, TokenAgreement, paired
 
 _RECORDED_STEPS = 6
