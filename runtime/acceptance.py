@@ -7,25 +7,25 @@ import operator
 from collections.abc import Hashable, Sequence
 
 PRIOR = 0.7
-"""The assumed chance that a draft token is accepted, without any observations."""
+"""The assumed probability that a draft token is accepted, without any observations."""
 WEIGHT, WEIGHT_OF_ALL = 4.0, 6.0
-"""How many observed draft tokens the prior counts as: the assumed one, and the one learned from other requests. A
+"""Weights of the prior in observed draft tokens: of the assumed one, and of the one learned from other requests. A
 request's first dozen tokens say little; following them closely loses more than an unusual text does."""
 KEEP, KEEP_OF_ALL = 0.95, 0.99
-"""Decay of the observations of a request, and of all requests, a step that verified draft tokens: texts change."""
+"""Decay of a request's observations, and of all requests', with each step that verified draft tokens: texts change."""
 
 
 class Acceptance:
-    """The chance that a draft token is accepted, by its depth.
+    """The probability that a draft token is accepted, by its depth.
 
-    The chance that a token at depth j is accepted, given that its parent was, has a Beta posterior with decaying
-    counts. Its prior mean is that of other requests, scaled by how this request compares with them at the depth above:
-    a depth without observations is assumed to be like the one above.
+    The probability that a token at depth j is accepted if its parent was has a Beta posterior with decaying counts. Its
+    prior mean is that of other requests, scaled by the ratio of this request to them at the depth above: a depth
+    without observations is assumed to behave like the one above.
 
     Args:
         before: the acceptance of other requests.
         keep: the share of the counts that is kept after each step that verified draft tokens.
-        prior: the chance without ``before``.
+        prior: the probability without ``before``.
     """
 
     def __init__(self, before: Acceptance | None = None, keep: float = KEEP, prior: float = PRIOR) -> None:
@@ -60,7 +60,7 @@ class Acceptance:
         return self._sums
 
     def _update(self, depth: int) -> None:
-        """Updates the chance at each depth, given that its parent was accepted; most steps repeat the last query."""
+        """Updates the probabilities of all depths; most steps repeat the last query."""
         learned = (self._learned, 0 if self._before is None else self._before._learned)
         if learned == self._counted and depth < len(self._sums):
             return

@@ -143,36 +143,33 @@ class Grammars:
         return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
-        with self._lock:
-            return self._read_vocabulary(skip_special_tokens, param)
-
-    def _read_vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
-        if skip_special_tokens not in self._vocabularies:
-            try:
-                import llguidance
-            except ImportError as error:
-                raise BackendError(
-                    f"JSON schemas and grammars need llguidance ({error}); install it with: "
-                    "pip install 'specexport[serve]'"
-                ) from error
-            if not self._eos:
-                raise RequestError(
-                    "the model names no end-of-text token, so a constrained output could never end", param=param
-                )
-            try:
-                shown = _VisibleTokens(self._text, skip_special_tokens)
-            except ValueError as error:
-                decoder = self._tokenizer.decoder
-                kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
-                raise RequestError(
-                    f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be bound "
-                    "to a JSON schema, a grammar or calls of tools; leave these out",
-                    param=param,
-                ) from error
-            self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(shown), n_vocab=len(shown.tokens), eos_token=self._eos
+        """The tokenizer in llguidance's form, cached; reading it takes seconds."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendError(
+                f"JSON schemas and grammars need llguidance ({error}); install it with: pip install 'specexport[serve]'"
+            ) from error
+        if not self._eos:
+            raise RequestError(
+                "the model names no end-of-text token, so a constrained output could never end", param=param
             )
-        return self._vocabularies[skip_special_tokens]
+        with self._lock:
+            if skip_special_tokens not in self._vocabularies:
+                try:
+                    visible = _VisibleTokens(self._text, skip_special_tokens)
+                except ValueError as error:
+                    decoder = self._tokenizer.decoder
+                    kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
+                    raise RequestError(
+                        f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be "
+                        "bound to a JSON schema, a grammar or calls of tools; leave these out",
+                        param=param,
+                    ) from error
+                self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(visible), n_vocab=len(visible.tokens), eos_token=self._eos
+                )
+            return self._vocabularies[skip_special_tokens]
 
     @cached_property
     def _text(self) -> _Text:

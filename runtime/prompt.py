@@ -26,7 +26,7 @@ _FIRST_MARK = -2
 
 
 class EmbedsPrompt:
-    """A prompt with embeddings.
+    """A prompt that holds embeddings.
 
     >>> EmbedsPrompt(["User: ", sound, " Transcribe it."])  # doctest: +SKIP
 
@@ -38,7 +38,7 @@ class EmbedsPrompt:
         parts: embeddings, or a list or tuple of parts that are read one after another. A part is embeddings, an array
             ``[N,H]`` of floating-point numbers, or anything that ``numpy.asarray`` accepts, such as a torch tensor on
             the CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
-            Only a text that comes first gets the tokenizer's special tokens, such as a start token.
+            Only a text at the beginning gets the tokenizer's special tokens, such as a start token.
     """
 
     def __init__(self, parts: Any) -> None:
@@ -51,7 +51,7 @@ class Embeddings:
 
     Attributes:
         rows: float32 ``[N,H]``.
-        at: int64 ``[P]``, the row that is read at each position of the prompt; -1 for a token.
+        at: int64 ``[P]``, the row of each position of the prompt; -1 for a token.
     """
 
     rows: Floats

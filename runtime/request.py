@@ -144,7 +144,7 @@ class Request:
         view: its part that step programs see: the prompt, to which the output is appended, and the next step's tree.
         tree: the tree that it asked for; a step may verify a smaller one.
         fixed: whether it set its number of draft tokens.
-        lookup: a look-up method that may propose in a step instead of its own.
+        lookup: a look-up method that may propose in a step instead of the request's own.
         stats: its counters.
         history: its acceptance so far.
         remaining: tokens it may still generate.
@@ -362,7 +362,7 @@ class Stream:
 
 
 class BypassRunner:
-    """Runs requests whose hypothesis is their output, without a model or a slot."""
+    """Runs requests whose output is their hypothesis, without a model or a slot."""
 
     def submit(self, request: Request) -> None:
         """Delivers the whole output as one chunk."""

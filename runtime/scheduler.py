@@ -309,7 +309,7 @@ class Slots:
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
         """Assigns a slot to a text: one that keeps the window small, then one with the longest shared prefix.
 
-        The list is stored, as the text grows in it. ``whole`` has all of it read, whatever a cache holds.
+        The list is stored, as the text grows in it. With ``whole`` all of it is read, even if a cache holds a prefix.
         """
 
         def cost(slot: int) -> tuple[int, int, int]:
@@ -326,12 +326,12 @@ class Slots:
 
         To be called just before it would be read, so that concurrent requests read a shared prefix once.
         """
-        tokens, there = self._texts[slot], self._program.filled(slot)
+        tokens, filled = self._texts[slot], self._program.filled(slot)
         shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
         most, source = max(shared, default=(0, slot))
-        if most > there:
+        if most > filled:
             self._program.share(source, slot, most)
-        return max(most, there)
+        return max(most, filled)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
         """Rows of a slot that a prompt can reuse; its last token is left out, as it is the first root."""
@@ -356,7 +356,7 @@ class Slots:
         return source, min((slot for slot in goal if slot not in self._used), key=lambda slot: self._freed_at[slot])
 
     def _least(self, used: Collection[int]) -> range:
-        """The smallest window that could hold as many slots, with the fewest moves."""
+        """The smallest window for this number of slots that needs the fewest moves."""
         size = next(size for size in self._sizes if size >= len(used))
         starts = range(self._sizes[-1] - size + 1)
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))

@@ -1,4 +1,4 @@
-"""How a request speculates, as one value that every interface passes on."""
+"""How a request speculates, and which methods a bundle offers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ PLAIN = Speculative(num_speculative_tokens=0)
 
 
 def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
-    """A method's own keys, as far as a request may say them."""
+    """The options of a method from the keys that a request may set."""
     if not isinstance(name, str):
         key = next(iter(keys))
         raise RequestError(
@@ -113,40 +113,45 @@ def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
 
 
 def choose(
-    asked: Speculative,
+    request: Speculative,
     methods: Mapping[str, Method],
-    asked_for: Sequence[str],
+    defaults: Sequence[str],
     params: SamplingParams,
     embedded: bool,
     free: bool,
 ) -> tuple[str | None, TokenTree]:
-    """The method and tree of a request; none where it decodes plainly, or nothing suits it.
+    """The method and tree of a request; no method and the root alone for plain decoding, or if no method suits it.
 
-    ``free`` is whether steps may verify less than that as they see fit: then it is the method's largest tree where
-    nobody asked for another.
+    Args:
+        request: how it speculates.
+        methods: the engine's, by name.
+        defaults: names of methods for requests without one, in order of preference.
+        params: its sampling parameters.
+        embedded: whether its prompt has embeddings.
+        free: whether steps may verify smaller trees; then the method's largest tree is the default.
 
     Raises:
-        RequestError: the method or the tree is not there, the method's model cannot read embeddings, or a hypothesis
-            was given without a use for it or the other way round.
+        RequestError: the bundle lacks the method or the tree, the method's model cannot read embeddings, or a
+            hypothesis lacks a method or a method its hypothesis.
     """
-    _check_hypothesis(asked, methods, params)
-    if asked.plain:
+    _check_hypothesis(request, methods, params)
+    if request.plain:
         return None, PLAIN_TREE
     able = [name for name, method in methods.items() if not embedded or method.reads_embeddings]
-    name = asked.method
-    if name is None and asked.hypothesis is not None:
+    name = request.method
+    if name is None and request.hypothesis is not None:
         name = next((name for name, method in methods.items() if method.takes_hypothesis), None)
         if name is None:
             raise RequestError("a hypothesis was given, but the bundle verifies no chains for one", param="hypothesis")
     if name is None:
-        name = next((name for name in asked_for if name in able and not methods[name].takes_hypothesis), None)
-        if name is None and asked.num_speculative_tokens is None:
+        name = next((name for name in defaults if name in able and not methods[name].takes_hypothesis), None)
+        if name is None and request.num_speculative_tokens is None:
             return None, PLAIN_TREE
     if name is None:
-        after = " after a prompt with embeddings" if embedded and methods else ""
+        context = " after a prompt with embeddings" if embedded and methods else ""
         raise RequestError(
-            f"num_speculative_tokens is {asked.num_speculative_tokens}, but the bundle was built without a way to "
-            f"speculate{after}; name one that needs no graph: {', '.join(able) or 'none is there'}",
+            f"num_speculative_tokens is {request.num_speculative_tokens}, but the bundle was built without a way to "
+            f"speculate{context}; name one that needs no graph: {', '.join(able) or 'none is there'}",
             param="num_speculative_tokens",
         )
     if name not in methods:
@@ -158,34 +163,34 @@ def choose(
             param="method",
         )
     trees = methods[name].token_trees()
-    if asked.num_speculative_tokens is None:
+    if request.num_speculative_tokens is None:
         return name, max(trees, key=len) if free else trees[0]
-    tree = next((tree for tree in trees if len(tree) == asked.num_speculative_tokens + 1), None)
+    tree = next((tree for tree in trees if len(tree) == request.num_speculative_tokens + 1), None)
     if tree is None:
         built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
         raise RequestError(
-            f"num_speculative_tokens is {asked.num_speculative_tokens}; the bundle was built for {built}",
+            f"num_speculative_tokens is {request.num_speculative_tokens}; the bundle was built for {built}",
             param="num_speculative_tokens",
         )
     return name, tree
 
 
-def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
+def _check_hypothesis(request: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
     """Checks a request's hypothesis against its other parameters."""
     takes = {name for name, method in methods.items() if method.takes_hypothesis}
-    if asked.hypothesis is not None:
-        if asked.plain:
+    if request.hypothesis is not None:
+        if request.plain:
             raise RequestError(
                 "a hypothesis was given with num_speculative_tokens 0; give one of them", param="hypothesis"
             )
-        if asked.method is not None and asked.method not in takes:
+        if request.method is not None and request.method not in takes:
             raise RequestError(
-                f"a hypothesis was given with method {asked.method!r}; leave the method out", param="method"
+                f"a hypothesis was given with method {request.method!r}; leave the method out", param="method"
             )
         return
-    if asked.method in takes:
-        raise RequestError(f"method is {asked.method!r}, but no hypothesis was given", param="method")
-    if asked.hypothesis_entropy is not None:
+    if request.method in takes:
+        raise RequestError(f"method is {request.method!r}, but no hypothesis was given", param="method")
+    if request.hypothesis_entropy is not None:
         raise RequestError("hypothesis_entropy was given without a hypothesis", param="hypothesis_entropy")
     if params.acceptance == "relaxed":
         raise RequestError(

@@ -21,8 +21,8 @@ from specexport.contract.methods import (
 from specexport.contract.options import REQUIRED, Option, Options, checked, options
 
 O = TypeVar("O", bound=Options)
-_Given = list[tuple[str, Any]]
-"""What of ``--method`` and the flags was given, with its value, in order: the first method is the default."""
+_Values = list[tuple[str, Any]]
+"""``--method`` and its short forms on a command line, with their values, in order: the first method is the default."""
 
 
 def add_flags(
@@ -122,8 +122,8 @@ class _Remember(argparse.Action):
     """Keeps a flag and its value in the order of the command line."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        given: _Given = list(getattr(namespace, self.dest) or ())
-        namespace.__dict__[self.dest] = [*given, (self.option_strings[0], self.const if values == [] else values)]
+        earlier: _Values = list(getattr(namespace, self.dest) or ())
+        namespace.__dict__[self.dest] = [*earlier, (self.option_strings[0], self.const if values == [] else values)]
 
 
 def _flags() -> list[tuple[str, Flag]]:
@@ -132,7 +132,7 @@ def _flags() -> list[tuple[str, Flag]]:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares ``--method``, the flags that stand for it, and what they share, in a group, which is returned."""
+    """Declares ``--method``, its short forms and their common flags; returns their group."""
     group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
     group.add_argument(
         "--method",
@@ -174,16 +174,18 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
     Raises:
         BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
     """
-    given: _Given = list(arguments.methods or ())
+    values: _Values = list(arguments.methods or ())
     claimed = {
-        other for _, flag in _flags() for other in flag.claims or {} if any(option == flag.name for option, _ in given)
+        other for _, flag in _flags() for other in flag.claims or {} if any(option == flag.name for option, _ in values)
     }
-    spelled = [value.partition(":")[0] for option, value in given if option == "--method"]
-    beside = [name for name, flag in _flags() for option, _ in given if option == flag.name and option not in claimed]
-    if doubled := next((name for name in spelled if spelled.count(name) > 1 or name in beside), None):
-        raise BuildError(f"--method {doubled}: it was given twice; give all its keys at once, {doubled}:key=value,...")
-    found: dict[str, MethodOptions] = {}
-    for option, value in given:
+    named = [value.partition(":")[0] for option, value in values if option == "--method"]
+    short = [name for name, flag in _flags() for option, _ in values if option == flag.name and option not in claimed]
+    if repeated := next((name for name in named if named.count(name) > 1 or name in short), None):
+        raise BuildError(
+            f"--method {repeated}: it was given twice; give all its keys at once, {repeated}:key=value,..."
+        )
+    methods: dict[str, MethodOptions] = {}
+    for option, value in values:
         if option == "--method":
             method = parse_method(value)
         elif option in claimed:
@@ -192,19 +194,19 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
             name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
             mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
             for other, key in (flag.claims or {}).items():
-                said = [value for option, value in given if option == other]
-                if not said:
+                others = [value for option, value in values if option == other]
+                if not others:
                     raise BuildError(f"{option} was given without {other}, which it is for")
-                mapping[key] = said[-1]
+                mapping[key] = others[-1]
             method = read_method(mapping, option, strict=False)
-        found[method.name] = method
-    return _shared(list(found.values()), arguments.num_speculative_tokens, arguments.tree)
+        methods[method.name] = method
+    return _with_common_options(list(methods.values()), arguments.num_speculative_tokens, arguments.tree)
 
 
-def _shared(
+def _with_common_options(
     methods: Sequence[MethodOptions], sizes: tuple[int, ...] | None, trees: Sequence[str]
 ) -> tuple[MethodOptions, ...]:
-    """Gives the methods the options that are shared by all."""
+    """The methods with ``--num-speculative-tokens`` and ``--tree``."""
     if (sizes or trees) and not methods:
         flag = "--num-speculative-tokens" if sizes else "--tree"
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
@@ -213,7 +215,7 @@ def _shared(
             f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
             "other options"
         )
-    made: list[MethodOptions] = []
+    complete: list[MethodOptions] = []
     widest = max((method_type(method.name).branching for method in methods), default=0)
     if trees and not widest:
         raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
@@ -223,8 +225,8 @@ def _shared(
             mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
         if trees and method_type(method.name).branching == widest and not method.trees:
             mapping["trees"] = list(trees)
-        made.append(changed(method, mapping))
-    return tuple(made)
+        complete.append(changed(method, mapping))
+    return tuple(complete)
 
 
 def changed(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
