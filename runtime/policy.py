@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
-from specexport.runtime.choice import Fit, Option, best
+from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Option, best
 from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix

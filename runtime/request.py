@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime.acceptance import History
+from specexport.runtime.choice import History
 from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
