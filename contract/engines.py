@@ -11,7 +11,6 @@ from specexport.contract.shapes import ShapePoint
 
 BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 """Backends that a bundle may be built for."""
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 EngineRuntime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 """Libraries that run a bundle's engines on a GPU; none runs another's."""
 ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)

@@ -273,12 +273,12 @@ def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest
     caches = {point.cache for point in points}
     shapes = {(point.tokens, point.rows, point.drafts) for point in points}
     for tokens, rows, drafts in shapes:
-        there = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
+        present = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
         batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
-        absent = {(batch, cache) for batch in batches for cache in caches} - there
+        absent = {(batch, cache) for batch in batches for cache in caches} - present
         if absent:
-            wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
-            raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
+            missing = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
+            raise BundleError(f"{path}: the {role} has no shape point {missing}; build the bundle again")
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:

@@ -47,7 +47,7 @@ class Question:
 
     kind: Kind
     text: str
-    then: str | None = None
+    follow_up: str | None = None
 
 
 _TOPICS = {
@@ -207,23 +207,25 @@ def write_conversations(llm: LLM, questions: Iterable[Question], folder: Path, s
         path = folder / f"{number:03d}.jsonl"
         if not path.exists():
             temperatures = [_TEMPERATURES[at % len(_TEMPERATURES)] for at in range(len(group))]
-            talks = [[{"role": "user", "content": question.text}] for question in group]
-            first = _answers(llm, talks, temperatures, seed + number * _AT_ONCE)
-            for talk, answer in zip(talks, first, strict=True):
-                talk.append({"role": "assistant", "content": answer})
-            going_on = [at for at, question in enumerate(group) if question.then is not None]
-            for at in going_on:
-                talks[at].append({"role": "user", "content": group[at].then or ""})
-            second = _answers(llm, [talks[at] for at in going_on], [temperatures[at] for at in going_on], seed + number)
-            for at, answer in zip(going_on, second, strict=True):
-                talks[at].append({"role": "assistant", "content": answer})
+            conversations = [[{"role": "user", "content": question.text}] for question in group]
+            first = _answers(llm, conversations, temperatures, seed + number * _AT_ONCE)
+            for conversation, answer in zip(conversations, first, strict=True):
+                conversation.append({"role": "assistant", "content": answer})
+            continued = [at for at, question in enumerate(group) if question.follow_up is not None]
+            for at in continued:
+                conversations[at].append({"role": "user", "content": group[at].follow_up or ""})
+            second = _answers(
+                llm, [conversations[at] for at in continued], [temperatures[at] for at in continued], seed + number
+            )
+            for at, answer in zip(continued, second, strict=True):
+                conversations[at].append({"role": "assistant", "content": answer})
             lines = [
-                json.dumps({"kind": question.kind, "messages": talk}) + "\n"
-                for question, talk in zip(group, talks, strict=True)
+                json.dumps({"kind": question.kind, "messages": conversation}) + "\n"
+                for question, conversation in zip(group, conversations, strict=True)
             ]
-            partial_path = path.with_suffix(".tmp")
-            partial_path.write_text("".join(lines), encoding="utf-8")
-            partial_path.replace(path)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(lines), encoding="utf-8")
+            temporary.replace(path)
             print(f"{folder.name}: {(number + 1) * _AT_ONCE} conversations", flush=True)
         yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
@@ -233,13 +235,15 @@ def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int
     questions_ = list(questions(held_out))
     random.Random(seed).shuffle(questions_)
     name = "held-out" if held_out else "learnt"
-    talks = list(write_conversations(llm, questions_[:count], work / name, seed))
+    conversations = list(write_conversations(llm, questions_[:count], work / name, seed))
     # Summaries are of the model's own answers.
-    written = [talk["messages"][1]["content"] for talk in talks if talk["kind"] == "chat"]
+    written = [
+        conversation["messages"][1]["content"] for conversation in conversations if conversation["kind"] == "chat"
+    ]
     long = [text for text in written if len(text) > 300][:summaries]
-    talks += write_conversations(llm, about(long, seed), work / f"{name}-summaries", seed + 500_000)
+    conversations += write_conversations(llm, about(long, seed), work / f"{name}-summaries", seed + 500_000)
     path = work / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
+    path.write_text("".join(json.dumps(conversation) + "\n" for conversation in conversations), encoding="utf-8")
     return path
 
 
@@ -283,16 +287,16 @@ def store_in_int8(folder: Path) -> int:
 
 def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
     """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
-    talks = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
+    conversations = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     rows: list[dict[str, Any]] = []
     method = {"method": "eagle3", "num_speculative_tokens": 4}
     llm = LLM(bundle=str(bundle), speculative_config=method, calibrate=False)
     for kind in ("chat", "code", "edit", "summary"):
-        prompts = [talk["messages"][:1] for talk in talks if talk["kind"] == kind][:16]
+        prompts = [conversation["messages"][:1] for conversation in conversations if conversation["kind"] == kind][:16]
         row: dict[str, Any] = {"kind": kind, "conversations": len(prompts)}
         for temperature in _TEMPERATURES:
             params = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
-            # One at a time, as together few draft tokens would pay.
+            # Separately, as in a batch few draft tokens would pay.
             outputs = [llm.chat([prompt], params, use_tqdm=False)[0] for prompt in prompts]
             done = [output.outputs[0].metrics for output in outputs]
             accepted, steps = sum(stats.accepted for stats in done), sum(stats.steps for stats in done)

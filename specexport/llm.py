@@ -197,13 +197,16 @@ class LLM:
             self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
         ]
         lengths = [len(request.streams[0].tokens) for request in requests]
-        done = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
+        completions = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
         return [
             RequestOutput(
                 str(index),
                 request.text,
                 tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
-                tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
+                tuple(
+                    self._output(at, stream.params, completions[id(stream)])
+                    for at, stream in enumerate(request.streams)
+                ),
                 self._prompt_logprobs(request.streams[0]),
             )
             for index, (request, length) in enumerate(zip(requests, lengths, strict=True))

@@ -107,8 +107,8 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
         return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
     method = manifest.method(name)
     if method is None:
-        there = ", ".join(method.name for method in manifest.methods) or "none"
-        raise RequestError(f"--method is {name!r}; the bundle has {there}")
+        names = ", ".join(method.name for method in manifest.methods) or "none"
+        raise RequestError(f"--method is {name!r}; the bundle has {names}")
     return method.token_trees()[0]
 
 

@@ -106,8 +106,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{command.bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if command.method is None else manifest.method(command.method)
     if method is None:
-        there = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {command.method!r}; the bundle has {there}", param="method")
+        names = ", ".join(method.name for method in manifest.methods)
+        raise RequestError(f"--method is {command.method!r}; the bundle has {names}", param="method")
     name = method.name
     if not method.branching:
         raise RequestError(

@@ -333,19 +333,19 @@ class DeviceCache:
             row = width * self._dtype.itemsize
             to, to_pitch = self._base(f"{heads}x{width}"), self.rows * row
             to_stride = self._stride(heads, width, self.rows)
-            source, pitch, apart = to + past * row, to_pitch, to_stride
+            source, pitch, stride = to + past * row, to_pitch, to_stride
             at = slot
             if new is not None:
-                pitch, apart = new.fed * row, self._stride(heads, width, new.fed)
+                pitch, stride = new.fed * row, self._stride(heads, width, new.fed)
                 source, at = self._base(f"new.{heads}x{width}"), slot - new.slots.start
             # A layer's planes are equally spaced; with one slot, those of all layers may be.
-            together = self._batch == 1 and to_stride == heads * to_pitch and apart == heads * pitch
-            layers, planes = (1, len(members) * heads) if together else (len(members), heads)
+            uniform = self._batch == 1 and to_stride == heads * to_pitch and stride == heads * pitch
+            layers, planes = (1, len(members) * heads) if uniform else (len(members), heads)
             for first, node, count in _runs(nodes, skip=new is None):
                 for layer in range(layers):
-                    there = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
-                    here = source + layer * apart + at * heads * pitch + node * row
-                    self._device.copy_rows(there, to_pitch, here, pitch, count * row, planes)
+                    to_row = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
+                    from_row = source + layer * stride + at * heads * pitch + node * row
+                    self._device.copy_rows(to_row, to_pitch, from_row, pitch, count * row, planes)
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:

@@ -290,9 +290,9 @@ class SessionExecutor:
                 for name in meetings:
                     assert communicator is not None  # only a rank's part has segments
                     if name.startswith(_JOIN):
-                        communicator.gather(outputs[name], inputs[name], stream)
+                        communicator.all_gather(outputs[name], inputs[name], stream)
                     else:
-                        communicator.add_up(outputs[name], stream)
+                        communicator.all_reduce(outputs[name], stream)
 
         return enqueue
 
