@@ -228,7 +228,7 @@ def _costs(manifest: Manifest) -> CostCurve:
     """
     from tests.manifests import curve
 
-    free = 4 * max(method.beside + len(tree) for method in manifest.methods for tree in method.token_trees())
+    free = 4 * max(method.extra_nodes + len(tree) for method in manifest.methods for tree in method.token_trees())
     return curve(manifest, lambda slots, tokens: float(max(free, slots * tokens)))
 
 

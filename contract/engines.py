@@ -20,7 +20,7 @@ COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 LARGEST_TOP_K = 256
-"""Most tokens that top-k may leave where a device decides; the host does where a request asks for more."""
+"""Largest top-k with which a device decides acceptance; with larger ones the host does."""
 AcceptRule = Literal["greedy", "lossless", "typical"]
 _Width = Annotated[int, Meta(ge=1, le=2**24)]
 

@@ -148,7 +148,7 @@ class GenerationDefaults(Strict, frozen=True):
     """Defaults of sampling parameters: the model's own, and those of typical acceptance.
 
     Attributes:
-        max_tokens: most tokens of an output; None where the model does not say.
+        max_tokens: most tokens of an output; None if the model sets no limit.
         min_tokens: tokens before one that ends the output.
         stop: texts that end the output.
         rules: see :class:`GenerationRules`.
@@ -189,7 +189,7 @@ class SettingNote(Strict, frozen=True):
 def short(value: Any) -> str:
     """A setting's value as a line shows it."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
-    text = text.encode("utf-8", "replace").decode()  # half a character, which JSON can say, is no text
+    text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
@@ -264,7 +264,7 @@ def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: i
     """The shapes of a graph of the step program, one for every size of a tree that needs it; ascending.
 
     Acceptance is decided for the widest step too, so that it can be for methods which need no graph. Logits of one slot
-    are those of its first N tokens, whatever the target saw behind them. Those of several slots lie as far apart as the
+    are those of its first N tokens, whatever follows them. Those of several slots lie as far apart as the
     target saw tokens: there N is T.
     """
     trees = {tree for method in manifest.methods for tree in method.token_trees()}

@@ -145,7 +145,7 @@ LAYER_STATES = _tensor(
     field="hidden",
 )
 
-# --- caches: each layer has its tensors, with its number behind the name ----------------------------------------------
+# --- caches: each layer has its tensors, with its number as suffix ----------------------------------------------------
 PAST_KEY = _tensor("past_key", "float32[B,Hkv,S,D]", "keys of the cache", field="cache")
 PAST_VALUE = _tensor("past_value", "float32[B,Hkv,S,D]", "values of the cache", field="cache")
 PRESENT_KEY = PAST_KEY._with(name="present_key", meaning="native: the cache with this run's rows, in the same memory")

@@ -201,7 +201,7 @@ class TokenTree:
 
     @property
     def has_spine(self) -> bool:
-        """Whether only nodes of rank 0 have children: a chain, with leaves beside it."""
+        """Whether only nodes of rank 0 have children: a chain with further leaves."""
         return all(rank == 0 or not below for rank, below in zip(self.ranks, self.children, strict=True))
 
     @cached_property

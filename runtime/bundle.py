@@ -117,7 +117,7 @@ def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
 
 @contextlib.contextmanager
 def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
-    """A graph for onnx's checker, which reads no weights: with links, a copy beside sparse files.
+    """A graph for onnx's checker, which reads no weights: with links, a copy with sparse files for the weights.
 
     Args:
         path: the graph.

@@ -112,8 +112,8 @@ class Costs:
 
     The times of steps refine the costs (:meth:`refine`): in decoding a wide step takes a few percent longer, relative
     to a plain one, than when it was measured, and the machine may have been busy then. Only ratios of costs matter. So
-    each call has a factor beside the machine's present speed, and a time above or below the expected one moves both by
-    a fixed small step: they follow the median, and outliers count as much as any other time.
+    each call has a factor in addition to the machine's present speed, and a time above or below the expected one moves
+    both by a fixed small step: they follow the median, and outliers count as much as any other time.
 
     Args:
         curve: the measured costs, also an attribute.
@@ -219,7 +219,7 @@ def measure(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
-    """Times steps and proposals, one slot first, then larger batches as far as there is time.
+    """Times steps and proposals, one slot first, then larger batches while there is time.
 
     For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
     timed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is

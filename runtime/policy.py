@@ -35,7 +35,7 @@ _TOKENS_A_STEP = 3
 class SpeculationPolicy:
     """Chooses the tree each request verifies in a step, by a rule.
 
-    A single request gets the tree that it asked for. In a batch the size of its method's default tree is divided by the
+    A single request gets the tree that it chose. In a batch the size of its method's default tree is divided by the
     number of requests, so a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
@@ -266,7 +266,7 @@ class MeasuredPolicy(SpeculationPolicy):
         return self._gained[key]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._loaded_methods[name].method.beside + len(tree), len(tree)
+        width, nodes = self._loaded_methods[name].method.extra_nodes + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

@@ -43,8 +43,8 @@ class Reader:
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:
         """Reads a chunk of one text with unread tokens; returns the slots that still have some."""
-        behind = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
-        return {slot for at, slot in enumerate(behind) if at or self.read(slot, texts[slot])}
+        unread = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
+        return {slot for at, slot in enumerate(unread) if at or self.read(slot, texts[slot])}
 
     def copy(self, source: int, to: int, tokens: int | None = None) -> None:
         """Copies the rows of a slot's first ``tokens`` tokens, or of all, to another slot."""

@@ -33,7 +33,7 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
         rows: R, the number of kept updates: the one of position p is at p modulo R.
 
     Returns:
-        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 behind the last token.
+        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 after the last token.
         C is as large as the slot with the most updates needs.
     """
     cells = max(-(-(end + tokens - start) // CELL) for end, start in zip(past, seen, strict=True))

@@ -71,9 +71,9 @@ class HostProgram:
         proposals: dict[int, Proposal] = {}
         for method, members in by_method.items():
             proposer = self.proposer(method)
-            behind = len(views) == 1  # a single request stalls no others
-            while behind:
-                behind = proposer.prefill(members[0], proposer.reads_along)
+            unread = len(views) == 1  # a single request stalls no others
+            while unread:
+                unread = proposer.prefill(members[0], proposer.reads_along)
             proposals |= proposer.propose(members)
         return proposals
 

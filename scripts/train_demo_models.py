@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
-    parser.add_argument("--work", type=Path, help="checkpoints to go on from (default: a temporary folder by options)")
+    parser.add_argument("--work", type=Path, help="checkpoints to resume from (default: a temporary folder by options)")
     parser.add_argument("--compile", action="store_true", help="with torch.compile: 1.4x faster, needs a C++ compiler")
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, for tests; the models are useless")
     args = parser.parse_args()

@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--intermediate-size", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"))
-    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to go on from")
+    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to resume from")
     parser.add_argument("--texts-only", action="store_true", help="stop before training")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

@@ -233,7 +233,7 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; cached until a file's size or time changes."""
     hashes: dict[str, str] = {}
     files = sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []
-    # Files beside a GGUF model were derived from it, perhaps by this process.
+    # Other files in a GGUF model's folder were derived from it, perhaps by this process.
     models = [file for file in files if file.suffix == GGUF]
     for file in files if any(file.suffix == ".safetensors" for file in files) else models or files:
         if not file.name.endswith(_READ) or not file.is_file():

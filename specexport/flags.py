@@ -84,7 +84,7 @@ def flag(option: Option) -> str:
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:
-    """A parser's group of a heading, which may have a text behind a colon."""
+    """A parser's group of a heading; a description may follow after a colon."""
     if heading is None:
         return parser
     title, _, text = heading.partition(": ")

@@ -1,7 +1,7 @@
 """The registry of methods: entry points of the group ``specexport.methods``, of this package's and of all others'.
 
-An entry point names a subclass of :class:`Method`. The rest of a method is in the modules beside its struct's
-(:func:`part`), and nothing else imports them (``docs/methods.md``).
+An entry point names a subclass of :class:`Method`. The rest of a method is in the neighbouring modules (:func:`part`),
+which nothing else imports (``docs/methods.md``).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def text_methods() -> tuple[type[TextMethod], ...]:
 
 
 def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
-    """A module of a method, such as ``propose``: the one of this name beside ``spec``, where its struct is.
+    """A module of a method, such as ``propose``: the neighbour of that name of ``spec``, which has its struct.
 
     A method whose struct is in a module of another name has all its parts there. None if it has no such part.
     """

@@ -164,7 +164,7 @@ class Method:
     takes_hypothesis: ClassVar[bool] = False
     """Whether it proposes from a text given with the request, and nothing without one."""
     branching: ClassVar[Literal[0, 1, 2]] = 0
-    """Trees it fills: 0 chains only, 1 chains with leaves beside them, 2 any."""
+    """Trees it fills: 0 chains only, 1 chains with further leaves, 2 any."""
     own_widths: ClassVar[bool] = False
     """Whether options of its own set the size of its steps, so that no number of draft tokens can be chosen."""
 
@@ -185,7 +185,7 @@ class Method:
 
     @property
     def target_outputs(self) -> tuple[Tensor, ...]:
-        """The target's outputs that it observes, beside the logits."""
+        """The target's outputs that it observes, other than the logits."""
         return ()
 
     @property
@@ -220,7 +220,7 @@ class Method:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files of the bundle that it needs, beside its models'."""
+        """Files of the bundle that it needs, other than its models'."""
         return ()
 
     @property
@@ -267,14 +267,14 @@ class Method:
         return None
 
     @property
-    def beside(self) -> int:
-        """Nodes that each step verifies beside a tree."""
+    def extra_nodes(self) -> int:
+        """Nodes that each step verifies in addition to a tree."""
         return 0
 
     def widths(self) -> tuple[int, ...]:
         """T of every step it may take, that of the default tree first."""
-        widths = [self.beside + len(tree) for tree in self.token_trees()]
-        return (*widths, self.beside + 1) if self.beside else tuple(widths)
+        widths = [self.extra_nodes + len(tree) for tree in self.token_trees()]
+        return (*widths, self.extra_nodes + 1) if self.extra_nodes else tuple(widths)
 
     def drafted_lengths(self) -> frozenset[int] | None:
         """The K its model's graph was built for; None for any."""
@@ -295,7 +295,7 @@ class Method:
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes it needs beside the target and its cache; ``rows`` is the cache size for the longest text."""
+        """Bytes in addition to the target and its cache; ``rows`` is the cache size for the longest text."""
         return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
 
 

@@ -97,7 +97,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
         return self.window * (self.ngram - 1)
 
     @property
-    def beside(self) -> int:
+    def extra_nodes(self) -> int:
         return self.window_nodes - 1
 
     def describe(self) -> str:

@@ -20,7 +20,7 @@ SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-"""Sampling parameters that are flags, beside the seed."""
+"""Sampling parameters that are flags, other than the seed."""
 BUILD_GROUP = "the build: if a model is built on first use"
 BUILD = [name for name in options(BuildSettings) if name not in options(SamplingParams)]
 _OPENING = [name for name in options(EngineOptions) if name not in options(BuildSettings) and name != "model"]

@@ -130,7 +130,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
             )
             observed = tree_search.observe(engine, name, prompts, params, bars)
             device = engine.backend.device
-        # The widest step behind the longest context, and rows half-way through the decoded text.
+        # The widest step after the longest context, and rows half-way through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
         costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), engine_options["threads"], bars)

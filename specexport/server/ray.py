@@ -259,7 +259,7 @@ def _client_error(error: Exception) -> ApiError:
 def prompt_key(body: bytes) -> str | None:
     """The beginning of a request's prompt; None if it has no prompt.
 
-    For a chat these are the messages up to the user's first, which stay as the chat goes on.
+    For a chat these are the messages up to the user's first, which stay as the chat continues.
     """
     try:
         document = json.loads(body)

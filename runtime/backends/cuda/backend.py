@@ -101,7 +101,7 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`.
 
         Raises:
-            BackendError: the library does not run so many slots, the graph is refused, or it does not fit.
+            BackendError: the library does not run this number of slots, the graph is refused, or it does not fit.
         """
         sizes = self._library.batch_sizes
         if slots not in sizes:

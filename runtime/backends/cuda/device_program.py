@@ -104,7 +104,7 @@ class DeviceProgram:
         return self._variants.verified(accept, [part.tree for part in parts]), parts
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
-        """Writes all inputs of a step; slots without a part in it write behind their committed rows."""
+        """Writes all inputs of a step; slots without a part in it write after their committed rows."""
         T, slots = variant.tokens, range(self.sizes[-1])
         self._target.reserve(max(len(part.view.tokens) for part in parts) - 1 + T)
         inputs = self._target.inputs(T, T, slots=slots)

@@ -52,8 +52,8 @@ class DeviceGraph(Graph):
     token a call is called for each (``repeat.py``); lowered portably its rows are copied into the cache
     between the calls, so each call is captured separately.
 
-    With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are
-    read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
+    With several slots every run takes all of them, which costs a GPU little compared with reading the weights; prompts
+    are read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.

@@ -325,7 +325,7 @@ class DeviceCache:
                 self._device.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], new: NewRows | None) -> None:
-        """Moves the rows of a run's kept tokens, ``nodes``, behind a slot's first ``past`` rows.
+        """Moves the rows of a run's kept tokens, ``nodes``, to the place after a slot's first ``past`` rows.
 
         ``new`` describes the run's rows if they are outside the cache; None if they are in it, from ``past`` on.
         """

@@ -172,10 +172,10 @@ class Steps:
             self._device.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
     def _pass_on(self, verify: Width, drafted: Tensor) -> None:
-        """Copies the draft tokens of each slot behind its root in the target's input."""
-        ids, behind = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
+        """Copies the draft tokens of each slot after its root in the target's input."""
+        ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
-        self._device.copy_rows(to, pitch, drafted.address, behind, behind, self._slots)
+        self._device.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]

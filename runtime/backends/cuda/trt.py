@@ -1,4 +1,4 @@
-"""Engines of TensorRT and TensorRT-RTX, whose Python interfaces are alike."""
+"""Engines of TensorRT and TensorRT-RTX, which have the same Python interface."""
 
 from __future__ import annotations
 
