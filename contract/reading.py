@@ -309,15 +309,10 @@ def file_entry(folder: Path, name: str) -> FileEntry:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_310(file)
-
-
-def _sha256_310(file: object) -> str:
-    """``hashlib.file_digest`` for Python 3.10."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):  # type: ignore[attr-defined]
-        digest.update(block)
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -337,7 +332,8 @@ def check_files(
     Raises:
         BundleError: names the first file that is missing, outside, of another size, or altered.
     """
-    roots = _roots(folder)
+    root = folder.resolve()
+    roots = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     for entry in manifest.files:
         path = folder / entry.path
         if not path.is_file():
@@ -359,9 +355,3 @@ def check_files(
                 )
         if progress:
             progress(entry.size)
-
-
-def _roots(folder: Path) -> list[Path]:
-    """Folders that may hold a bundle's files: its own, or for a snapshot in the hub's cache the blobs."""
-    root = folder.resolve()
-    return [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

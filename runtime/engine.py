@@ -78,7 +78,11 @@ class Engine:
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._stored_costs() if calibrate and self.loaded_methods else None
+            measured = None
+            if calibrate and self.loaded_methods:
+                measured = stored_costs(self.manifest, backend, self.slots).load()
+                if measured is None and backend.execution == "host":
+                    measured = self.calibrate()
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
@@ -355,11 +359,6 @@ class Engine:
         if costs.noise <= MOST_NOISE:
             stored_costs(self.manifest, self.backend, self.slots).save(costs)
         return costs
-
-    def _stored_costs(self) -> CostCurve | None:
-        """The costs stored on this machine, or new ones."""
-        costs = stored_costs(self.manifest, self.backend, self.slots).load()
-        return self.calibrate() if costs is None and self.backend.execution == "host" else costs
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""

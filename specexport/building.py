@@ -269,12 +269,9 @@ def bundle_of_model(options: EngineOptions, methods: tuple[MethodOptions, ...], 
 
 def _build(options: dict[str, Any], output: Path) -> None:
     module = exporter()
-    settings = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
+    backend = options.get("backend")
+    engines = CompileOptions(backend) if backend in ENGINE_RUNTIMES else None
+    settings = module.BuildOptions(output=output, resume=True, engines=engines, **options)
     print(f"building {output}", file=sys.stderr)
     with progress_bars() as progress:
         warn_of_settings(read_manifest(module.build(settings, progress)))
-
-
-def _engines(backend: Any) -> CompileOptions | None:
-    """Options for compiling a bundle's graphs; None for backends without engines."""
-    return CompileOptions(backend) if backend in ENGINE_RUNTIMES else None

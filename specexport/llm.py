@@ -75,12 +75,6 @@ class RequestOutput:
     finished: bool = True
 
 
-@dataclass
-class _Request:
-    text: str | None
-    streams: list[Stream]
-
-
 class LLM:
     """Generates offline from a model, which is built on first use, or from a bundle. Names and meanings are vLLM's.
 
@@ -193,35 +187,31 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         choices = _per_prompt("speculative", speculative, (Speculative, Mapping, str), len(prompts))
-        requests = [
-            self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
+        outputs = [
+            self._streams(index, prompt, params[index], choices[index]) for index, (_, prompt) in enumerate(prompts)
         ]
-        lengths = [len(request.streams[0].tokens) for request in requests]
-        completions = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
+        lengths = [len(streams[0].tokens) for streams in outputs]
+        completions = self._complete([stream for streams in outputs for stream in streams], use_tqdm)
         return [
             RequestOutput(
                 str(index),
-                request.text,
-                tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
-                tuple(
-                    self._output(at, stream.params, completions[id(stream)])
-                    for at, stream in enumerate(request.streams)
-                ),
-                self._prompt_logprobs(request.streams[0]),
+                text,
+                tuple(max(token, NO_TOKEN) for token in streams[0].tokens[:length]),
+                tuple(self._output(at, stream.params, completions[id(stream)]) for at, stream in enumerate(streams)),
+                self._prompt_logprobs(streams[0]),
             )
-            for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
+            for index, ((text, _), streams, length) in enumerate(zip(prompts, outputs, lengths, strict=True))
         ]
 
-    def _request(
+    def _streams(
         self,
         index: int,
-        text: str | None,
         prompt: EnginePrompt,
         params: SamplingParams | None,
         speculative: SpeculativeLike | None,
-    ) -> _Request:
+    ) -> list[Stream]:
         try:
-            return _Request(text, self._frontend.streams(prompt, params, speculative))
+            return self._frontend.streams(prompt, params, speculative)
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}", param=error.param) from error
 

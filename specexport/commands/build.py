@@ -16,7 +16,6 @@ from specexport.commands.inspect import bytes_text, summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.methods import known, method_type, part
-from specexport.contract.model import Model
 from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
@@ -76,17 +75,13 @@ def build_command(arguments: argparse.Namespace) -> int:
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
+            stored = "int8" if model.precision.weights == "stored" else model.precision.weights
             print(
                 f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{_converted_to(model)}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                f"{stored}, as their scales do not fit: error {before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
     return 0
-
-
-def _converted_to(model: Model) -> str:
-    """The precision of matrices that were rounded again."""
-    return "int8" if model.precision.weights == "stored" else model.precision.weights
 
 
 def _engines(arguments: argparse.Namespace) -> CompileOptions | None:

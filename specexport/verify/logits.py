@@ -208,10 +208,6 @@ class LogitsResult:
     agreement: TokenAgreement
 
 
-def _scale(logits: Array) -> float:
-    return max(1.0, float(np.abs(logits).max()))
-
-
 def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
@@ -248,7 +244,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     return LogitsResult(
         finite=finite,
         largest=largest,
-        scale=max(map(_scale, expected)),
+        scale=max(1.0, *(float(np.abs(logits).max()) for logits in expected)),
         rms=relative_rms(error, total),
         agreement=agreement,
     )

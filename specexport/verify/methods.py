@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.locate import locate
@@ -156,7 +155,9 @@ def compare_decoding(
     bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress
 ) -> SpeculationResult:
     """Decodes texts both ways, with every tree of every method, and samples some with a seed."""
-    work = _decodings(bundle.manifest, texts)
+    # Every tree of every method at least once.
+    sizes = [(m.name, len(tree) - 1) for m in bundle.manifest.methods for tree in m.token_trees()]
+    work = paired(texts, sizes) if sizes else []
     tokens = 0
     differences: list[Difference] = []
     lengths: list[float] = []
@@ -171,12 +172,6 @@ def compare_decoding(
         inexact = engine.inexact
     acceptance = sum(lengths) / len(lengths) if lengths else None
     return SpeculationResult(tokens, differences, acceptance, repeated, inexact)
-
-
-def _decodings(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], tuple[str, int]]]:
-    """Texts, each with a method and a number of draft tokens: every tree of every method at least once."""
-    sizes = [(m.name, len(tree) - 1) for m in manifest.methods for tree in m.token_trees()]
-    return paired(texts, sizes) if sizes else []
 
 
 def _compare_text(
