@@ -49,7 +49,7 @@ _READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "p
 """Suffixes of a checkpoint's files that a build may read."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _ABANDONED_AFTER = 7 * 24 * 3600
-"""Seconds."""
+"""Seconds after which an unfinished build is removed."""
 
 
 @contextmanager

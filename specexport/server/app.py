@@ -56,9 +56,8 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("markdown", "tree", "pane", "page")},
 }
-PATHS = tuple(_FILES)
-"""Paths that need no API key: the page asks its user for one."""
-_HEADERS = {
+"""The page's files by path; they need no API key, as the page asks its user for one."""
+_PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -91,13 +90,6 @@ _TICK = 0.1
 """Seconds after which a second Ctrl-C is noticed."""
 
 
-def add_page(app: FastAPI) -> None:
-    """Adds the page's routes, which the API's document leaves out."""
-    for path, (name, kind) in _FILES.items():
-        answer = Response((_ASSETS / name).read_bytes(), headers=_HEADERS, media_type=kind)
-        app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
-
-
 def create_app(
     service: Service,
     *,
@@ -115,7 +107,7 @@ def create_app(
         origins: origins of web pages that may call it, ``*`` for any; browsers allow no others.
         page: whether to serve a page at ``/`` for trying it.
     """
-    unlocked = (*_OPEN, *PATHS) if page else _OPEN
+    unlocked = (*_OPEN, *_FILES) if page else _OPEN
 
     async def explain(request: Request, error: Exception) -> Response:
         if type(error) is HTTPException and error.status_code in (404, 405):
@@ -225,8 +217,9 @@ def create_app(
         """The metrics, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    if page:
-        add_page(app)
+    for path, (name, kind) in _FILES.items() if page else ():
+        answer = Response((_ASSETS / name).read_bytes(), headers=_PAGE_HEADERS, media_type=kind)
+        app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
     endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
 
