@@ -91,7 +91,7 @@ def test_lossy_methods_are_detected(
     assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
     output = capsys.readouterr()
     assert "3 of 3 part" in output.out
-    assert "texts part from plain decoding's" in output.err
+    assert "texts differ from plain decoding's" in output.err
 
 
 def test_figures_that_contradict_each_other_are_named(

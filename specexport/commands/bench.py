@@ -319,13 +319,13 @@ def bench_command(arguments: argparse.Namespace) -> int:
         for workload, result in row.results.items():
             if result.contradictory:
                 print(
-                    f"{row.method}: {workload}: {result.speed_up:.2f}x cannot come of {result.tokens_per_step:.2f} "
+                    f"{row.method}: {workload}: {result.speed_up:.2f}x cannot follow from {result.tokens_per_step:.2f} "
                     "tokens a step: another process ran beside plain decoding; measure again on an idle machine",
                     file=sys.stderr,
                 )
             if result.differences:
                 print(
-                    f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts part from plain "
+                    f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts differ from plain "
                     f"decoding's, the first after {min(result.differences)} tokens; 'specexport verify' says whether "
                     "two tokens tied there",
                     file=sys.stderr,
@@ -348,7 +348,7 @@ def table(rows: list[MethodRow], names: list[str]) -> Table:
         requests = sum(result.requests for result in row.results.values())
         tokens = sum(result.tokens for result in row.results.values())
         differing = sum(len(result.differences) for result in row.results.values())
-        lossless = f"yes: {tokens} tokens" if row.lossless else f"{differing} of {requests} part"
+        lossless = f"yes: {tokens} tokens" if row.lossless else f"{differing} of {requests} differ"
         verdict = lossless if requests else "not tried"
         memory = bytes_text(row.memory) if row.memory else "none"
         name = row.method

@@ -182,5 +182,5 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kerne
             + ", ".join(f"{count} of {size} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)" for size, count in by.items())
             for method, by in stats.steps_by_draft.items()
         )
-        lines.insert(1, f"chosen      steps of so many draft tokens, and what they take here: {chosen}")
+        lines.insert(1, f"chosen      steps by number of draft tokens, with their cost here: {chosen}")
     return "\n".join(lines)
