@@ -24,13 +24,12 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.tree import TokenTree
+from specexport.runtime.sampling import Floats, Ints
 
 if TYPE_CHECKING:
     import llguidance
 
 Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 
 MAX_SCHEMA = 1 << 16

@@ -19,9 +19,8 @@ from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.sampling import Floats, Ints
 
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 _LARGEST_EXPONENT = 64.0
 """exp(64) times a logit is still far from the largest float32."""
 

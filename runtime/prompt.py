@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
 from specexport.contract.values import require_text, token_ids
+from specexport.runtime.sampling import Floats, Ints
 
-Floats = npt.NDArray[np.float32]
 Encode = Callable[[str, bool], list[int]]
 """Tokens of a text; the flag adds the tokenizer's special tokens."""
 
@@ -55,7 +55,7 @@ class Embeddings:
     """
 
     rows: Floats
-    at: npt.NDArray[np.int64]
+    at: Ints
 
     def put(self, start: int, inputs_embeds: Floats, embeds_mask: npt.NDArray[np.bool_]) -> None:
         """Writes the part of the prompt from a position on into a step graph's inputs.
@@ -172,7 +172,7 @@ def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> En
             too many positions. Names the part.
     """
     tokens: list[int] = []
-    at: list[npt.NDArray[np.int64]] = []
+    at: list[Ints] = []
     rows: list[Floats] = []
     count = 0
     for index, part in enumerate(prompt.parts):

@@ -12,15 +12,13 @@ have a fixed order, so a token's row does not depend on how the text was cut int
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.model import CELL, StateLayer
-
-Array = npt.NDArray[Any]
+from specexport.contract.tensors import Array
 
 
 def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) -> npt.NDArray[np.int64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +15,10 @@ from specexport.contract.engines import Accept, Commit, ComputedIn, Fill, Progra
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.profiles import CompileJob
 
-Array = npt.NDArray[Any]
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]
 

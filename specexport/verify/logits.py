@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.model import Model, Quality
+from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.reference import load_reference, reference_embeds, reference_logits
 from specexport.exporter.quality import Reference, default_text, energy, measure, relative_rms, windows
 from specexport.exporter.step_session import StepSession
 from specexport.runtime.bundle import Bundle
 
-Array = npt.NDArray[Any]
 Feed = dict[str, Array]
 
 _COMPARED_ROWS = 16
