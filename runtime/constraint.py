@@ -205,12 +205,12 @@ class _Text:
         self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
         self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
 
-    def encoded(self, text: str, plainly: bool) -> list[int]:
+    def encode(self, text: str, plainly: bool) -> list[int]:
         """A text's tokens; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
         with self._lock:
             self._tokenizer.encode_special_tokens = plainly
             ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return ids if plainly or self.eos.isdisjoint(ids) else self.encoded(text, True)
+        return ids if plainly or self.eos.isdisjoint(ids) else self.encode(text, True)
 
 
 class _VisibleTokens:
@@ -234,7 +234,7 @@ class _VisibleTokens:
 
     def __call__(self, text: bytes) -> list[int]:
         """The tokens of a text that follows another."""
-        return self._text.encoded(text.decode(errors="replace"), self._plainly)
+        return self._text.encode(text.decode(errors="replace"), self._plainly)
 
 
 def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:

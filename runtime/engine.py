@@ -22,7 +22,7 @@ from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
-from specexport.runtime.request import BypassRunner, Completion, Request, Stream, completed
+from specexport.runtime.request import BypassRunner, Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculative import DEFAULT, Speculative, available_methods, bypasses_model, choose
 from specexport.runtime.step import HostProgram
@@ -343,7 +343,7 @@ class Engine:
         speculative: Speculative | Mapping[str, Any] | str | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        return completed(self.stream(prompt, params, speculative))
+        return complete(self.stream(prompt, params, speculative))
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
         """Measures what steps cost on this machine and stores the costs for engines that are opened later.

@@ -152,7 +152,7 @@ class PromptEncoder:
             require_text(text, "prompt_embeds", "prompt")
             return list(self._tokenizer.encode(text, add_special_tokens=first).ids)
 
-        result = encoded(prompt, encode, size, self._manifest.max_seq_len)
+        result = encode_parts(prompt, encode, size, self._manifest.max_seq_len)
         rows = result.embeddings.at
         self._require_in_vocabulary([token for token, row in zip(result.tokens, rows, strict=True) if row < 0])
         return result
@@ -164,7 +164,7 @@ class PromptEncoder:
             raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}", param="prompt")
 
 
-def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
+def encode_parts(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
     """Reads a prompt's parts.
 
     Raises:

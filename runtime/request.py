@@ -244,7 +244,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-def completed(stream: Stream) -> Completion:
+def complete(stream: Stream) -> Completion:
     """Runs a stream to its end."""
     with stream:
         chunks = list(stream)

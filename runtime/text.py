@@ -168,7 +168,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """A text's tokens.
 
     As a batch of one: ``Tokenizer.encode`` would hold Python's lock until it is done, for seconds with megabytes.

@@ -25,7 +25,7 @@ from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative
-from specexport.runtime.text import characters_per_token, encoded
+from specexport.runtime.text import characters_per_token, encode_text
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Frontend:
                 f"at most {self._longest}; shorten it",
                 param=param,
             )
-        return encoded(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
+        return encode_text(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def streams(
         self,

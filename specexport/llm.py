@@ -18,7 +18,7 @@ from specexport.options import EngineOptions
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import Prompt as EnginePrompt
-from specexport.runtime.request import FinishReason, completed
+from specexport.runtime.request import FinishReason, complete
 from specexport.runtime.speculative import Speculative
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
@@ -227,7 +227,7 @@ class LLM:
             nrows=size.lines,
         )
         with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
-            running = {pool.submit(completed, stream): stream for stream in streams}
+            running = {pool.submit(complete, stream): stream for stream in streams}
             try:
                 for future in as_completed(running):
                     completions[id(running[future])] = future.result()

@@ -95,7 +95,7 @@ def observe(
                     steps += 1
                     path = _path(proposal.candidates, ahead, chained)
                     paths.update(path[:end] for end in range(1, len(path) + 1))
-            total = added(total, completion.stats)
+            total = sum_stats(total, completion.stats)
             progress("decoding", index + 1, len(prompts))
     if not steps:
         raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
@@ -113,7 +113,7 @@ def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
     return tuple(path)
 
 
-def added(a: Stats, b: Stats) -> Stats:
+def sum_stats(a: Stats, b: Stats) -> Stats:
     """The sum of counters and times of decoding."""
     names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})

@@ -68,7 +68,7 @@ class DeviceProgram:
         self.reusable = host.reusable
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
-        accept = self._variants.deciding(views)
+        accept = self._variants.accept_graph(views)
         if accept is None:
             return self._host.step(views)
         start = time.perf_counter()
@@ -91,7 +91,7 @@ class DeviceProgram:
             (method,) = methods
             draft = self._host.proposer(method).device_draft
             if draft is not None and all(map(draft.is_ready, speculating)):
-                variant = self._variants.drafted(accept, method, [view.tree for view in speculating])
+                variant = self._variants.for_draft(accept, method, [view.tree for view in speculating])
                 if variant is not None:
                     drafting = {view.slot for view in speculating}
                     return variant, [
@@ -101,7 +101,7 @@ class DeviceProgram:
         proposals = self._host.propose(views)
         proposed = [(view, proposals.get(view.slot)) for view in views]
         parts = [_Part(view, proposal.tree if proposal else PLAIN_TREE, proposal) for view, proposal in proposed]
-        return self._variants.verified(accept, [part.tree for part in parts]), parts
+        return self._variants.for_proposals(accept, [part.tree for part in parts]), parts
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
         """Writes all inputs of a step; slots without a part in it write after their committed rows."""
