@@ -76,7 +76,7 @@ triton: $(VENV)/.dev
 # here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need
 # no engine.
 compat: $(VENV)/.dev
-	$(BIN)/python scripts/check_wheels.py
+	$(BIN)/python scripts/wheels.py --check-dependencies
 	$(BIN)/python -m tests.make_bundles build/test-bundles
 	for python in python3.10 python3.12; do \
 	  $$python -m venv .venv-$$python && \

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.common import add_common_arguments, machine, new_table, write_report
 from benchmarks.pair import bundle, inflated_pair
+from specexport.commands.bench import built_in_tasks
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime.costs import Costs
@@ -31,7 +32,6 @@ from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
 from specexport.tables import show
-from specexport.tuning import workloads
 
 SIZES = (4, 1, 2, 3, 6, 8)
 FIXED = {1: (2, 4, 8), 4: (1, 2, 4), 8: (1, 2, 4)}
@@ -216,7 +216,7 @@ def _prompts(engine: Engine, text: str, count: int, tokens: int) -> list[list[in
     if text == RANDOM:
         drawn = np.random.default_rng(0).integers(0, engine.manifest.target.vocab_size, (count, tokens))
         return [[int(token) for token in row] for row in drawn]
-    tasks = workloads.built_in(engine.encode, count, tokens)
+    tasks = built_in_tasks(engine.encode, count, tokens)
     return [list(task.prompt)[-MAX_SEQ_LEN // 2 :] for task in tasks if task.workload == TEXTS[text]]
 
 

@@ -23,8 +23,8 @@ from benchmarks.common import machine, new_table, read_texts, write_report
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams, Stream
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stream import completed
 from specexport.tables import show
 
 Sizes = dict[str, int]
@@ -253,10 +253,10 @@ def _decode(engine: Engine, cell: Cell, prompts: Sequence[list[int]], expected: 
             speculation = Speculative(method=cell.method, num_speculative_tokens=cell.tokens, hypothesis=wrong)
         params = SamplingParams(temperature=0.0, max_tokens=len(plain), ignore_eos=True)
         if len(running) == (1 if cell.load == "alone" else BATCH):
-            yield completed(running.popleft())
+            yield complete(running.popleft())
         running.append(engine.stream(prompt, params, speculation))
         running[-1].start()
-    yield from map(completed, running)
+    yield from map(complete, running)
 
 
 def _print(rows: Sequence[Row]) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.common import machine, new_table, write_report
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.stream import completed
 from specexport.tables import Table, show
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 from tests.null_cuda.install import ONNXRUNTIME, environment
@@ -175,7 +175,7 @@ def measure(
         for stream in streams:
             stream.start()
         for stream in streams:
-            completed(stream)
+            complete(stream)
     finally:
         DeviceProgram.step = step  # type: ignore[method-assign]
     return taken[WARM_UP:]

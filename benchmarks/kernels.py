@@ -20,10 +20,8 @@ from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.runtime.backend import Graph
+from specexport.runtime.backend import Graph, buffers, open_graph
 from specexport.runtime.backends.onnxruntime.kernels import SWITCH, instruction_set, kernels_described
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.pair import built, inflated_pair
+from specexport.commands.bench import built_in_tasks
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
-from specexport.tuning import workloads
 
 SIZES = (8, 16, 4, 2)
 METHODS = ("ngram", "suffix")
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _workloads(engine: Engine, args: argparse.Namespace) -> list[Workload]:
     greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-    tasks = workloads.built_in(engine.encode, args.num_prompts, args.prompt_tokens)
+    tasks = built_in_tasks(engine.encode, args.num_prompts, args.prompt_tokens)
     edits = [task.prompt for task in tasks if task.workload == "edit"]
     texts = common.read_texts(args.prompts)[: args.num_prompts]
     code = [engine.encode(text)[: args.prompt_tokens // 2] for text in texts]

@@ -38,9 +38,9 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime import step as step_module
 from specexport.runtime.costs import CostCurve
+from specexport.runtime.request import Stats
 from specexport.runtime.sampling import Distributions, accept_sampled
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stats import Stats
 from specexport.tables import show
 
 PROMPT = (5, 8, 5, 8)
@@ -228,7 +228,7 @@ def _costs(manifest: Manifest) -> CostCurve:
     """
     from tests.manifests import curve
 
-    free = 4 * max(method.beside + len(tree) for method in manifest.methods for tree in method.token_trees())
+    free = 4 * max(method.extra_nodes + len(tree) for method in manifest.methods for tree in method.token_trees())
     return curve(manifest, lambda slots, tokens: float(max(free, slots * tokens)))
 
 

@@ -25,7 +25,7 @@ from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
-from specexport.tuning.tree import candidates, observe, step_costs
+from specexport.tree_search import candidates, observe, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
 CHAINS = (1, 2, 3, 4, 6, 8)

@@ -8,8 +8,7 @@ import statistics
 from benchmarks import common
 from benchmarks.kernels import PAST, runs
 from benchmarks.pair import built, inflated_pair
-from specexport.runtime.backends.opening import open_backend
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 

@@ -10,18 +10,17 @@ from msgspec import Meta
 from specexport.contract.shapes import ShapePoint
 
 BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-"""What a bundle is meant to run on, and what runs one."""
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+"""Backends that a bundle may be built for."""
 EngineRuntime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-"""What runs a bundle's engines on a GPU; none runs another's."""
+"""Libraries that run a bundle's engines on a GPU; none runs another's."""
 ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
 COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
-"""Those of them that compile: their engines are not ONNX, and read no embeddings."""
+"""Libraries whose engines are compiled: they are not ONNX, and read no embeddings."""
 Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 LARGEST_TOP_K = 256
-"""Most tokens that top-k may leave where a device decides; the host does where a request asks for more."""
+"""Largest top-k with which a device decides acceptance; with larger ones the host does."""
 AcceptRule = Literal["greedy", "lossless", "typical"]
 _Width = Annotated[int, Meta(ge=1, le=2**24)]
 
@@ -31,27 +30,27 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CompiledEngine(_Strict, frozen=True, kw_only=True):
-    """One graph, made for a library and some devices. For onnxruntime-cuda it is an ONNX graph, for any device.
+    """A graph compiled for a library and some devices; for onnxruntime-cuda an ONNX graph, for any device.
 
     Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
     of type ``compute``. Lowered natively, ``present_*`` must be bound to the memory of ``past_*``.
 
     Attributes:
         file: the serialized engine; for onnxruntime-cuda the source itself.
-        segments: of a rank's part for onnxruntime-cuda, what runs in its place: see ``contract.model.RankFiles``. But
-            ``join.N`` has the ranks' parts one after the other, along a first axis of its own.
+        segments: for onnxruntime-cuda, the segments that a rank runs instead: see ``contract.model.RankFiles``. But
+            ``join.N`` has the ranks' parts one after the other, along an additional first axis.
         source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, one pass of
             a draft's loop, and activations of type ``compute``.
         runtime: the library that runs it.
-        version: of that library, as it calls itself; empty where any will do.
-        compute_capabilities: the devices it was compiled for; none where any will do.
-        compute: what activations and the KV cache are.
-        rank: of a model that is split among processes, whose part it is; what is not split is that of the first.
+        version: the library's own version string; empty if any runs it.
+        compute_capabilities: the devices it was compiled for; empty if any runs it.
+        compute: type of activations and the KV cache.
+        rank: of a model that is split among processes, the rank whose part it is; 0 if it is not split.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
-            the text and what was drafted so far, so that the weights are stored once and any K will do. That of an MLP
-            speculator is compiled for all its stages. A step graph may lack the profile of one token; plain decoding
-            then runs padded to the narrowest tree.
+            the text and the draft so far, so that the weights are stored once for any K. That of an MLP speculator is
+            compiled for all its stages. A step graph may lack the profile of one token; plain decoding is then padded
+            to the narrowest tree.
     """
 
     file: str
@@ -74,7 +73,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
 
 
 class _ProgramGraph(_Strict, frozen=True, kw_only=True):
-    """A graph without weights that keeps a step on the device between those of the models.
+    """A graph without weights between those of the models, which keeps a step on the device.
 
     Attributes:
         file: its ONNX graph, with symbolic dimensions.
@@ -86,13 +85,12 @@ class _ProgramGraph(_Strict, frozen=True, kw_only=True):
 
 
 class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="accept"):
-    """Which draft tokens stay, and the bonus token (``graphs/accept.py``). In a profile, ``tokens`` is N.
+    """Decides which draft tokens are accepted, and draws the bonus token. In a profile, ``tokens`` is N.
 
     Attributes:
-        rule: ``greedy`` takes no q, noise or sampling parameters; ``lossless`` decides on greedy requests too, in a
+        rule: ``greedy`` reads no q, noise or sampling parameters; ``lossless`` also decides greedy requests in a
             step with others; ``typical``.
-        candidates: M, tokens that q gives probability to; 1 where tokens are chosen without drawing, and for rules
-            that take no q.
+        candidates: M, the support of q; 1 if tokens are chosen without drawing, and for rules that read no q.
         max_children: most children a node of a tree may have.
     """
 
@@ -102,14 +100,14 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
 
 
 class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill"):
-    """The tokens of a tree and q of each, from what was drafted.
+    """Fills a tree with drafted tokens, and returns q of each node.
 
     In a profile, ``tokens`` is N, ``drafts`` is K, and ``rows`` are those of a stage after the first, if there are
-    stages. The chains of a draft without stages need none: their tokens are the draft's.
+    stages. The chains of a draft without stages need no such graph: their tokens are the draft's.
 
     Attributes:
         candidates: M.
-        stages: outputs that say what was drafted; 0 for one of K rows.
+        stages: number of outputs with drafted tokens; 0 for a single output of K rows.
     """
 
     candidates: _Width
@@ -117,7 +115,7 @@ class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill
 
 
 class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):
-    """Moves the cache rows of an accepted path of a branching tree together.
+    """Makes the cache rows of an accepted path through a branching tree contiguous.
 
     In a profile, ``tokens`` is N and ``cache`` is S. For models lowered natively; chains need none.
 

@@ -1,18 +1,19 @@
-"""The exceptions specexport raises. Each message says what was found, what was expected and what to do."""
+"""The exceptions specexport raises. Each message gives the value at fault, the expected one, and what to do."""
 
 from __future__ import annotations
 
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of bytes from outside that are not what was expected."""
+"""Exceptions of msgspec for invalid input."""
 _LONGEST = 4000
+"""Characters of a message."""
 
 
 class SpecExportError(Exception):
     """Base of every error raised on purpose; the command line prints its message without a stack trace.
 
-    Messages quote libraries and files from outside: whatever these say, a message is one line of what can be printed.
+    Messages may quote libraries and files, so they are reduced to one line of printable characters.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -22,22 +23,22 @@ class SpecExportError(Exception):
 
 
 class BundleError(SpecExportError):
-    """A bundle is missing, incomplete, altered, too new, or not what its manifest says."""
+    """A bundle is missing, incomplete, altered, too new, or contradicts its manifest."""
 
 
 class BuildError(SpecExportError):
-    """A checkpoint cannot be turned into a bundle, or what is made of it cannot be written."""
+    """A checkpoint cannot be turned into a bundle, or the bundle cannot be written."""
 
 
 class TrainError(SpecExportError):
-    """A draft or heads cannot be trained: an option, the data or a checkpoint to go on from is wrong."""
+    """A draft or heads cannot be trained: an option, the data or a checkpoint to resume from is wrong."""
 
 
 class RequestError(SpecExportError, ValueError):
     """A generation request has a parameter, or a prompt, that cannot be honoured.
 
     Attributes:
-        param: the parameter that is wrong, if one is.
+        param: the wrong parameter, if there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -54,10 +55,10 @@ class BackendError(SpecExportError):
 
 
 class QueueFullError(SpecExportError):
-    """More requests wait than may.
+    """The queue is full.
 
     Attributes:
-        retry_after: seconds after which there may be a place.
+        retry_after: seconds after which there may be room.
     """
 
     def __init__(self, message: str, retry_after: int) -> None:
@@ -66,8 +67,8 @@ class QueueFullError(SpecExportError):
 
 
 class DeadlineError(SpecExportError):
-    """A request was not done when its time was up."""
+    """A request exceeded its time limit."""
 
 
 class ClosedError(SpecExportError):
-    """An engine that shuts down takes no request, or ended one."""
+    """A request was refused or ended because the engine shuts down."""

@@ -31,7 +31,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def home() -> Path | None:
-    """The user's home folder; None where there is no ``HOME`` and the user is not known to the system."""
+    """The user's home folder; None if neither ``HOME`` nor the system's list of users names one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -39,7 +39,7 @@ def home() -> Path | None:
 
 
 def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> Path:
-    """A path, of which ``~`` at the start is the home folder.
+    """A path with ``~`` at its start replaced by the home folder.
 
     Raises:
         BuildError: or ``refusal``: there is no home folder.
@@ -51,18 +51,18 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
 
 
 @functools.cache
-def passing_folder() -> Path:
-    """A folder that goes with this process, for what is kept where there is no home folder to keep it in."""
+def temporary_folder() -> Path:
+    """A folder that is removed when Python ends, for caches of users without a home folder."""
     folder = tempfile.TemporaryDirectory(prefix="specexport-")
-    _PASSING.append(folder)  # it is removed with this object, when Python ends
+    _TEMPORARY.append(folder)  # it is removed with this object
     return Path(folder.name)
 
 
-_PASSING: list[tempfile.TemporaryDirectory[str]] = []
+_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def described(error: OSError, path: Path | None = None) -> str:
-    """What the system refused, in one line with what to do; ``path`` is named where the error names none."""
+    """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
     where = str(error.filename or path or "standard output")
     hint = _HINTS.get(error.errno or 0, "see to that and run it again")
     return f"{where}: {error.strerror or error}; {hint}"
@@ -70,7 +70,7 @@ def described(error: OSError, path: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says in one line what the system refused of what is written below a path.
+    """Turns errors of writing below a path into one-line errors.
 
     Raises:
         BuildError: names the file, or ``path``.
@@ -89,8 +89,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _refused(error: BaseException | None) -> OSError | None:
-    """What the system refused, where a library says it in words alone, as those written in Rust do, or hides it behind
-    another error, as torch does.
+    """The system's error that a library reports only as text, as those written in Rust do, or hides behind another
+    error, as torch does.
     """
     while error is not None:
         if isinstance(error, OSError):
@@ -103,16 +103,16 @@ def _refused(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def locked(path: Path, holding: str | None = None) -> Iterator[None]:
-    """Holds a lock file, which goes with the process however that ends.
+    """Holds a lock file; the lock ends with the process, even if that is killed.
 
     Args:
         path: the lock file; it exists while the lock is held.
-        holding: what another process is doing, for the error; None to wait until it ends.
+        holding: what the other process is doing, for the error; None to wait until it ends.
 
     Raises:
         BuildError: another process holds it.
     """
-    # Imported here: what runs a bundle that is built already does without.
+    # Imported here: running a bundle needs no lock.
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=-1 if holding is None else 0)
@@ -127,7 +127,7 @@ def locked(path: Path, holding: str | None = None) -> Iterator[None]:
             path.write_text(str(os.getpid()), encoding="ascii")
         yield
     finally:
-        # While it is held: who waits for it finds that it has no name any more, and tries again.
+        # Before the release: a waiting process notices that the file is gone, and tries again.
         path.unlink(missing_ok=True)
         lock.release()
 
@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 
 
 def claimed(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Held by the one process that writes or changes a folder, which need not be there.
+    """The lock of the process that writes or changes a folder, which need not exist.
 
     Raises:
         BuildError: another process does; names it.
@@ -152,17 +152,16 @@ def claimed(folder: Path) -> contextlib.AbstractContextManager[None]:
 def written_beside(output: Path, *, overwrite: bool = False, resume: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``output`` that takes its name if the block succeeds.
 
-    What a killed process left of such a folder goes first. An output that is replaced is there at every moment, where
-    the system can exchange two folders in one act; elsewhere the next call puts it back.
+    Leftovers of killed processes are removed first. If the system can exchange two folders atomically, a replaced
+    output exists at every moment; otherwise the next call restores it after a crash.
 
     Args:
-        output: the folder to be.
-        overwrite: replace what has its name.
-        resume: give out what a block that was killed or interrupted left, with its content. A block that fails leaves
-            nothing.
+        output: the final folder.
+        overwrite: replace an existing folder.
+        resume: begin with the content that a killed or interrupted block left. A block that fails leaves nothing.
 
     Raises:
-        BuildError: it is there already, another process writes it, or it cannot be written; names the path.
+        BuildError: it exists, another process writes it, or it cannot be written; names the path.
     """
     output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow a link to where it points
     created = [parent for parent in output.parents if not parent.exists()]
@@ -202,7 +201,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
 
 
 def _recover(output: Path, retired: Path) -> None:
-    """Puts back what a killed process was about to replace, and removes what it was writing; the claim is held."""
+    """Restores the output that a killed process was replacing, and removes its leftovers; the lock is held."""
     if retired.exists() and not output.exists():
         retired.rename(output)
     remove(retired)
@@ -211,7 +210,7 @@ def _recover(output: Path, retired: Path) -> None:
 
 
 def _exchanged(path: Path, other: Path) -> bool:
-    """Exchanges the names of two folders in one act; whether the system can."""
+    """Exchanges the names of two folders atomically; returns whether the system can."""
     if sys.platform != "linux":
         return False
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -220,5 +219,5 @@ def _exchanged(path: Path, other: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with all it holds, as far as the system lets it."""
+    """Removes a file, a link or a folder with its content, as far as the system allows."""
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

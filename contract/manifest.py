@@ -1,4 +1,4 @@
-"""The bundle manifest, ``specexport.json``: its schema.
+"""The bundle manifest, ``specexport.json``: its schema, and the shapes of the step program that follow from it.
 
 It is documented for readers in ``docs/bundle-format.md``; :mod:`specexport.contract.reading` reads and checks one.
 """
@@ -11,31 +11,98 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from specexport.contract.engines import BackendName, CompiledEngine, ProgramGraph
-from specexport.contract.generation import NO_RULES, GenerationRules, Length
+from specexport.contract.engines import Accept, BackendName, CompiledEngine, Fill, ProgramGraph
 from specexport.contract.methods.base import Method
 from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
+from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import GraphSignature, target_signature
+from specexport.contract.tree import TokenTree
 
+_MOST = 2**31 - 1
+Whole = Annotated[int, Meta(ge=0, le=_MOST)]
+Length = Annotated[int, Meta(ge=1, le=_MOST)]
+TokenSequence = Annotated[tuple[Whole, ...], Meta(min_length=1)]
+_Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
 _LONGEST = 80
+"""Characters of a setting's value in a message."""
 DEFAULT_TEMPLATE = "default"
 """Name of the chat template that is used where none is named."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
-__all__ = [
-    "DEFAULT_TEMPLATE",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "FileEntry",
-    "GenerationDefaults",
-    "Manifest",
-    "SettingNote",
-    "TokenizerInfo",
-    "short",
-]
+class GenerationRules(Strict, frozen=True):
+    """Rules that change logits or bound lengths; names and meanings are transformers', the defaults change nothing.
+
+    "Text" is the prompt and the output so far.
+
+    Attributes:
+        max_length: most tokens of a prompt and its output; None for no limit.
+        min_length: fewest, before a token that ends the output.
+        sequence_bias: added to the logit of a sequence's last token where the text ends with the tokens before it.
+        encoder_repetition_penalty: multiplies the positive logits of the prompt's tokens, and divides the negative
+            ones.
+        no_repeat_ngram_size: n-grams of this many tokens do not occur twice in the text; 0 for no such rule.
+        encoder_no_repeat_ngram_size: no n-gram of this many tokens of the prompt occurs in the output.
+        bad_words_ids: sequences that do not occur in the output; a single token that ends the output is exempt.
+        forced_bos_token_id: the token after a text of one token.
+        forced_eos_token_id: the output's last token, where it is as long as it may be; several for any of them.
+        exponential_decay_length_penalty: after this many tokens, the logits of tokens that end the output rise, by
+            the factor to the power of the number of tokens since.
+        suppress_tokens: tokens that do not occur in the output.
+        begin_suppress_tokens: tokens that the output does not begin with.
+        top_h: keeps the most probable tokens within this share of the distribution's entropy; None keeps all. This
+            filter comes before top-k, and those below after min-p.
+        typical_p: keeps the tokens whose information is closest to the entropy and that hold this much probability.
+        epsilon_cutoff: drops tokens less probable than this.
+        eta_cutoff: drops tokens less probable than this, or than its square root times exp(-entropy) if that is less.
+    """
+
+    max_length: Length | None = None
+    min_length: Whole = 0
+    sequence_bias: tuple[tuple[TokenSequence, float], ...] = ()
+    encoder_repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    no_repeat_ngram_size: Whole = 0
+    encoder_no_repeat_ngram_size: Whole = 0
+    bad_words_ids: tuple[TokenSequence, ...] = ()
+    forced_bos_token_id: Whole | None = None
+    forced_eos_token_id: Whole | TokenSequence | None = None
+    exponential_decay_length_penalty: tuple[Whole, Annotated[float, Meta(gt=0.0, le=100.0)]] | None = None
+    suppress_tokens: _Suppressed = ()
+    begin_suppress_tokens: _Suppressed = ()
+    top_h: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    epsilon_cutoff: Probability = 0.0
+    eta_cutoff: Probability = 0.0
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether logits change before anything is sampled."""
+        forced = self.forced_bos_token_id is not None or self.forced_eos_token_id is not None
+        sizes = self.no_repeat_ngram_size or self.encoder_no_repeat_ngram_size or self.min_length
+        listed = self.sequence_bias or self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
+        penalties = self.encoder_repetition_penalty != 1.0 or self.exponential_decay_length_penalty is not None
+        return bool(forced or sizes or listed or penalties)
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """Tokens that the model must have, by the rule that names them."""
+        last = self.forced_eos_token_id
+        return {
+            "sequence_bias": tuple(token for sequence, _ in self.sequence_bias for token in sequence),
+            "bad_words_ids": tuple(token for sequence in self.bad_words_ids for token in sequence),
+            "forced_bos_token_id": () if self.forced_bos_token_id is None else (self.forced_bos_token_id,),
+            "forced_eos_token_id": () if last is None else (last,) if isinstance(last, int) else last,
+        }
+
+    @property
+    def filter_tokens(self) -> bool:
+        """Whether they drop tokens by their probabilities."""
+        return self.top_h is not None or self.typical_p < 1.0 or self.epsilon_cutoff > 0.0 or self.eta_cutoff > 0.0
+
+
+NO_RULES = GenerationRules()
 
 
 class FileEntry(Strict, frozen=True):
@@ -78,10 +145,10 @@ class TokenizerInfo(Strict, frozen=True):
 
 
 class GenerationDefaults(Strict, frozen=True):
-    """What a parameter is that is not given: the model's own defaults, and those of typical acceptance.
+    """Defaults of sampling parameters: the model's own, and those of typical acceptance.
 
     Attributes:
-        max_tokens: most tokens of an output; None where the model does not say.
+        max_tokens: most tokens of an output; None if the model sets no limit.
         min_tokens: tokens before one that ends the output.
         stop: texts that end the output.
         rules: see :class:`GenerationRules`.
@@ -122,7 +189,7 @@ class SettingNote(Strict, frozen=True):
 def short(value: Any) -> str:
     """A setting's value as a line shows it."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
-    text = text.encode("utf-8", "replace").decode()  # half a character, which JSON can say, is no text
+    text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
@@ -191,3 +258,51 @@ class Manifest(Strict, frozen=True):
     def method(self, name: str) -> Method | None:
         """The method of a name, if the bundle has it."""
         return next((method for method in self.methods if method.name == name), None)
+
+
+def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: int) -> tuple[ShapePoint, ...]:
+    """The shapes of a graph of the step program, one for every size of a tree that needs it; ascending.
+
+    Acceptance is decided for the widest step too, so that it can be for methods which need no graph. Logits of one slot
+    are those of its first N tokens, whatever follows them. Those of several slots lie as far apart as the
+    target saw tokens: there N is T.
+    """
+    trees = {tree for method in manifest.methods for tree in method.token_trees()}
+    verified = {point for point in manifest.target.graph.points if point.batch == batch}
+    widths = {point.tokens for point in verified if point.rows == point.tokens > 1}
+    if isinstance(graph, Accept):
+        sizes = widths if batch > 1 or not widths else {max(widths), *map(len, trees)}
+        points = {ShapePoint(batch, nodes, 0, nodes) for nodes in sizes}
+    elif isinstance(graph, Fill):
+        methods = [method for method in manifest.methods if fills(graph, method)]
+        points = {fill_point(method, tree, batch) for method in methods for tree in filled_trees(method)}
+    else:
+        branching = {len(tree) for tree in trees if not tree.is_chain}
+        sizes = {width for width in widths if width >= min(branching)} if batch > 1 and branching else branching
+        points = {ShapePoint(batch, nodes, cache) for nodes in sizes}
+    return tuple(sorted(points))
+
+
+def fills(graph: Fill, method: Method) -> bool:
+    """Whether a fill graph fills the trees of a method."""
+    stages_of = (method.support, method.drafted_stages)
+    return bool(filled_trees(method)) and stages_of == (graph.candidates, graph.stages)
+
+
+def filled_trees(method: Method) -> list[TokenTree]:
+    """The trees of a method that a fill graph fills."""
+    staged = method.drafted_stages > 0
+    drafted = [tree for tree in method.token_trees() if method.device_run(tree) is not None]
+    return [tree for tree in drafted if staged or not tree.is_chain]
+
+
+def fill_point(method: Method, tree: TokenTree, batch: int) -> ShapePoint:
+    """The shape at which the fill graph fills a tree of a method that drafts on the device."""
+    tokens, drafts = method.device_run(tree) or (0, 0)
+    return ShapePoint(batch, len(tree), 0, tokens if method.drafted_stages else 0, drafts)
+
+
+def program_sizes(point: ShapePoint, vocab: int) -> dict[str, int]:
+    """Symbolic dimensions of a graph of the step program at a shape; N are its tokens, V the width of the logits."""
+    nodes = point.tokens
+    return point.sizes | {"N": nodes, "N-1": nodes - 1, "drafts": nodes - 1, "drafts + 1": nodes, "V": vocab}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,15 +17,18 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored"]
 LoweredAs = Literal["native", "portable"]
-"""Which operators the graphs are made of: the newest, which write the cache in place, or those of opset 20, which
-return new rows for the runtime to copy."""
+"""Operators of the graphs: the newest, which write the cache in place, or those of opset 20, which return new rows for
+the runtime to copy."""
 OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
 """TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+CELL = 8
+"""G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token computes little in
+vain, but enough that a state is seldom written."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every record of the manifest is: its fields by name, and no others."""
+    """Base of all records of the manifest: fields by name, and no others."""
 
 
 class GraphFiles(Strict, frozen=True):
@@ -40,14 +44,13 @@ class GraphFiles(Strict, frozen=True):
 
 
 class RankFiles(Strict, frozen=True):
-    """What one process runs of a model that is split among several: tensor parallelism.
+    """One process's part of a model that is split among several: tensor parallelism.
 
     Attributes:
         weights: its weights file.
-        master: its graph before it was cut: what engines are compiled from.
-        segments: ONNX files, run one after the other. Between two of them the ranks meet: every output of one whose
-            name is in :data:`~specexport.contract.tensors.MEETINGS`, a number behind it, is put together with those of
-            the other ranks and is then the input of that name of those after it.
+        master: its graph before it was cut, from which engines are compiled.
+        segments: ONNX files, run one after the other. Between two of them the ranks combine their outputs whose names
+            begin with one of :data:`~specexport.contract.tensors.MEETINGS`; later segments read the results as inputs.
     """
 
     weights: str
@@ -64,15 +67,15 @@ class CacheLayer(Strict, frozen=True):
 
 
 class Recurrence(Strict, frozen=True):
-    """A layer's recurrent state, and what it still needs of tokens that the state has not seen.
+    """A layer's recurrent state, and the updates of tokens that it has not seen.
 
     Attributes:
         heads: H of the state.
-        key_heads: Hk, of which each serves ``heads / key_heads`` neighbouring heads.
+        key_heads: Hk; each serves ``heads / key_heads`` neighbouring heads.
         key_size: Dk.
         value_size: Dv.
-        decays: of each head: one, or one for each of the Dk numbers of a key.
-        rows: R, of how many of the last tokens the updates are kept.
+        decays: decays of a head: one, or one for each of the Dk numbers of a key.
+        rows: R, number of last tokens whose updates are kept.
     """
 
     heads: Size
@@ -84,18 +87,18 @@ class Recurrence(Strict, frozen=True):
 
     @property
     def update_size(self) -> int:
-        """U, the numbers of a token's update: its keys, its values, and of each head the decays and a strength."""
+        """U, the size of a token's update: its keys, its values, and the decays and strength of each head."""
         return self.key_heads * self.key_size + self.heads * (self.value_size + self.decays + 1)
 
 
 class StateLayer(Strict, frozen=True):
-    """What a layer without attention keeps of a text, whatever its length (``specexport.contract.states``).
+    """The state of a layer without attention, of a size that does not depend on the text (``runtime/states.py``).
 
     Attributes:
         conv_size: C, the width of its convolution's inputs.
-        conv_rows: of how many tokens before its own it reads those inputs: one less than the convolution's width.
+        conv_rows: number of earlier tokens whose inputs it reads: one less than the convolution's width.
         recurrence: None for a convolution alone.
-        back: how many of the last tokens may be taken back: those that a draft has read and were not accepted.
+        back: number of last tokens that may be taken back: those that a draft has read and were not accepted.
     """
 
     conv_size: Size
@@ -105,7 +108,7 @@ class StateLayer(Strict, frozen=True):
 
     @property
     def kept_rows(self) -> int:
-        """Of how many of the last tokens the convolution's inputs are kept."""
+        """Number of last tokens whose inputs of the convolution are kept."""
         return self.conv_rows + self.back
 
     @property
@@ -117,15 +120,26 @@ class StateLayer(Strict, frozen=True):
         return 4 * (self.kept_rows * self.conv_size + recurrent)
 
 
+def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple[StateLayer, ...]:
+    """Layers that keep all updates after any step of at most ``widest`` tokens, of which ``back`` may be taken back."""
+
+    def kept(layer: StateLayer) -> StateLayer:
+        state = layer.recurrence
+        recurrence = None if state is None else msgspec.structs.replace(state, rows=CELL + widest)
+        return msgspec.structs.replace(layer, recurrence=recurrence, back=back)
+
+    return tuple(map(kept, layers))
+
+
 class QuantizedBefore(Strict, frozen=True):
-    """What became of matrices that the checkpoint holds quantized.
+    """Matrices that are quantized in the checkpoint.
 
     Attributes:
         format: such as ``AWQ``.
-        kept: how many are stored as its own integers and scales.
-        converted: how many were rounded again; any others are stored in floating point.
-        converted_rms_error: relative root-mean-square error that this made of those.
-        rest: how matrices are stored that it has not quantized; None where that is ``weights`` too.
+        kept: number stored with the checkpoint's integers and scales.
+        converted: number rounded again; any others are stored in floating point.
+        converted_rms_error: relative root-mean-square error of that rounding.
+        rest: precision of the other matrices; None if it is ``weights`` too.
     """
 
     format: str
@@ -136,14 +150,14 @@ class QuantizedBefore(Strict, frozen=True):
 
 
 class Quality(Strict, frozen=True):
-    """What rounding did to a model: its graph against itself in fp32, over a text.
+    """The effect of rounding on a model: its graph compared with the fp32 model over a text.
 
     Attributes:
-        tokens: of the text.
+        tokens: length of the text.
         kl: mean KL divergence from the fp32 model's distributions, in nats a token.
-        perplexity: of the text, by the graph.
-        reference_perplexity: by the model in fp32.
-        same_choice: share of the tokens after which both prefer the same next one.
+        perplexity: the graph's.
+        reference_perplexity: the fp32 model's.
+        same_choice: share of the positions at which both prefer the same next token.
         logits_rms_error: root-mean-square difference of the logits, relative to their spread.
     """
 
@@ -163,18 +177,18 @@ class Quality(Strict, frozen=True):
 
 
 class PrecisionInfo(Strict, frozen=True):
-    """What a model stores and what it computes in.
+    """Types of a model's weights and computations.
 
     Attributes:
-        weights: how matrices are stored.
-        compute: what activations and sums are, on the bundle's backend.
-        cache: what the KV cache holds.
-        block_size: weights that share a scale, for int8 and int4; None where each column of a matrix has one.
+        weights: of stored matrices.
+        compute: of activations and sums, on the bundle's backend.
+        cache: of the KV cache.
+        block_size: number of weights that share a scale, for int8 and int4; None for one scale a column.
         weight_rms_error: relative root-mean-square error of the quantized weights.
-        quality: what that did to a target, over the text that ships; None where onnxruntime was not there to run it.
+        quality: a target's quality over the shipped text; None if it was not measured, as onnxruntime was missing.
         not_quantized: matrices left in fp32, and why.
-        quantized_before: of a checkpoint that was quantized already.
-        only_cpu: whether some matrices have zero points, or other scales that no engine for GPUs reads.
+        quantized_before: set if the checkpoint was quantized.
+        only_cpu: whether some matrices have zero points, or scales that no engine for GPUs reads.
     """
 
     weights: StoredAs
@@ -193,19 +207,19 @@ class Model(Strict, frozen=True):
 
     Attributes:
         family: transformers' ``model_type``.
-        source: where it was loaded from, for ``verify``; nothing at run time depends on it.
+        source: location of its checkpoint, for ``verify``; nothing at run time depends on it.
         parameters: number of parameters.
         vocab_size: width of the logits.
-        max_positions: longest sequence the model was made for.
+        max_positions: longest sequence that the model supports.
         precision: see :class:`PrecisionInfo`.
         cache: one entry a layer with attention.
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
-        embedding_size: H of the embeddings that its step graph reads instead of tokens; None where it reads none.
-        states: one entry a layer without attention; those have none in ``cache``.
-        ranks: of a model that is split among processes, what each runs; ``weights`` and ``graph`` are then those of the
-            first, before it was cut where they meet.
+        embedding_size: H of the embeddings that its step graph reads instead of tokens; None if it reads none.
+        states: one entry a layer without attention; these have none in ``cache``.
+        ranks: each process's part, if the model is split; ``weights`` and ``graph`` are then those of the first rank,
+            before its graph was cut.
     """
 
     family: str
@@ -223,7 +237,7 @@ class Model(Strict, frozen=True):
     ranks: tuple[RankFiles, ...] = ()
 
     def of_rank(self, rank: int) -> Model:
-        """What a rank has of it: a share of the heads, and its own files. Of what is not split, all of it."""
+        """A rank's part: its share of the heads, and its own files; all of a model that is not split."""
         if not self.ranks:
             return self
         files, replace = self.ranks[rank], msgspec.structs.replace

@@ -51,7 +51,7 @@ _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def option(metavar: str | None = None, **about: Any) -> Meta:
-    """What ``Annotated`` says of a field beside its type; its help is in the class docstring.
+    """The metadata of a field in ``Annotated``; its help is in the class docstring.
 
     Args:
         metavar: the value's name in ``--help``.
@@ -59,8 +59,7 @@ def option(metavar: str | None = None, **about: Any) -> Meta:
             ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
             ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
             taking several values; ``parse``, which reads the flag's text; ``expected``, its values in words, where its
-            type says too little; ``hidden``, if it is no flag; ``unchecked``, if it is checked where it is used; and
-            what a kind of options adds.
+            type says too little; ``hidden``, if it is no flag; and ``unchecked``, if it is checked where it is used.
     """
     return Meta(extra={"metavar": metavar, **about})
 
@@ -72,14 +71,14 @@ class Option:
     Attributes:
         name: the field's.
         help: what it does.
-        kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; of a list that of
-            its elements.
+        kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; for a list, the
+            type of its elements.
         several: whether it is a list.
-        choices: the values it may have; empty for any.
+        choices: the allowed values; empty for any.
         default: :data:`REQUIRED` if there is none.
         default_text: the default in words; empty if there is none, or it is a truth value.
-        expected: which values it may have, in words.
-        about: the rest of what :func:`option` was told.
+        expected: the allowed values in words.
+        about: the other arguments of :func:`option`.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Option:
 
     @property
     def sentence(self) -> str:
-        """What it does, with its default."""
+        """The help, with the default."""
         return self.help + (f" (default: {self.default_text})" if self.default_text else "")
 
 
@@ -112,7 +111,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_keywords(cls, *args: Any, **values: Any) -> Self:
-        """The options of a caller, whose names may be wrong.
+        """The options from a caller's arguments, whose names may be wrong.
 
         Raises:
             SpecExportError: see the class; or there is no such option.
@@ -134,7 +133,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
-    """Values of all options, as their types are; ``spelled`` makes the name for an error.
+    """Values of all options, converted to their types; ``spelled`` returns an option's name for an error.
 
     Raises:
         SpecExportError: one is of the wrong kind or out of range.
@@ -202,7 +201,7 @@ def _meta(hint: Any) -> Meta | None:
 
 
 def _alternatives(bare: Any) -> tuple[Any, ...]:
-    """The types that a union allows beside None; empty if it is no union."""
+    """The types of a union without None; empty if it is no union."""
     union = get_origin(bare) in (Union, UnionType)
     return tuple(part for part in get_args(bare) if part is not NoneType) if union else ()
 
@@ -212,7 +211,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _limited(hint: Any, limits: dict[str, Any]) -> Any:
-    """A type without its option, whose numbers, or texts, are limited."""
+    """A type without its option's metadata, with limits for its numbers or texts."""
     bare, metas = _bare(hint), [meta for meta in getattr(hint, "__metadata__", ()) if meta is not _meta(hint)]
     if get_origin(bare) in (Union, UnionType):
         return Union[tuple(_limited(part, limits) for part in get_args(bare))]  # noqa: UP007
@@ -226,7 +225,7 @@ def _limited(hint: Any, limits: dict[str, Any]) -> Any:
 
 
 def _shape(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
-    """The kind, whether there are several, and the choices."""
+    """The kind, whether it is a list, and the choices of a type; see :class:`Option`."""
     bare = _bare(hint)
     if parts := _alternatives(bare):
         shapes = list(map(_shape, parts))
@@ -240,7 +239,7 @@ def _shape(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
 
 
 def expected(hint: Any) -> str:
-    """Which values a type has, in words."""
+    """The values of a type, in words."""
     bare = _bare(hint)
     origin, args = get_origin(bare), get_args(bare)
     if parts := _alternatives(bare):

@@ -25,7 +25,7 @@ _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
 _PART = f"{MANIFEST_NAME}.part"
 _REPLACEABLE = (".onnx", ".engine", ".bin", ".part")
-"""Suffixes of graphs, engines, weights converted for them, and of what takes its name when it is whole."""
+"""Suffixes of graphs, engines, weights converted for them, and unfinished files."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -39,13 +39,13 @@ def _encoded(manifest: Manifest) -> bytes:
 
 @contextlib.contextmanager
 def changing(folder: Path) -> Iterator[Manifest]:
-    """Gives the manifest of a bundle that gets other graphs and engines; one process at a time may.
+    """Yields the manifest of a bundle whose graphs and engines are to be replaced, by one process at a time.
 
-    Files come first and the manifest last (:func:`exchange_manifest`), so that the bundle is whole at every moment.
-    Graphs and engines that no manifest lists go, before and after: what a killed process left, and what was replaced.
+    Files are written first and the manifest last (:func:`exchange_manifest`), so that the bundle is always complete.
+    Graphs and engines that the manifest does not list are removed before and after.
 
     Raises:
-        BundleError: the bundle is not whole.
+        BundleError: the bundle is incomplete.
         BuildError: another process changes it, it is a snapshot in the hub's cache, or the system refuses to write;
             names the path.
     """
@@ -73,7 +73,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
 
 
 def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then puts it in place of the old one; to be called while changing."""
+    """Checks a manifest as a reader would, then replaces the old one; to be called within :func:`changing`."""
     part = folder / _PART
     part.write_bytes(_encoded(manifest))
     _read(part)
@@ -124,7 +124,7 @@ class _Version(msgspec.Struct):
 
 
 def _check_references(path: Path, manifest: Manifest) -> None:
-    """Every path stays in the bundle, and every file that is used has a size and a hash."""
+    """Checks that every path is in the bundle, and that every used file is listed with its size and hash."""
     listed = set()
     for entry in manifest.files:
         pure = PurePosixPath(entry.path)
@@ -147,7 +147,7 @@ def _check_references(path: Path, manifest: Manifest) -> None:
 
 
 def _check_shapes(path: Path, manifest: Manifest) -> None:
-    """Every shape the engine runs at is there, and none asks for an absurd amount of memory."""
+    """Checks that all shapes the engine needs exist, and that none needs an absurd amount of memory."""
     names = [method.name for method in manifest.methods]
     roles = [role for method in manifest.methods for role in method.models]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
@@ -216,7 +216,7 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
 
 
 def _check_ranks(path: Path, role: str, model: Model) -> None:
-    """A target alone is split; each rank has as many segments, and a whole number of heads."""
+    """Checks that only a target is split, each rank with equally many segments and a whole number of heads."""
     ranks = model.ranks
     if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
         raise BundleError(
@@ -242,7 +242,7 @@ def _check_ranks(path: Path, role: str, model: Model) -> None:
 
 
 def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
-    """Each is there once, and is one that a graph of its kind can have; the cache holds the longest text and a step."""
+    """Checks that points are unique and fit the kind of graph, and that the cache holds the longest text and a step."""
     if not points:
         raise BundleError(f"{path}: there is no shape point of the {role}; build the bundle again")
     cached = bool(manifest.models[role].cache)
@@ -266,23 +266,23 @@ def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes:
 
 
 def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
-    """Every shape is there at every batch size, prefill chunks of one slot aside, and at every cache size."""
+    """Checks that every shape exists at every cache size and, but for prefill chunks, at every batch size."""
     sizes = manifest.batch_sizes
     if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
         raise BundleError(f"{path}: batch_sizes are {list(sizes)}; expected them to ascend from 1")
     caches = {point.cache for point in points}
     shapes = {(point.tokens, point.rows, point.drafts) for point in points}
     for tokens, rows, drafts in shapes:
-        there = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
+        present = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
         batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
-        absent = {(batch, cache) for batch in batches for cache in caches} - there
+        absent = {(batch, cache) for batch in batches for cache in caches} - present
         if absent:
-            wanted = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
-            raise BundleError(f"{path}: the {role} has no shape point {wanted}; build the bundle again")
+            missing = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
+            raise BundleError(f"{path}: the {role} has no shape point {missing}; build the bundle again")
 
 
 def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
-    """Widths of a method's steps; its trees are checked to be trees that it can fill."""
+    """Widths of a method's steps; checks that it can fill its trees."""
     sizes: set[int] = set()
     for choices in method.trees:
         try:
@@ -309,15 +309,10 @@ def file_entry(folder: Path, name: str) -> FileEntry:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_310(file)
-
-
-def _sha256_310(file: object) -> str:
-    """``hashlib.file_digest`` for Python 3.10."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):  # type: ignore[attr-defined]
-        digest.update(block)
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -337,7 +332,8 @@ def check_files(
     Raises:
         BundleError: names the first file that is missing, outside, of another size, or altered.
     """
-    roots = _roots(folder)
+    root = folder.resolve()
+    roots = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     for entry in manifest.files:
         path = folder / entry.path
         if not path.is_file():
@@ -359,9 +355,3 @@ def check_files(
                 )
         if progress:
             progress(entry.size)
-
-
-def _roots(folder: Path) -> list[Path]:
-    """Where a bundle's files may lie: in its folder, or in the blobs of the hub's cache that it is a snapshot in."""
-    root = folder.resolve()
-    return [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

@@ -12,8 +12,8 @@ from msgspec import Meta
 _BUCKET_GRAIN = 64
 
 CATCH_UP_TOKENS = 2
-"""Tokens a draft's first pass sees. Of K accepted draft tokens the last was never fed to the draft, so the last two
-tokens of the text are given each time; where the first of them was seen before, its row is written again with the same
+"""Tokens of a draft's first pass. Of K accepted draft tokens the last was never fed to the draft, so each first pass
+reads the last two tokens of the text. If the first of them was read before, its row is written again with the same
 content, which keeps the shape static."""
 
 
@@ -23,7 +23,7 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
     Attributes:
         batch: slots, ``B``.
         tokens: query tokens a slot, ``T``.
-        cache: cache rows a slot, ``S``; 0 for a graph of the step program that sees no cache.
+        cache: cache rows a slot, ``S``; 0 for a graph of the step program without a cache.
         rows: rows of logits or candidates a step graph computes, ``R``: all in a decode or verify step, one in a
             prefill chunk. 0 for a propose graph, which always looks at one.
         drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
@@ -37,7 +37,7 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 
     @property
     def fed(self) -> int:
-        """Tokens fed to the model, each of which makes a cache row, ``F``: all of a call's but the last draft token."""
+        """Tokens fed to the model, each with a cache row, ``F``: all of a call's but the last draft token."""
         return self.tokens + max(0, self.drafts - 1)
 
     @property
@@ -53,10 +53,10 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
         }
 
     def size(self, dim: int | str) -> int:
-        """The length of an axis that a graph calls ``T``, or a sum or product such as ``S + 2*T``.
+        """The length of an axis named by a symbol such as ``T``, or by a sum or product such as ``S + 2*T``.
 
         Raises:
-            KeyError: no symbolic dimension is called so.
+            KeyError: there is no such symbol.
         """
         terms = [term.strip().split("*") for term in str(dim).split("+")]
         return sum(
@@ -69,11 +69,11 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 
 
 def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
-    """Sizes a slot's cache grows through, in rows, ascending.
+    """Sizes through which a slot's cache grows, in rows, ascending.
 
-    Attention over a static cache costs for its whole length, so a short text must not pay for a long declared context:
-    sizes grow by about 1.4x from 128 rows. The last one leaves room for a whole step of ``widest`` tokens that starts
-    at the last row of the context, so that a step at the end of the context runs at the same shape as any other.
+    Attention over a static cache costs its whole length, so a short text should not pay for a long context: sizes grow
+    by about 1.4x from 128 rows. The last one has room for a step of ``widest`` tokens at the last row of the context,
+    so that steps at its end run at the usual shapes.
     """
     top = -(-(max_seq_len + widest) // _BUCKET_GRAIN) * _BUCKET_GRAIN
     sizes: list[int] = []
@@ -86,7 +86,7 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
 
 
 def batch_points(most: int) -> tuple[int, ...]:
-    """Batch sizes that graphs are made for, ascending: the powers of two below the largest, and the largest itself."""
+    """Batch sizes to build graphs for, ascending: the powers of two below the largest, and the largest itself."""
     sizes = [1]
     while sizes[-1] * 2 < most:
         sizes.append(sizes[-1] * 2)
@@ -94,10 +94,10 @@ def batch_points(most: int) -> tuple[int, ...]:
 
 
 def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
-    """The points that a GPU runs of a propose graph without a cache; ascending.
+    """The points at which a GPU runs a propose graph without a cache; ascending.
 
-    They are of all its stages, and of every width of a level but one node, unless that is all there is. Others would
-    hold the weights once more; shallower trees and narrower levels are filled there as well.
+    They have all stages, and every level width above one node, unless there is none. Further points would store the
+    weights again; these also fill shallower trees and narrower levels.
     """
     stages = max(point.drafts for point in points)
     whole = sorted(point for point in points if point.drafts == stages)
@@ -105,10 +105,10 @@ def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
 
 
 def window(slots: Collection[int], sizes: Sequence[int]) -> range:
-    """The slots one run takes so that it takes in some of them: as many as the smallest batch size that spans them."""
+    """The window of a run that includes some slots: of the smallest batch size that spans them."""
     first, last = min(slots), max(slots)
     size = next(size for size in sizes if size > last - first)
-    # Aligned where that does, so that there are few different windows.
+    # Aligned if possible, so that there are few different windows.
     aligned = first // size * size
     start = aligned if last < aligned + size <= sizes[-1] else min(first, sizes[-1] - size)
     return range(start, start + size)

@@ -8,8 +8,7 @@ from typing import Literal
 
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
-from specexport.contract.model import CacheLayer, LoweredAs, Model, StateLayer
-from specexport.contract.states import CELL
+from specexport.contract.model import CELL, CacheLayer, LoweredAs, Model, StateLayer
 from specexport.contract.tensors import Dim, Tensor
 
 

@@ -8,7 +8,7 @@ Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits a
 key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
 tokens of a draft distribution or of a head, ``N`` nodes of a tree, ``H`` width of an embedding, ``F`` tokens fed to a
 model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed. ``C`` cells
-of ``G`` tokens each, ``U`` numbers of a token's update: see :mod:`specexport.contract.states`.
+of ``G`` tokens each, ``U`` numbers of a token's update: see :mod:`specexport.runtime.states`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tensor(str):
         dtype: of its elements.
         dims: its shape.
         meaning: one line for docs.
-        initial: the value of an input that nothing has been written to; a valid one.
+        initial: an input's valid value before anything is written.
         field: the manifest's field that its sizes come from.
         stage: the stage of a propose graph that produces it; points that run fewer stages lack it.
     """
@@ -145,7 +145,7 @@ LAYER_STATES = _tensor(
     field="hidden",
 )
 
-# --- caches: each layer has its tensors, with its number behind the name ----------------------------------------------
+# --- caches: each layer has its tensors, with its number as suffix ----------------------------------------------------
 PAST_KEY = _tensor("past_key", "float32[B,Hkv,S,D]", "keys of the cache", field="cache")
 PAST_VALUE = _tensor("past_value", "float32[B,Hkv,S,D]", "values of the cache", field="cache")
 PRESENT_KEY = PAST_KEY._with(name="present_key", meaning="native: the cache with this run's rows, in the same memory")
@@ -153,7 +153,7 @@ PRESENT_VALUE = PAST_VALUE._with(name="present_value", meaning="native: likewise
 NEW_KEY = _tensor("new_key", "float32[B,Hkv,F,D]", "portable: this run's rows alone", field="cache")
 NEW_VALUE = _tensor("new_value", "float32[B,Hkv,F,D]", "portable: likewise", field="cache")
 
-# --- layers without attention (specexport.contract.states) ------------------------------------------------------------
+# --- layers without attention (specexport.runtime.states) ------------------------------------------------------------
 KNOWN_TOKENS = _tensor(
     "known_tokens",
     "int64[B]",
@@ -260,10 +260,10 @@ DECLARED: dict[str, Tensor] = {str(tensor): tensor for tensor in tuple(vars().va
 CACHES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "cache")
 """Prefixes of the names of caches and of their rows."""
 STATES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "states" and tensor is not CELL_ROWS)
-"""Prefixes of the names of what layers without attention keep."""
+"""Prefixes of the names of states of layers without attention."""
 MEETINGS = ("sum.", "join.")
-"""Prefixes of what the ranks of a split model combine: added up, or joined along the last axis."""
+"""Prefixes of the outputs that the ranks of a split model combine: summed, or joined along the last axis."""
 CARRIED = "carried."
-"""Prefix of what a later segment of such a model reads of an earlier one."""
+"""Prefix of tensors that a later segment of such a model reads from an earlier one."""
 MEETING_DOMAIN = "specexport"
-"""Domain of the operators that stand for that until a graph is cut there."""
+"""Domain of the operators that mark these places until a graph is cut."""

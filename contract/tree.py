@@ -14,10 +14,48 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.contract.errors import UNREADABLE, SpecExportError
-from specexport.contract.presets import PRESETS
 
 MAX_NODES = 128
 _MAX_FILE = 1 << 20
+PRESETS: dict[str, str] = {
+    "mc_sim_7b_63": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80 90
+        000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000 0001
+    """,
+    "vicuna_7b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 23 30 31 32 40 41 50 51
+        60 70 80 90 000 001 002 003 004 005 006 007 008 010 011 012 020 021 030 040 050 100 101 200 0000
+    """,
+    "vicuna_7b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 30 31 40 50 60 70 000 001 002 003
+        004 005 006 007 008 010 011 012 013 020 021 030 040 050 100 101 102 110 200 0000 0001 0002 0003 0010
+        0020 0100
+    """,
+    "vicuna_13b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 23 30 31 40 41 50 60 70
+        80 000 001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200 0000
+    """,
+    "vicuna_13b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 20 21 30 40 50 000 001 002 003 004 005 006
+        007 008 009 010 011 012 013 020 021 030 040 050 100 101 102 110 200 300 0000 0001 0002 0003 0010 0011
+        0020 0100 1000
+    """,
+    "vicuna_33b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 20 21 22 23 24 30 31 32 40 41
+        50 51 60 70 80 90 000 001 002 003 004 005 006 007 008 010 011 012 020 021 030 040 100 101 200
+    """,
+    "vicuna_33b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 22 30 31 40 50 60 70 000 001 002
+        003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 102 110 200 0000 0001 0002 0010
+        0100
+    """,
+    "zephyr_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 20 21 22 23 30 31 40 41 50 60 70 000
+        001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200 0000 0001 0010
+    """,
+}
+"""Those Medusa's authors searched for their models (FasterDecoding/Medusa), of 63 nodes and the root: ``stage1`` for
+heads on a frozen model, ``stage2`` for those trained together with it."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +201,7 @@ class TokenTree:
 
     @property
     def has_spine(self) -> bool:
-        """Whether only nodes of rank 0 have children: a chain, with leaves beside it."""
+        """Whether only nodes of rank 0 have children: a chain with further leaves."""
         return all(rank == 0 or not below for rank, below in zip(self.ranks, self.children, strict=True))
 
     @cached_property

@@ -10,7 +10,7 @@ from specexport.contract.errors import RequestError
 _SHOWN = 80
 """Most characters of a value in an error."""
 _DEEPEST = 64
-"""Most lists and mappings inside each other in the value of an option."""
+"""Most levels of nested lists and mappings in the value of an option."""
 
 
 def plain(value: Any) -> Any:
@@ -20,23 +20,23 @@ def plain(value: Any) -> Any:
 
 
 def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
-    """The same within lists and mappings, of which lists become tuples.
+    """The same within lists and mappings; lists become tuples.
 
     Raises:
-        ValueError: there are more than ``deepest`` of them inside each other.
+        ValueError: they are nested more than ``deepest`` levels.
     """
     value = plain(value)
     if not isinstance(value, (list, tuple, Mapping)):
         return value
     if not deepest:
-        raise ValueError("too many lists or mappings inside each other")
+        raise ValueError("lists or mappings are nested too deeply")
     if isinstance(value, Mapping):
         return {plain(key): plain_deep(part, deepest - 1) for key, part in value.items()}
     return tuple(plain_deep(part, deepest - 1) for part in value)
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a plain value holds others in order; texts and bytes do not."""
+    """Whether a plain value is a sequence other than text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 

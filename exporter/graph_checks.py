@@ -16,13 +16,13 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model, Quality
 from specexport.contract.signature import GraphSignature, cache_inputs, caches, embedding_inputs
-from specexport.contract.states import KeptStates, cell_rows
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
 from specexport.runtime.backends.onnxruntime.graph import MINIMUM
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.machine import available_cores, disable_telemetry
+from specexport.runtime.states import KeptStates, cell_rows
 
 Array = npt.NDArray[Any]
 _PROBED_TOKENS = 16

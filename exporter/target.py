@@ -13,8 +13,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
-from specexport.contract.model import Model, RankFiles
-from specexport.contract.states import with_rows
+from specexport.contract.model import Model, RankFiles, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget

@@ -16,9 +16,9 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.engines import Accept, AcceptRule, Commit, Fill, ProgramGraph
+from specexport.contract.manifest import filled_trees, fills
 from specexport.contract.methods import Method
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs, StateLayer
-from specexport.contract.program import filled_trees, fills
 from specexport.contract.signature import (
     COMMIT,
     STEP_INPUTS,

@@ -2,7 +2,7 @@
 
 transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
 of the layer's module. Both come here, so no model code of ours is needed. What a step keeps of them says
-:mod:`specexport.contract.states`.
+:mod:`specexport.runtime.states`.
 
 The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
 
@@ -30,8 +30,7 @@ import torch
 from torch._higher_order_ops.scan import scan
 from transformers.activations import ACT2FN
 
-from specexport.contract.model import Recurrence, StateLayer
-from specexport.contract.states import CELL
+from specexport.contract.model import CELL, Recurrence, StateLayer
 
 _EPSILON = 1e-6
 """Under the root of a key's length, as in transformers' own."""

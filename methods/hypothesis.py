@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specexport.contract.methods.base import Flag, TextMethod
-from specexport.runtime.proposal import Proposer, SlotView, TextProposer
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):

@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar, cast
 from msgspec import Meta
 
 from specexport.contract.methods.base import Flag, TextMethod
-from specexport.runtime.embeds import tokens_before_embeddings
-from specexport.runtime.proposal import Proposer, SlotView, TextProposer
-from specexport.runtime.proposers import Opening
+from specexport.runtime.prompt import tokens_before_embeddings
+from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]

@@ -11,8 +11,7 @@ from msgspec import Meta
 from specexport.contract.errors import RequestError
 from specexport.contract.methods.base import Flag, TextMethod
 from specexport.contract.model import Probability
-from specexport.runtime.proposal import Proposer, SlotView, TextProposer
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 
 class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):

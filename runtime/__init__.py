@@ -7,13 +7,11 @@
 """
 
 from specexport.contract.errors import BackendError, BundleError, RequestError, SpecExportError
-from specexport.runtime.embeds import EmbedsPrompt
 from specexport.runtime.engine import Engine
-from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.request import Chunk
-from specexport.runtime.stats import Stats
-from specexport.runtime.stream import Completion, Stream
+from specexport.runtime.prompt import EmbedsPrompt
+from specexport.runtime.request import Chunk, Completion, Stats, Stream
 
 __all__ = [
     "BackendError",

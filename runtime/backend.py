@@ -1,4 +1,4 @@
-"""The interfaces of inference backends and of the graphs that they load."""
+"""The interfaces of inference backends and of the graphs that they load, and how a backend is opened."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.errors import BackendError
+from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.model import CacheLayer, Model
+from specexport.contract.plugins import load, offered
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import caches
+from specexport.contract.signature import GraphSignature, caches
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from specexport.runtime.step_program import LoadedMethod, StepProgram
@@ -23,10 +26,12 @@ Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
 """Creates the input and output arrays of a shape point, without the caches."""
 FIRST = range(1)
 """The window of a single request: the first slot alone."""
-
-
 TILE = 16
-"""The last part of a prompt is read in a run of a multiple of this many tokens: shapes are few, and tiles full."""
+"""The last part of a prompt is read in a run of a multiple of this many tokens: few shapes, full tiles."""
+GROUP = "specexport.backends"
+"""The group of backends' entry points."""
+DEFAULT_UTILIZATION = 0.9
+"""Share of a device's memory; drivers and libraries use some of the rest unreported."""
 
 
 class Graph(ABC):
@@ -215,3 +220,59 @@ def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[
         _, heads, _, size = cache.dims
         names.setdefault((int(heads), int(size)), []).append(str(cache))
     return names
+
+
+def buffers(signature: GraphSignature) -> Buffers:
+    """Returns a function that creates a graph's arrays at a shape point."""
+
+    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        sizes = point.sizes
+        outputs = (tensor for tensor in signature.outputs if not tensor.stage or tensor.stage < point.drafts)
+        return (
+            {str(tensor): tensor.array(sizes) for tensor in signature.inputs},
+            {str(tensor): tensor.zeros(sizes) for tensor in outputs},
+        )
+
+    return make
+
+
+def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams) -> None:
+    """Writes a slot's sampling parameters into a graph's inputs; greedy decoding is top-k of 1."""
+    inputs[tensors.TEMPERATURE][at] = 1.0 if params.greedy else params.temperature
+    inputs[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
+    inputs[tensors.TOP_P][at] = params.top_p
+    inputs[tensors.MIN_P][at] = params.min_p
+
+
+def open_backend(
+    bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float, keep: bool = False
+) -> Backend:
+    """Opens the backend that a bundle runs on.
+
+    Args:
+        bundle: the bundle.
+        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for.
+        threads: see :class:`BackendOptions`.
+        gpu_memory_utilization: see :class:`BackendOptions`.
+        keep: see :class:`BackendOptions`.
+
+    Raises:
+        BackendError: there is no such backend, or it or its device is missing.
+        RequestError: the share of the memory is out of range.
+    """
+    chosen = name or bundle.manifest.backend
+    if chosen not in offered(GROUP):
+        raise BackendError(f"there is no backend {chosen!r}; expected one of {', '.join(offered(GROUP))}")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
+    backend: Backend = load(GROUP, chosen)(bundle, BackendOptions(chosen, threads, gpu_memory_utilization, keep))
+    return backend
+
+
+def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:
+    """Loads a model's graph on the CPU, whatever the bundle was built for.
+
+    Raises:
+        BackendError: the backend is not installed or refuses the graph.
+    """
+    return open_backend(bundle, "onnxruntime", threads, 1.0).open(model, slots, buffers)

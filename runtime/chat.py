@@ -18,23 +18,24 @@ from specexport.contract.manifest import DEFAULT_TEMPLATE
 from specexport.contract.values import is_sequence, require_text, shown
 
 Message = Mapping[str, Any]
-"""``role`` and ``content`` (text, or parts of text), and whatever else the template knows: what JSON can say."""
+"""``role`` and ``content`` (text, or parts of text), and other keys that the template reads; serializable as JSON."""
 TOOL_USE = "tool_use"
-"""Name of the template that is used where there are tools, if the model has it."""
+"""Name of the template for conversations with tools, if the model has one."""
 SECONDS = 5.0
-"""Most that a conversation may take."""
-_STARTING = 60.0
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of the parts of a message that hold text."""
+"""Time limit of rendering a conversation."""
+_START_SECONDS = 60.0
+"""Time limit of starting the process."""
+_TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of a message's parts with text."""
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name, run as transformers runs them.
+    """A model's chat template, or several by name, rendered as transformers renders them.
 
     They come with the bundle, so they are not trusted: Jinja's sandbox keeps them from Python's internals, and a
-    process of their own, which starts with the first conversation, bounds its time and its memory. Safe to use from
-    several threads.
+    separate process, which starts with the first conversation, bounds time and memory. Safe to use from several
+    threads.
     """
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -49,18 +50,18 @@ class ChatTemplate:
         Raises:
             RequestError: there is no such template.
         """
-        return self._sources[self._chosen(name, tools)]
+        return self._sources[self._template_name(name, tools)]
 
-    def _chosen(self, name: str | None, tools: bool) -> str:
-        usual = (TOOL_USE, DEFAULT_TEMPLATE) if tools else (DEFAULT_TEMPLATE,)
-        for known in usual if name is None else (name,):
-            if known in self._sources:
-                return known
-        there = ", ".join(sorted(self._sources))
+    def _template_name(self, name: str | None, tools: bool) -> str:
+        defaults = (TOOL_USE, DEFAULT_TEMPLATE) if tools else (DEFAULT_TEMPLATE,)
+        for candidate in defaults if name is None else (name,):
+            if candidate in self._sources:
+                return candidate
+        names = ", ".join(sorted(self._sources))
         raise RequestError(
-            f"chat_template is {name!r}; expected one of the model's: {there}"
+            f"chat_template is {name!r}; expected one of the model's: {names}"
             if name is not None
-            else f"chat_template: the model has several and none is the default; name one of {there}",
+            else f"chat_template: the model has several and none is the default; name one of {names}",
             param="chat_template",
         )
 
@@ -74,41 +75,41 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text, special tokens included.
 
-        A template gets each message's content in the form that it reads: text, or parts ``{"type": "text", "text":
-        ...}``, which are joined by line ends where it reads text alone.
+        A message's content is passed in a form that the template reads: text, or parts ``{"type": "text", "text":
+        ...}``, which are joined by line breaks if it reads text only.
 
         Args:
             messages: the conversation.
-            variables: others that the template knows. As requests name them, they are never a call's arguments.
-            add_generation_prompt: whether what introduces the model's answer comes last.
-            name: of the template; None for ``tool_use`` where the variables have ``tools`` and there is such a
+            variables: further variables of the template; a mapping, as requests choose their names.
+            add_generation_prompt: whether the prompt ends with the introduction of the model's answer.
+            name: the template's name; None for ``tool_use`` if the variables have ``tools`` and the model has such a
                 template, else ``default``.
 
         Raises:
             RequestError: there is no such template, it refuses the messages, fails on them or takes too long, a message
-                is no text, or a variable has a name that is taken.
+                is not text, or a variable has a reserved name.
             BundleError: it is not a template.
         """
         if not is_sequence(messages):
             raise RequestError(
                 f"messages is {shown(messages)}; expected a list of mappings with role and content", param="messages"
             )
-        others = dict(variables or {})
-        chosen = self._chosen(name, others.get("tools") is not None)
+        extra = dict(variables or {})
+        template = self._template_name(name, extra.get("tools") is not None)
         if not messages:
             raise RequestError("messages: there are none; expected one or more", param="messages")
-        given = {
+        reserved = {
             **self._special_tokens,
-            "messages": [_plain(at, message) for at, message in enumerate(messages)],
+            "messages": [_readable_message(at, message) for at, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps([chosen, given, others])
+            line = json.dumps([template, reserved, extra])
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages: not what JSON can say: {error}", param="messages") from error
-        _require_texts({"messages": given["messages"], **others}, "", None)
+        _require_texts({"messages": reserved["messages"], **extra}, "", None)
         with self._lock:
-            match self._answer(line):
+            match self._exchange(line):
                 case {"text": str(text)}:
                     return text
                 case {"taken": name}:
@@ -128,16 +129,16 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _answer(self, line: str) -> Any:
-        """What the process says to a line; None where it said nothing, and was ended."""
+    def _exchange(self, line: str) -> Any:
+        """The process's reply to a line; None if it had to be ended without one."""
         if self._process is None:
-            self._process = self._started()
-        said = _said(self._process, line, SECONDS)
-        if said is None:
+            self._process = self._start()
+        reply = _reply(self._process, line, SECONDS)
+        if reply is None:
             self._process = None
-        return said
+        return reply
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         try:
             process = subprocess.Popen(
                 [sys.executable, str(_PROGRAM)],
@@ -145,59 +146,59 @@ class ChatTemplate:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for us alone
+                start_new_session=True,  # Ctrl-C must not end it
             )
         except OSError as error:
             raise RequestError(f"messages: no process for the chat template: {error}", param="messages") from error
         weakref.finalize(self, _end, process)
-        if _said(process, json.dumps(self._sources), _STARTING) is None:
+        if _reply(process, json.dumps(self._sources), _START_SECONDS) is None:
             raise RequestError(f"messages: {sys.executable} does not run the chat template's process", param="messages")
         return process
 
 
-def _plain(at: int, message: Message) -> dict[str, Any]:
-    """A message without what is None, as transformers has it, and whose parts are those that templates know.
+def _readable_message(at: int, message: Message) -> dict[str, Any]:
+    """A message without null fields, as in transformers, and with parts in the form that templates read.
 
     Raises:
-        RequestError: it is no mapping, or has a part that is no text.
+        RequestError: it is not a mapping, or has a part that is not text.
     """
     if not isinstance(message, Mapping):
         raise RequestError(
             f"messages.{at} is {type(message).__name__}; expected a mapping with role and content", param="messages"
         )
-    known = {name: value for name, value in message.items() if value is not None}
-    if isinstance(content := known.get("content", ""), (list, tuple)):
-        known["content"] = [_part(f"messages.{at}.content.{index}", part) for index, part in enumerate(content)]
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(content := fields.get("content", ""), (list, tuple)):
+        fields["content"] = [_text_part(f"messages.{at}.content.{index}", part) for index, part in enumerate(content)]
     elif not isinstance(content, str):
         raise RequestError(
             f"messages.{at}.content is {shown(content)}; expected a text, or a list of parts", param="messages"
         )
-    return known
+    return fields
 
 
 def _require_texts(value: Any, place: str, param: str | None) -> None:
-    """Refuses half characters anywhere in what JSON can say."""
+    """Refuses lone surrogates anywhere in a JSON value."""
     if isinstance(value, str):
         require_text(value, place, param)
     elif isinstance(value, (Mapping, list, tuple)):
-        for key, held in value.items() if isinstance(value, Mapping) else enumerate(value):
-            inside = f"{place}.{key}" if place else str(key)
-            _require_texts(held, inside, param or inside)
+        for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
+            path = f"{place}.{key}" if place else str(key)
+            _require_texts(element, path, param or path)
             _require_texts(key, f"a key of {place or 'chat_template_kwargs'}", param)
 
 
-def _part(place: str, part: Any) -> dict[str, Any]:
+def _text_part(place: str, part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    if kind in _TEXTS and isinstance(part.get("text"), str):
+    if kind in _TEXT_TYPES and isinstance(part.get("text"), str):
         return {**part, "type": "text"}
     expected = "{'type': 'text', 'text': '...'}; models read text alone here"
     raise RequestError(f"{place}: a part of the type {str(kind)[:50]!r}; expected {expected}", param="messages")
 
 
-def _said(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
-    """A process' answer to a line; it is ended if that takes longer."""
+def _reply(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
+    """The process's reply to a line; None if there is none in time: then the process is ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     limit = threading.Timer(seconds, process.kill)
@@ -206,9 +207,9 @@ def _said(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
         with contextlib.suppress(OSError, ValueError):
             process.stdin.write(line.encode() + b"\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
-            if answer.endswith(b"\n"):
-                return json.loads(answer)
+            reply = process.stdout.readline()
+            if reply.endswith(b"\n"):
+                return json.loads(reply)
     finally:
         limit.cancel()
     _end(process)
@@ -216,7 +217,7 @@ def _said(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, whatever it is doing."""
+    """Kills a process and releases its pipes."""
     process.kill()
     with contextlib.suppress(OSError):
         process.communicate()

@@ -1,6 +1,6 @@
-"""What a chat template runs in: a process of its own, which ``ChatTemplate`` starts, feeds and may end at any time.
+"""The process that renders chat templates, which ``ChatTemplate`` starts and may kill at any time.
 
-A line of JSON comes in for each conversation, and one goes out. Nothing of the package is imported, so it starts fast.
+It reads a line of JSON for each conversation, and writes one. It imports nothing of the package, so it starts fast.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are no top-level ones
+    sys.path.pop(0)  # this folder: its modules are not top-level modules
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 1 << 30
-"""Bytes the process may take, where the system can hold it to that."""
+"""Bytes that the process may use, if the system can enforce a limit."""
 LONGEST = 1 << 24
 """Most characters of a rendered conversation."""
 _SHOWN = 300
-"""Most characters of what an error says."""
+"""Most characters of an error's message."""
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` marks the model's own words for training; here it changes nothing."""
+    """``{% generation %}`` marks the model's words for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Reads the block as if its marks were not there."""
+        """Parses the block without its tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def compiled(source: str) -> jinja2.Template:
-    """A template as transformers has it, in Jinja's sandbox, which keeps it from Python's internals."""
+    """Compiles a template as transformers does, in Jinja's sandbox, which keeps it from Python's internals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -50,51 +50,51 @@ def compiled(source: str) -> jinja2.Template:
 
 
 class Forms(NamedTuple):
-    """What a template reads as the content of a message: a text, and how many parts, 2 standing for any number."""
+    """Forms of content that a template reads: text, and a number of parts, where 2 stands for any number."""
 
     text: bool
     parts: int
 
 
 _FIRST, _SECOND, _KIND = "qzvfirst", "qzvsecond", "qzvkind"
-"""Words of probes: of two parts, and of a key that shows where a part is written as a whole, which is no reading."""
+"""Words of probes: of two parts, and of a key that shows that a part was printed whole instead of read."""
 _UNKNOWN = Forms(True, 0)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of what the model thought; templates know the first, gpt-oss's the second."""
+"""Names of the model's reasoning; templates read the first, gpt-oss's the second."""
 
 
 class Templates:
-    """A model's templates by name, compiled when they are used, and what they were seen to read."""
+    """A model's templates by name, compiled on use, and the forms of content that they read."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
         self._compiled: dict[str, jinja2.Template] = {}
         self._forms: dict[tuple[str, str], Forms] = {}
 
-    def answer(self, name: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-        """A rendered conversation, or why there is none.
+    def answer(self, name: str, reserved: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+        """A rendered conversation, or the reason of a failure.
 
         Args:
-            name: of the template.
-            given: variables that are set, the messages among them.
-            others: further ones, which may not take the names of those or of the template's functions.
+            name: the template's name.
+            reserved: variables that a request cannot set, including the messages.
+            extra: a request's variables; their names may be neither reserved nor those of the template's functions.
         """
         template = self._compiled[name] = self._compiled.get(name) or compiled(self._sources[name])
-        taken = next((name for name in others if name in given or name in template.environment.globals), None)
+        taken = next((name for name in extra if name in reserved or name in template.environment.globals), None)
         if taken is not None:
             return {"taken": taken}
-        variables = {"tools": None, "documents": None, **others, **given}
-        variables["messages"] = [self._readable(name, message, variables) for message in given["messages"]]
+        variables = {"tools": None, "documents": None, **extra, **reserved}
+        variables["messages"] = [self._readable(name, message, variables) for message in reserved["messages"]]
         text = _rendered(template, variables)
-        text.encode()  # half a character, which JSON can say and a request may name, is no text
+        text.encode()  # fails on lone surrogates, which JSON allows
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
     def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """A message whose content is in a form that the template reads: its own, if the template does."""
-        thought = next((message[key] for key in _REASONING if key in message), None)
-        if thought is not None:
-            message = {"thinking": thought, **message, "reasoning_content": thought}
+        """A message with its content in a form that the template reads, unchanged if possible."""
+        reasoning = next((message[key] for key in _REASONING if key in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         content = message.get("content")
         if isinstance(content, str):
             if not self._read(name, message, variables).text:
@@ -107,7 +107,7 @@ class Templates:
         return message if "content" not in message else {**message, "content": content}
 
     def _read(self, name: str, message: Mapping[str, Any], variables: Mapping[str, Any]) -> Forms:
-        """The forms that a template reads in messages of a role, by what it writes of some; kept once it is known."""
+        """The forms that a template reads in messages of a role, found by rendering probes; cached."""
         role = str(message.get("role"))
         if (name, role) in self._forms:
             return self._forms[name, role]
@@ -115,21 +115,21 @@ class Templates:
         if role != "user" and not self._read(name, user, variables).text:
             user["content"] = [_part("qzv")]
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        # Templates may refuse some roles alone, first or last.
+        # Templates may refuse a role if it comes alone, first or last.
         for before, after in (([], []), ([], [user]), ([user], [user]), ([user], []), ([user, call], [])):
             text, parts = (
-                self._seen(name, {**variables, "messages": [*before, {**message, "content": content}, *after]})
+                self._parts_written(name, {**variables, "messages": [*before, {**message, "content": content}, *after]})
                 for content in (_FIRST, [_part(_FIRST, qzv=_KIND), _part(_SECOND, qzv=_KIND)])
             )
             if text or parts:
                 return self._forms.setdefault((name, role), Forms(text > 0, parts))
         return _UNKNOWN
 
-    def _seen(self, name: str, variables: Mapping[str, Any]) -> int:
-        """How many parts of a probe a template writes; 0 where it fails."""
+    def _parts_written(self, name: str, variables: Mapping[str, Any]) -> int:
+        """Number of a probe's parts that a template writes; 0 if it fails."""
         try:
             text = self._compiled[name].render(variables).casefold()
-        except Exception:  # whatever it is, the conversation itself is rendered next
+        except Exception:  # rendering the conversation itself reports errors
             return 0
         return 0 if _KIND in text else (_FIRST in text) * (1 + (_SECOND in text))
 
@@ -139,7 +139,7 @@ def _part(text: str, **more: str) -> dict[str, str]:
 
 
 def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Messages without content have no such key, as transformers has it; where that fails their content is empty."""
+    """Messages without content lack the key, as in transformers; if that fails, their content is empty."""
     messages: Sequence[Mapping[str, Any]] = variables["messages"]
     try:
         return template.render(variables)
@@ -150,34 +150,34 @@ def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Answers until its input ends; the first line are the templates by name."""
+    """Answers until its input ends; the first line has the templates by name."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has limits
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    _say({"ready": True})
+    _write({"ready": True})
     templates = Templates(json.loads(sys.stdin.buffer.readline()))
     for line in sys.stdin.buffer:
         try:
-            said = templates.answer(*json.loads(line))
+            reply = templates.answer(*json.loads(line))
         except jinja2.TemplateSyntaxError as error:
-            said = {"invalid": f"line {error.lineno}: {_worded(error)}"}
+            reply = {"invalid": f"line {error.lineno}: {_one_line(error)}"}
         except jinja2.TemplateError as error:
-            said = {"refused": _worded(error)}
+            reply = {"refused": _one_line(error)}
         except MemoryError:
-            said = {"failed": f"it takes more than {MEMORY >> 20} MiB of memory"}
-        except Exception as error:  # whatever a template does is its own fault
-            said = {"failed": f"{type(error).__name__}: {_worded(error)}"}
-        _say(said)
+            reply = {"failed": f"it takes more than {MEMORY >> 20} MiB of memory"}
+        except Exception as error:  # a template may raise anything
+            reply = {"failed": f"{type(error).__name__}: {_one_line(error)}"}
+        _write(reply)
 
 
-def _worded(error: Exception) -> str:
-    """What an error says, in a line."""
+def _one_line(error: Exception) -> str:
+    """The beginning of an error's message, on one line."""
     return " ".join(str(error)[:_SHOWN].split())
 
 
-def _say(what: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _write(reply: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
 
 

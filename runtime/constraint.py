@@ -24,13 +24,12 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.tree import TokenTree
+from specexport.runtime.sampling import Floats, Ints
 
 if TYPE_CHECKING:
     import llguidance
 
 Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 
 MAX_SCHEMA = 1 << 16
@@ -143,36 +142,33 @@ class Grammars:
         return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def _vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
-        with self._lock:
-            return self._read_vocabulary(skip_special_tokens, param)
-
-    def _read_vocabulary(self, skip_special_tokens: bool, param: str) -> llguidance.LLTokenizer:
-        if skip_special_tokens not in self._vocabularies:
-            try:
-                import llguidance
-            except ImportError as error:
-                raise BackendError(
-                    f"JSON schemas and grammars need llguidance ({error}); install it with: "
-                    "pip install 'specexport[serve]'"
-                ) from error
-            if not self._eos:
-                raise RequestError(
-                    "the model names no end-of-text token, so a constrained output could never end", param=param
-                )
-            try:
-                shown = _VisibleTokens(self._text, skip_special_tokens)
-            except ValueError as error:
-                decoder = self._tokenizer.decoder
-                kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
-                raise RequestError(
-                    f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be bound "
-                    "to a JSON schema, a grammar or calls of tools; leave these out",
-                    param=param,
-                ) from error
-            self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(shown), n_vocab=len(shown.tokens), eos_token=self._eos
+        """The tokenizer in llguidance's form, cached; reading it takes seconds."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendError(
+                f"JSON schemas and grammars need llguidance ({error}); install it with: pip install 'specexport[serve]'"
+            ) from error
+        if not self._eos:
+            raise RequestError(
+                "the model names no end-of-text token, so a constrained output could never end", param=param
             )
-        return self._vocabularies[skip_special_tokens]
+        with self._lock:
+            if skip_special_tokens not in self._vocabularies:
+                try:
+                    visible = _VisibleTokens(self._text, skip_special_tokens)
+                except ValueError as error:
+                    decoder = self._tokenizer.decoder
+                    kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
+                    raise RequestError(
+                        f"the model's tokenizer has {kind}, which llguidance cannot read, so its outputs cannot be "
+                        "bound to a JSON schema, a grammar or calls of tools; leave these out",
+                        param=param,
+                    ) from error
+                self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(visible), n_vocab=len(visible.tokens), eos_token=self._eos
+                )
+            return self._vocabularies[skip_special_tokens]
 
     @cached_property
     def _text(self) -> _Text:
@@ -209,12 +205,12 @@ class _Text:
         self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
         self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
 
-    def encoded(self, text: str, plainly: bool) -> list[int]:
+    def encode(self, text: str, plainly: bool) -> list[int]:
         """A text's tokens; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
         with self._lock:
             self._tokenizer.encode_special_tokens = plainly
             ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return ids if plainly or self.eos.isdisjoint(ids) else self.encoded(text, True)
+        return ids if plainly or self.eos.isdisjoint(ids) else self.encode(text, True)
 
 
 class _VisibleTokens:
@@ -238,7 +234,7 @@ class _VisibleTokens:
 
     def __call__(self, text: bytes) -> list[int]:
         """The tokens of a text that follows another."""
-        return self._text.encoded(text.decode(errors="replace"), self._plainly)
+        return self._text.encode(text.decode(errors="replace"), self._plainly)
 
 
 def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:

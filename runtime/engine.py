@@ -9,47 +9,26 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.generation import GenerationRules
-from specexport.contract.manifest import Manifest
-from specexport.contract.methods import (
-    Method,
-    MethodOptions,
-    TextMethod,
-    for_bundle,
-    method_name,
-    read_methods,
-    text_methods,
-    verified_widths,
-    with_trees,
-)
+from specexport.contract.errors import RequestError
+from specexport.contract.manifest import GenerationRules, Manifest
+from specexport.contract.methods import Method, MethodOptions, read_methods
 from specexport.contract.tree import TokenTree
-from specexport.contract.values import require_text, token_ids
-from specexport.runtime.backend import Backend, Graph
-from specexport.runtime.backends.opening import DEFAULT_UTILIZATION, open_backend
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, buffers, open_backend
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.bypass import BypassRunner, bypasses_model, continuation
-from specexport.runtime.calibration import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 from specexport.runtime.constraint import Grammars
-from specexport.runtime.costs import CostCurve, Costs
-from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt, encoded
-from specexport.runtime.logits import LogitsProcessor, Penalties
+from specexport.runtime.costs import MOST_NOISE, SECONDS, CostCurve, Costs, Progress, measure, stored_costs
+from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening, open_proposer
-from specexport.runtime.request import Request
-from specexport.runtime.rules import Rules, SequenceBiases
+from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt, PromptEncoder
+from specexport.runtime.proposal import Opening, SlotView, open_proposer
+from specexport.runtime.request import BypassRunner, Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.speculative import DEFAULT, Speculative, choose
+from specexport.runtime.speculative import DEFAULT, Speculative, available_methods, bypasses_model, choose
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
-from specexport.runtime.stream import Completion, Stream, completed
 from specexport.runtime.text import TextStream
 
-Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
-"""What a request continues."""
 _WARM_UP_TOKENS = 32
 
 
@@ -84,6 +63,7 @@ class Engine:
         self.manifest: Manifest = bundle.manifest
         self.tokenizer = bundle.tokenizer()
         self.chat_template = bundle.chat_template()
+        self._encoder = PromptEncoder(self.manifest, self.tokenizer)
         self._grammars = Grammars(
             self.tokenizer, self.manifest.target.vocab_size, self.manifest.tokenizer.eos_token_ids
         )
@@ -98,7 +78,11 @@ class Engine:
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = self._stored_costs() if calibrate and self.loaded_methods else None
+            measured = None
+            if calibrate and self.loaded_methods:
+                measured = stored_costs(self.manifest, backend, self.slots).load()
+                if measured is None and backend.execution == "host":
+                    measured = self.calibrate()
             self.costs = None if measured is None else Costs(measured, refined=True)
         self._lookup: str | None = None
         if self.costs is None:
@@ -251,51 +235,13 @@ class Engine:
     def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
         """The tokens of a prompt, with the tokenizer's own special tokens; an empty prompt becomes its start token.
 
-        Those of an :class:`~specexport.runtime.embeds.EmbedsPrompt` come with its embeddings.
+        Those of an :class:`~specexport.runtime.prompt.EmbedsPrompt` come with its embeddings.
 
         Raises:
             RequestError: the prompt is neither text nor token ids, has a token id outside the vocabulary, is empty
                 without a known start token, or has embeddings that are invalid or that the bundle was not built for.
         """
-        if isinstance(prompt, EncodedPrompt):
-            return prompt
-        if isinstance(prompt, EmbedsPrompt):
-            return self._encode_embeds(prompt)
-        if isinstance(prompt, str):
-            require_text(prompt, "the prompt", "prompt")
-            tokens = list(self.tokenizer.encode(prompt).ids)
-        else:
-            tokens = token_ids(prompt, "the prompt", "prompt")
-        if not tokens:
-            info = self.manifest.tokenizer
-            start = self.tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
-            if start is None and not info.eos_token_ids:
-                raise RequestError(
-                    "the prompt is empty and the tokenizer has no start token; give at least one token", param="prompt"
-                )
-            tokens = [start if start is not None else info.eos_token_ids[0]]
-        self._require_in_vocabulary(tokens)
-        return tokens
-
-    def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
-        size = self.manifest.target.embedding_size
-        if size is None:
-            raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
-
-        def encode(text: str, first: bool) -> list[int]:
-            require_text(text, "prompt_embeds", "prompt")
-            return list(self.tokenizer.encode(text, add_special_tokens=first).ids)
-
-        result = encoded(prompt, encode, size, self.manifest.max_seq_len)
-        rows = result.embeddings.at
-        self._require_in_vocabulary([token for token, row in zip(result.tokens, rows, strict=True) if row < 0])
-        return result
-
-    def _require_in_vocabulary(self, tokens: Sequence[int]) -> None:
-        limit = self.manifest.target.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < limit), None)
-        if wrong is not None:
-            raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}", param="prompt")
+        return self._encoder.encode(prompt)
 
     def stream(
         self,
@@ -306,7 +252,7 @@ class Engine:
         """Starts a request; text comes as the returned stream is iterated.
 
         Args:
-            prompt: text, token ids, or an :class:`~specexport.runtime.embeds.EmbedsPrompt`, which holds embeddings.
+            prompt: text, token ids, or an :class:`~specexport.runtime.prompt.EmbedsPrompt`, which holds embeddings.
                 A draft model reads no embeddings: such a request takes the first of the bundle's methods that can, or
                 decodes plainly.
             params: None for :meth:`defaults`.
@@ -349,20 +295,15 @@ class Engine:
                     f"the prompt has {length} tokens, but this bundle's context holds {limit}; shorten the prompt",
                     param="prompt",
                 )
-        bundled = self.manifest.generation
-        params = params.replace(
-            posterior_threshold=bundled.posterior_threshold
-            if params.posterior_threshold is None
-            else params.posterior_threshold,
-            posterior_alpha=bundled.posterior_alpha if params.posterior_alpha is None else params.posterior_alpha,
-        )
+        unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
+        params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)
         free = self.costs is not None
         defaults = self._built if self._lookup is None else (*self._built, self._lookup)
         chosen, tree = choose(options, self.methods, defaults, params, embedded, free)
         expected: Sequence[int] = ()
         if options.hypothesis is not None:
-            expected = continuation(self, prompt if isinstance(prompt, str) else "", options.hypothesis)
+            expected = self._encoder.continuation(prompt, options.hypothesis)
         request = self._request(encoded_prompt, params, chosen, tree, expected, options.options)
         request.fixed = options.num_speculative_tokens is not None
         if options == DEFAULT and chosen not in (None, self._lookup):
@@ -389,20 +330,7 @@ class Engine:
         # A grammar ends the text by itself.
         least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        processors: list[LogitsProcessor] = []
-        if rules.change_logits:
-            processors.append(SequenceBiases(rules, tokens))
-        if params.penalized:
-            processors.append(Penalties(params, tokens, ends, vocab_size, least))
-        if params.constrained:
-            output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
-            if params.json_schema is not None:
-                processors.append(self._grammars.json_schema(params.json_schema, **output))
-            if params.grammar is not None:
-                processors.append(self._grammars.lark(params.grammar, **output))
-        if rules.change_logits:
-            processors.append(Rules(rules, tokens, ends, vocab_size, remaining))
-        view.processors = processors
+        view.processors = processors(params, tokens, ends, vocab_size, least, remaining, self._grammars)
         text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
         request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution
@@ -415,7 +343,7 @@ class Engine:
         speculative: Speculative | Mapping[str, Any] | str | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
-        return completed(self.stream(prompt, params, speculative))
+        return complete(self.stream(prompt, params, speculative))
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
         """Measures what steps cost on this machine and stores the costs for engines that are opened later.
@@ -432,11 +360,6 @@ class Engine:
             stored_costs(self.manifest, self.backend, self.slots).save(costs)
         return costs
 
-    def _stored_costs(self) -> CostCurve | None:
-        """The costs stored on this machine, or new ones."""
-        costs = stored_costs(self.manifest, self.backend, self.slots).load()
-        return self.calibrate() if costs is None and self.backend.execution == "host" else costs
-
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
         # Repeated, so that look-ups have matches; long enough for the longest chain.
@@ -446,41 +369,3 @@ class Engine:
         for method, tree in ((None, PLAIN_TREE), *trees.items()):
             for _ in Stream(scheduler, self._request(list(start), params, method, tree, start)):
                 pass
-
-
-def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
-    """The methods that work with a bundle: those it was built for, and those that need no graph.
-
-    Args:
-        manifest: the bundle's.
-        requested: options of methods that need no graph, instead of the bundle's or the defaults.
-
-    Raises:
-        BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
-    """
-    replacements: dict[str, TextMethod] = {}
-    for method in requested:
-        if not isinstance(method, TextMethod):
-            raise BuildError(
-                f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
-                "build another bundle"
-            )
-        most = max(verified_widths(manifest.target)) - 1
-        if method.trees or max(method.sizes, default=0) > most:
-            raise BuildError(
-                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
-                "num_speculative_tokens"
-            )
-        replacements[method.name] = method
-    methods = {method.name: method for method in manifest.methods}
-    for kind in text_methods():
-        name = method_name(kind)
-        if name in replacements or name not in methods:
-            lookup = replacements.get(name, kind())
-            if name in methods and not lookup.sizes:  # other options do not change the trees
-                fitted = with_trees(lookup, methods[name].token_trees())
-            else:
-                fitted = for_bundle(lookup, manifest.target)
-            if fitted.trees:
-                methods[name] = fitted
-    return tuple(methods.values())

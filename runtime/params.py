@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.errors import RequestError
-from specexport.contract.generation import NO_RULES, GenerationRules
+from specexport.contract.manifest import NO_RULES, GenerationRules
 from specexport.contract.options import Options, option
 from specexport.contract.values import plain, require_text, shown
 

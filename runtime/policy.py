@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
-from specexport.runtime.choice import Fit, Option, best
+from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Option, best
 from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix
@@ -37,7 +35,7 @@ _TOKENS_A_STEP = 3
 class SpeculationPolicy:
     """Chooses the tree each request verifies in a step, by a rule.
 
-    A single request gets the tree that it asked for. In a batch the size of its method's default tree is divided by the
+    A single request gets the tree that it chose. In a batch the size of its method's default tree is divided by the
     number of requests, so a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
@@ -102,6 +100,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
+        self._seconds: dict[int, float] = {}
         self._pause, self._paused = _Pause(), False
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
@@ -119,15 +118,15 @@ class MeasuredPolicy(SpeculationPolicy):
         # The cache's size in this step.
         self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         self._size = self._batch(requests)
+        self._seconds = {}
         if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
             for request in requests:
                 if request.view.method is not None and len(request.view.tree) > 1:
                     self._chosen[request] = self._fit(request.view.method, request.view.tree)
             return
-        verify = cache(self._verify)
         coming = len(requests) + joining
-        plain = len(requests) / verify(1)
+        plain = len(requests) / self._verify(1)
         if joining:
             plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, self._rows))
         groups: dict[str, list[Request]] = {}
@@ -136,7 +135,7 @@ class MeasuredPolicy(SpeculationPolicy):
             if request.view.method is not None and len(request.tree) > 1 and request.remaining > 1:
                 groups.setdefault(request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, plain * MARGIN, verify)
+            self._choose(groups, requests, plain * MARGIN)
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
@@ -144,42 +143,36 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
-        return self._costs.step(self._size, _at_least(self._widths, width), self._rows)
+        if width not in self._seconds:
+            self._seconds[width] = self._costs.step(self._size, _at_least(self._widths, width), self._rows)
+        return self._seconds[width]
 
-    def _choose(
-        self,
-        groups: Mapping[str, list[Request]],
-        requests: Sequence[Request],
-        least: float,
-        verify: Callable[[int], float],
-    ) -> None:
-        rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, verify)
+    def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request], least: float) -> None:
+        """Chooses the trees of a step that has to commit more than ``least`` tokens a second, and a probe."""
+        rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
         regrouped: dict[str, list[Request]] = {}
         for name, members in groups.items():
             for request in members:
-                request.view.lookup = self._better_lookup(request, rate, verify)
+                request.view.lookup = self._better_lookup(request, rate)
                 regrouped.setdefault(request.view.lookup or name, []).append(request)
         if regrouped != groups:
             groups = regrouped
-            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, verify)
+            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
             elif members[0].view.lookup is None:
-                self._idle.append(self._idling(name, members, width, len(requests), verify))
+                self._idle.append(self._idling(name, members, width, len(requests)))
         probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
         if probe is not None:
             probe.probed = True
             self._chosen |= probe.fits
 
-    def _better_lookup(self, request: Request, rate: float, verify: Callable[[int], float]) -> str | None:
+    def _better_lookup(self, request: Request, rate: float) -> str | None:
         """The look-up method for a request, if its draft tokens are worth more than those of the request's own method.
 
-        Args:
-            request: a request that speculates.
-            rate: tokens a second that the step commits without look-ups: the value of its time.
-            verify: seconds of a step of some width.
+        ``rate`` is the tokens a second that the step commits without look-ups: the value of its time.
         """
         name, method = request.lookup, request.view.method
         if name is None or method is None:
@@ -187,10 +180,12 @@ class MeasuredPolicy(SpeculationPolicy):
         request.view.tree = self._fits[name][0].tree  # the longest to look up
         tokens = self._looked_up[request] = self.look_up(name, request.view)
 
+        plain = self._verify(1)
+
         def worth(speculating: str, fits: Sequence[Fit]) -> float:
             """Tokens that a method is expected to add to the step, less the value of its time."""
             return max(
-                gain - rate * (verify(fit.width) - verify(1) + self._costs.propose(speculating, 1, fit.nodes))
+                gain - rate * (self._verify(fit.width) - plain + self._costs.propose(speculating, 1, fit.nodes))
                 for gain, fit in self._gains(request, speculating, fits)
             ) - rate * self._read(speculating, request)
 
@@ -219,20 +214,19 @@ class MeasuredPolicy(SpeculationPolicy):
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
         return options
 
-    def _idling(
-        self, name: str, members: list[Request], width: int, running: int, verify: Callable[[int], float]
-    ) -> _Idle:
-        """What probing a method costs that was left out of a step of some width."""
+    def _idling(self, name: str, members: list[Request], width: int, running: int) -> _Idle:
+        """The cost of probing a method that was left out of a step of some width."""
         read = self._costs.read(name)
         # A draft reads the text that it missed, so only the request with the least of it probes.
         probing = [min(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in probing}
         wider = max(width, *(fit.width for fit in fits.values()))
         nodes = max(fit.nodes for fit in fits.values())
-        cost = verify(wider) - verify(width) + self._costs.propose(name, self._batch(fits), nodes)
+        cost = self._verify(wider) - self._verify(width) + self._costs.propose(name, self._batch(fits), nodes)
         cost += sum(self._read(name, request, spread=False) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
-        return _Idle(name, fits, cost, read, verify(1) / running, share * verify(width) * len(members) / running)
+        income = share * self._verify(width) * len(members) / running
+        return _Idle(name, fits, cost, read, self._verify(1) / running, income)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
         """The trees a request may verify: at most the size that it asked for or looked up, the largest first."""
@@ -261,19 +255,18 @@ class MeasuredPolicy(SpeculationPolicy):
         """The expected number of accepted draft tokens of each tree, up to the output's end."""
         key = request, method, len(fits)
         if key not in self._gained:
-            self._gained[key] = self._expected(request, method, fits)
+            deepest: dict[int, int] = {}
+            for fit in fits:
+                deepest[fit.acceptance_class] = max(fit.depth, deepest.get(fit.acceptance_class, 0))
+            gains = {
+                kind: self._acceptance(request, method, kind)[0].by_depth(depth) for kind, depth in deepest.items()
+            }
+            most = request.remaining - 1.0
+            self._gained[key] = [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
         return self._gained[key]
 
-    def _expected(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
-        deepest: dict[int, int] = {}
-        for fit in fits:
-            deepest[fit.acceptance_class] = max(fit.depth, deepest.get(fit.acceptance_class, 0))
-        gains = {kind: self._acceptance(request, method, kind)[0].by_depth(depth) for kind, depth in deepest.items()}
-        most = request.remaining - 1.0
-        return [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
-
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._loaded_methods[name].method.beside + len(tree), len(tree)
+        width, nodes = self._loaded_methods[name].method.extra_nodes + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

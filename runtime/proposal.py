@@ -1,4 +1,4 @@
-"""The interface of proposers."""
+"""The interface of proposers, and how they are opened."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.methods import Method, MethodOptions
+from specexport.contract.methods import Method, MethodOptions, part
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph
-from specexport.runtime.embeds import Embeddings
-from specexport.runtime.logits import LogitsProcessor
-from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.backend import Array, Backend, Graph, buffers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.logits import LogitsProcessor, TokenLogprobs
 from specexport.runtime.params import SamplingParams
+from specexport.runtime.prompt import Embeddings
 from specexport.runtime.sampling import Distributions, Floats
 
 Ints = npt.NDArray[np.int64]
@@ -312,3 +312,34 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
     chosen = (candidates[rows] == nodes[:, None]).astype(np.float32)
     q = np.where(ranks[:, None] == 0, np.take_along_axis(probs, order, 1)[rows], chosen)
     return nodes, Distributions(candidates[rows], q), candidates
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The resources from which proposers are opened."""
+
+    bundle: Bundle
+    backend: Backend
+    slots: int
+
+    def graph(self, method: Method) -> Graph:
+        """Loads the graph of a method's own model.
+
+        Raises:
+            BackendError: the backend refuses it.
+        """
+        ((role, model),) = method.models.items()
+        return self.backend.open(model, self.slots, buffers(method.signatures[role]))
+
+
+def open_proposer(method: Method, opening: Opening) -> Proposer:
+    """Opens a method's proposer, with its graph if it has one.
+
+    Raises:
+        BackendError: the backend refuses a graph.
+        RequestError: an option of the method does not fit the bundle.
+    """
+    module = part(method, "propose", inherited=True)
+    assert module is not None, f"method {method.name!r} has no module propose"
+    proposer: Proposer = module.open_proposer(method, opening)
+    return proposer

@@ -1,4 +1,4 @@
-"""A draft's graph, the text whose rows each slot of its cache holds, and what proposers with a draft share."""
+"""Keeps a draft's cache in step with the texts of its slots, and the base of proposers with such a draft."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from specexport.runtime.backend import Graph
 from specexport.runtime.proposal import Proposer
 
 ReadChunk = Callable[[int, list[int], int], None]
-"""Runs a draft over a chunk of tokens: the slot, the tokens, and how many rows come before them."""
+"""Runs a draft over a chunk of tokens, from the slot, the tokens, and the number of rows before them."""
 
 
 class Reader:
-    """Keeps a draft's cache in step with the texts in its slots.
+    """Reads texts into the slots of a draft's cache.
 
-    Which rows are right is read off the tokens, so rejected drafts need not be told, and the text of a request that has
-    ended serves the next one in its slot as far as the two begin alike.
+    Valid rows are determined by comparing tokens, so rejections need no notice, and the next request in a slot reuses
+    the rows of a shared prefix.
     """
 
     def __init__(self, graph: Graph, chunk: int, run: ReadChunk) -> None:
@@ -25,29 +25,29 @@ class Reader:
         self._texts: dict[int, list[int]] = {}
 
     def known(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many of a text's first tokens have their rows in a slot."""
+        """Number of a text's first tokens whose rows are in a slot."""
         return self._graph.reusable(slot, common_prefix(self._texts.get(slot, ()), tokens))
 
     def note(self, slot: int, tokens: list[int]) -> None:
-        """The rows of a slot are those of these tokens now."""
+        """Records that a slot's rows are those of these tokens."""
         self._texts[slot] = tokens
 
     def read(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Reads what is new of a text, at most a chunk; whether there is more."""
-        done = self.known(slot, tokens)
-        part = list(tokens[done : done + self._chunk])
+        """Reads at most a chunk of a text's unread tokens; returns whether tokens are unread."""
+        known = self.known(slot, tokens)
+        part = list(tokens[known : known + self._chunk])
         if part:
-            self._run(slot, part, done)
-            self.note(slot, list(tokens[: done + len(part)]))
-        return done + len(part) < len(tokens)
+            self._run(slot, part, known)
+            self.note(slot, list(tokens[: known + len(part)]))
+        return known + len(part) < len(tokens)
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:
-        """Reads one chunk of one of the texts whose rows are missing; gives the slots that still miss some."""
-        behind = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
-        return {slot for at, slot in enumerate(behind) if at or self.read(slot, texts[slot])}
+        """Reads a chunk of one text with unread tokens; returns the slots that still have some."""
+        unread = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
+        return {slot for at, slot in enumerate(unread) if at or self.read(slot, texts[slot])}
 
     def copy(self, source: int, to: int, tokens: int | None = None) -> None:
-        """Gives a slot the rows of another one: of its first so many tokens, or of all."""
+        """Copies the rows of a slot's first ``tokens`` tokens, or of all, to another slot."""
         text = self._texts.get(source, [])[:tokens]
         rows = min(len(text), self._graph.filled(source))
         self._graph.copy(source, to, rows)
@@ -74,7 +74,7 @@ class ReadingProposer(Proposer):
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts share. Texts grow at the end, so the search runs from there."""
+    """Number of leading tokens that two texts share, usually all of the shorter one's."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

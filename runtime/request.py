@@ -1,21 +1,116 @@
-"""One request while it runs: its text so far, and its unread chunks."""
+"""A request: its counters, its state while it runs, and its output."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from specexport.runtime.acceptance import History
-from specexport.runtime.logprobs import TokenLogprobs
+from specexport.contract.tree import TokenTree
+from specexport.runtime.choice import History
+from specexport.runtime.logits import TokenLogprobs
+from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.stats import Stats
 from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
 
+PLAIN = "plain"
+"""The method of steps without a proposal, in counters."""
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass
+class Stats:
+    """Counters of one request. Times are seconds of wall clock.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        output_tokens: tokens generated.
+        steps: verify steps, plain ones included.
+        drafted: draft tokens verified.
+        accepted: draft tokens accepted.
+        accepted_at: how often a draft token was accepted at each depth of a step's tree.
+        steps_with_draft: steps that verified draft tokens.
+        steps_by_draft: number of steps by number of draft tokens (0 is plain), for each method that proposed them.
+        cached_tokens: tokens of the prompt that were not read, as the cache held them already.
+        queued: time until a slot was free.
+        prefill: time reading the prompt, by the target and by a draft.
+        stalled: time between its steps in which a chunk of another request's prompt was read.
+        propose: time proposing, for all requests of its steps.
+        verify: time in the target's decode and verify steps, for all requests of its steps.
+        accept: time deciding what is accepted, for all requests of its steps.
+        host: everything else in its steps: bookkeeping and text.
+        first_token: from the start of the request to its first tokens.
+        total: from start to end. Neither counts time in which no stream of the engine was read.
+        execution: how the work of a step reached the device: ``host`` without a device, ``plain`` call by call,
+            ``graph per engine`` as a captured CUDA graph for each model, ``graph per step`` as one for the whole step.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    steps_with_draft: int = 0
+    steps_by_draft: dict[str, dict[int, int]] = field(default_factory=dict)
+    queued: float = 0.0
+    prefill: float = 0.0
+    stalled: float = 0.0
+    propose: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    host: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+    execution: str = "host"
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a verify step commits: accepted ones and the bonus token."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of draft tokens accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of steps in which a draft token was accepted at each depth."""
+        return [count / self.steps_with_draft for count in self.accepted_at] if self.steps_with_draft else []
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prefill."""
+        return self.stalled + self.propose + self.verify + self.accept + self.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of decoding."""
+        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
+        """Counts one step: the method, its draft tokens, their longest path, and how many were accepted."""
+        self.steps += 1
+        steps = self.steps_by_draft.setdefault(method if drafted else PLAIN, {})
+        steps[drafted] = steps.get(drafted, 0) + 1
+        self.drafted += drafted
+        self.accepted += accepted
+        if drafted:
+            self.steps_with_draft += 1
+            self.accepted_at += [0] * (depth - len(self.accepted_at))
+            for position in range(accepted):
+                self.accepted_at[position] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters and derived figures, for JSON."""
+        derived = ("acceptance_length", "acceptance_rate", "acceptance_by_position", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
@@ -49,7 +144,7 @@ class Request:
         view: its part that step programs see: the prompt, to which the output is appended, and the next step's tree.
         tree: the tree that it asked for; a step may verify a smaller one.
         fixed: whether it set its number of draft tokens.
-        lookup: a look-up method that may propose in a step instead of its own.
+        lookup: a look-up method that may propose in a step instead of the request's own.
         stats: its counters.
         history: its acceptance so far.
         remaining: tokens it may still generate.
@@ -126,3 +221,160 @@ class Request:
     def end(self, reason: FinishReason) -> None:
         """Ends it without a step; its last chunk is the text that was held back."""
         self.give(Chunk(self._text.finish(), (), reason))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished output.
+
+    Attributes:
+        text: the output without the stop text.
+        token_ids: every generated token, an end-of-text token included.
+        finish_reason: see :class:`Chunk`.
+        stats: its counters.
+        logprobs: of each token, if the request asks for them.
+        prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def complete(stream: Stream) -> Completion:
+    """Runs a stream to its end."""
+    with stream:
+        chunks = list(stream)
+    reason = chunks[-1].finish_reason
+    assert reason is not None
+    return Completion(
+        "".join(chunk.text for chunk in chunks),
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        reason,
+        stream.stats,
+        tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        stream.prompt_logprobs,
+    )
+
+
+class _Runner(Protocol):
+    """The part of the scheduler that a stream uses."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def next_chunk(self, request: Request) -> Chunk | None: ...
+
+    def abandon(self, request: Request) -> None: ...
+
+
+class Stream:
+    """The output of one request, an iterator of :class:`Chunk`; also a context manager.
+
+    The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
+    ends, is closed or cancelled, or the stream is dropped. It makes progress whenever any stream of the engine is read.
+    """
+
+    def __init__(self, runner: _Runner, request: Request) -> None:
+        self._runner = runner
+        self._request = request
+        self._started = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far; negative numbers where the prompt has embeddings."""
+        return self._request.view.tokens
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        return self._request.view.params
+
+    @property
+    def method(self) -> str | None:
+        """Its method; None decodes plainly."""
+        return self._request.view.method
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree that it asks for; steps may verify smaller ones. The root alone for plain decoding."""
+        return self._request.tree
+
+    @property
+    def hypothesis(self) -> Sequence[int]:
+        """The expected output."""
+        return self._request.view.hypothesis
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        return tuple(self._request.view.prompt_logprobs)
+
+    @property
+    def stats(self) -> Stats:
+        """Its counters, up to date after every chunk."""
+        return self._request.stats
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called."""
+        return self._request.cancelled
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Chunk:
+        self.start()
+        chunk = self._runner.next_chunk(self._request)
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Takes no lock: this may run at any moment, in a thread that holds it. Nobody waits for this stream.
+        self._request.abandoned = True
+
+    def start(self) -> None:
+        """Submits the request now instead of when it is first read.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        if not self._started and not self._request.abandoned:
+            self._runner.submit(self._request)
+            self._started = True
+
+    def cancel(self) -> None:
+        """Ends the request before its next step; may be called from another thread."""
+        self._request.cancelled = True
+
+    def close(self) -> None:
+        """Ends the request; its slot is free before the next step. Unread chunks are dropped."""
+        self._runner.abandon(self._request)
+
+
+class BypassRunner:
+    """Runs requests whose output is their hypothesis, without a model or a slot."""
+
+    def submit(self, request: Request) -> None:
+        """Delivers the whole output as one chunk."""
+        began = time.perf_counter()
+        chunk = request.take(Outcome(list(request.view.hypothesis)), last=True)
+        request.stats.total = request.stats.first_token = time.perf_counter() - began
+        request.give(chunk)
+
+    def next_chunk(self, request: Request) -> Chunk | None:
+        """That chunk; None after it, or when the request was abandoned."""
+        return request.chunks.popleft() if request.chunks and not request.abandoned else None
+
+    def abandon(self, request: Request) -> None:
+        """Marks a request that is no longer read."""
+        request.abandoned = True

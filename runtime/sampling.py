@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.generation import GenerationRules
+from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime.params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""How a request speculates, as one value that every interface passes on."""
+"""How a request speculates, and which methods a bundle offers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from specexport.contract.errors import RequestError, SpecExportError
-from specexport.contract.methods import Method, MethodOptions, method_type, read_method
+from specexport.contract.errors import BuildError, RequestError, SpecExportError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import (
+    Method,
+    MethodOptions,
+    TextMethod,
+    for_bundle,
+    method_name,
+    method_type,
+    read_method,
+    text_methods,
+    verified_widths,
+    with_trees,
+)
 from specexport.contract.options import Options, option
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import plain, shown, token_ids
@@ -79,7 +91,7 @@ PLAIN = Speculative(num_speculative_tokens=0)
 
 
 def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
-    """A method's own keys, as far as a request may say them."""
+    """The options of a method from the keys that a request may set."""
     if not isinstance(name, str):
         key = next(iter(keys))
         raise RequestError(
@@ -101,40 +113,45 @@ def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
 
 
 def choose(
-    asked: Speculative,
+    request: Speculative,
     methods: Mapping[str, Method],
-    asked_for: Sequence[str],
+    defaults: Sequence[str],
     params: SamplingParams,
     embedded: bool,
     free: bool,
 ) -> tuple[str | None, TokenTree]:
-    """The method and tree of a request; none where it decodes plainly, or nothing suits it.
+    """The method and tree of a request; no method and the root alone for plain decoding, or if no method suits it.
 
-    ``free`` is whether steps may verify less than that as they see fit: then it is the method's largest tree where
-    nobody asked for another.
+    Args:
+        request: how it speculates.
+        methods: the engine's, by name.
+        defaults: names of methods for requests without one, in order of preference.
+        params: its sampling parameters.
+        embedded: whether its prompt has embeddings.
+        free: whether steps may verify smaller trees; then the method's largest tree is the default.
 
     Raises:
-        RequestError: the method or the tree is not there, the method's model cannot read embeddings, or a hypothesis
-            was given without a use for it or the other way round.
+        RequestError: the bundle lacks the method or the tree, the method's model cannot read embeddings, or a
+            hypothesis lacks a method or a method its hypothesis.
     """
-    _check_hypothesis(asked, methods, params)
-    if asked.plain:
+    _check_hypothesis(request, methods, params)
+    if request.plain:
         return None, PLAIN_TREE
     able = [name for name, method in methods.items() if not embedded or method.reads_embeddings]
-    name = asked.method
-    if name is None and asked.hypothesis is not None:
+    name = request.method
+    if name is None and request.hypothesis is not None:
         name = next((name for name, method in methods.items() if method.takes_hypothesis), None)
         if name is None:
             raise RequestError("a hypothesis was given, but the bundle verifies no chains for one", param="hypothesis")
     if name is None:
-        name = next((name for name in asked_for if name in able and not methods[name].takes_hypothesis), None)
-        if name is None and asked.num_speculative_tokens is None:
+        name = next((name for name in defaults if name in able and not methods[name].takes_hypothesis), None)
+        if name is None and request.num_speculative_tokens is None:
             return None, PLAIN_TREE
     if name is None:
-        after = " after a prompt with embeddings" if embedded and methods else ""
+        context = " after a prompt with embeddings" if embedded and methods else ""
         raise RequestError(
-            f"num_speculative_tokens is {asked.num_speculative_tokens}, but the bundle was built without a way to "
-            f"speculate{after}; name one that needs no graph: {', '.join(able) or 'none is there'}",
+            f"num_speculative_tokens is {request.num_speculative_tokens}, but the bundle was built without a way to "
+            f"speculate{context}; name one that needs no graph: {', '.join(able) or 'none is there'}",
             param="num_speculative_tokens",
         )
     if name not in methods:
@@ -146,36 +163,85 @@ def choose(
             param="method",
         )
     trees = methods[name].token_trees()
-    if asked.num_speculative_tokens is None:
+    if request.num_speculative_tokens is None:
         return name, max(trees, key=len) if free else trees[0]
-    tree = next((tree for tree in trees if len(tree) == asked.num_speculative_tokens + 1), None)
+    tree = next((tree for tree in trees if len(tree) == request.num_speculative_tokens + 1), None)
     if tree is None:
         built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
         raise RequestError(
-            f"num_speculative_tokens is {asked.num_speculative_tokens}; the bundle was built for {built}",
+            f"num_speculative_tokens is {request.num_speculative_tokens}; the bundle was built for {built}",
             param="num_speculative_tokens",
         )
     return name, tree
 
 
-def _check_hypothesis(asked: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
+def _check_hypothesis(request: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:
     """Checks a request's hypothesis against its other parameters."""
     takes = {name for name, method in methods.items() if method.takes_hypothesis}
-    if asked.hypothesis is not None:
-        if asked.plain:
+    if request.hypothesis is not None:
+        if request.plain:
             raise RequestError(
                 "a hypothesis was given with num_speculative_tokens 0; give one of them", param="hypothesis"
             )
-        if asked.method is not None and asked.method not in takes:
+        if request.method is not None and request.method not in takes:
             raise RequestError(
-                f"a hypothesis was given with method {asked.method!r}; leave the method out", param="method"
+                f"a hypothesis was given with method {request.method!r}; leave the method out", param="method"
             )
         return
-    if asked.method in takes:
-        raise RequestError(f"method is {asked.method!r}, but no hypothesis was given", param="method")
-    if asked.hypothesis_entropy is not None:
+    if request.method in takes:
+        raise RequestError(f"method is {request.method!r}, but no hypothesis was given", param="method")
+    if request.hypothesis_entropy is not None:
         raise RequestError("hypothesis_entropy was given without a hypothesis", param="hypothesis_entropy")
     if params.acceptance == "relaxed":
         raise RequestError(
             "acceptance is 'relaxed', but no hypothesis was given; it is for those alone", param="acceptance"
         )
+
+
+def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
+    """Whether a hypothesis is certain enough to be the output without the model (arXiv 2603.11243, stage 1).
+
+    Never if the request needs the model: for log-probabilities, or because it changes the logits.
+    """
+    gate = params.entropy_threshold if params.acceptance == "relaxed" else None
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    model = scored or params.penalized or params.constrained
+    return gate is not None and entropy is not None and entropy < gate and not model
+
+
+def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
+    """The methods that work with a bundle: those it was built for, and those that need no graph.
+
+    Args:
+        manifest: the bundle's.
+        requested: options of methods that need no graph, instead of the bundle's or the defaults.
+
+    Raises:
+        BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
+    """
+    replacements: dict[str, TextMethod] = {}
+    for method in requested:
+        if not isinstance(method, TextMethod):
+            raise BuildError(
+                f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
+                "build another bundle"
+            )
+        most = max(verified_widths(manifest.target)) - 1
+        if method.trees or max(method.sizes, default=0) > most:
+            raise BuildError(
+                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
+                "num_speculative_tokens"
+            )
+        replacements[method.name] = method
+    methods = {method.name: method for method in manifest.methods}
+    for kind in text_methods():
+        name = method_name(kind)
+        if name in replacements or name not in methods:
+            lookup = replacements.get(name, kind())
+            if name in methods and not lookup.sizes:  # other options do not change the trees
+                fitted = with_trees(lookup, methods[name].token_trees())
+            else:
+                fitted = for_bundle(lookup, manifest.target)
+            if fitted.trees:
+                methods[name] = fitted
+    return tuple(methods.values())

@@ -14,8 +14,8 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph
-from specexport.runtime.embeds import is_embedding
-from specexport.runtime.logprobs import token_logprobs
+from specexport.runtime.logits import token_logprobs
+from specexport.runtime.prompt import is_embedding
 from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer
 from specexport.runtime.sampling import accept_greedy, accept_relaxed, accept_sampled, accept_typical
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult, Verified
@@ -71,9 +71,9 @@ class HostProgram:
         proposals: dict[int, Proposal] = {}
         for method, members in by_method.items():
             proposer = self.proposer(method)
-            behind = len(views) == 1  # a single request stalls no others
-            while behind:
-                behind = proposer.prefill(members[0], proposer.reads_along)
+            unread = len(views) == 1  # a single request stalls no others
+            while unread:
+                unread = proposer.prefill(members[0], proposer.reads_along)
             proposals |= proposer.propose(members)
         return proposals
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.logprobs import TokenLogprobs
+from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.proposal import Proposer, SlotView
 
 PLAIN_TREE = TokenTree.chain(1)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "aarch64"
 SYSTEM, SITE, BUNDLES, HOST = HOME / "root", HOME / "site", HOME / "bundles", HOME / "host"
 PACKAGES = ("onnxruntime", "numpy", "msgspec", "tokenizers", "filelock", "jinja2", "tabulate", "tqdm")
-FOR_TESTS = ("pytest", "hypothesis")
+TEST_PACKAGES = ("pytest", "hypothesis")
 PROCESSORS = {"cortex-a76": "as Jetson Orin's: dot products of int8, fp16", "max": "all that qemu emulates"}
 FEATURES = (
     {1: "asimd", 8: "atomics", 10: "asimdhp", 20: "asimddp", 22: "sve"},
@@ -51,7 +51,7 @@ TESTS = (
     "tests/test_engine.py::test_threads_are_independent",
     "tests/test_engine.py::test_a_stream_closed_by_another_thread_ends_and_frees_the_engine",
 )
-READY = (
+BUILT = (
     "llama-near",
     "llama-near-portable",
     "gpt2-tree",
@@ -67,7 +67,7 @@ IN_FLOATS = " in floats"
 processors' kernels round activations to 8 bits differently."""
 
 
-class Said(NamedTuple):
+class Text(NamedTuple):
     """One greedy text: its tokens, their log-probabilities, and their margins over the next most probable tokens."""
 
     tokens: list[int]
@@ -82,9 +82,9 @@ def main() -> int:
     parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # run on both machines
     args = parser.parse_args()
     if args.texts:
-        expected = {name: say(BUNDLES / name) for name in (*READY, *PRECISIONS)}
+        expected = {name: greedy_texts(BUNDLES / name) for name in (*BUILT, *PRECISIONS)}
         with mock.patch.object(onnxruntime, "SessionOptions", floating_options()):
-            expected |= {name + IN_FLOATS: say(BUNDLES / name) for name in PRECISIONS}
+            expected |= {name + IN_FLOATS: greedy_texts(BUNDLES / name) for name in PRECISIONS}
         args.texts.write_text(json.dumps(expected))
         return 0
     install()
@@ -114,10 +114,10 @@ def install() -> None:
     for name in ("lists/partial", "archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
     (state / "status").touch()  # nothing is installed there, so that all dependencies are fetched
-    ours = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True).stdout.strip()
+    host = subprocess.run(["dpkg", "--print-architecture"], check=True, capture_output=True, text=True).stdout.strip()
     options = {
         "APT::Architecture": "arm64",
-        "APT::Architectures": f"arm64,{ours}",
+        "APT::Architectures": f"arm64,{host}",
         "Dir::State": state,
         "Dir::State::status": state / "status",
         "Dir::Cache": state,
@@ -125,17 +125,17 @@ def install() -> None:
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     subprocess.run([*apt, "update"], check=True)
-    wanted = ["python3", "libstdc++6", f"qemu-user-static:{ours}"]
-    subprocess.run([*apt, "install", "--yes", "--download-only", "--no-install-recommends", *wanted], check=True)
+    packages = ["python3", "libstdc++6", f"qemu-user-static:{host}"]
+    subprocess.run([*apt, "install", "--yes", "--download-only", "--no-install-recommends", *packages], check=True)
     for package in (state / "archives").glob("*.deb"):
-        folder = HOST if package.stem.endswith(f"_{ours}") else SYSTEM
+        folder = HOST if package.stem.endswith(f"_{host}") else SYSTEM
         subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
     shutil.rmtree(state)
     version = python().name.removeprefix("python")
     platforms = (f"--platform=manylinux_2_{minor}_aarch64" for minor in (17, 24, 26, 27, 28, 31, 34))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(SITE)]
     pip += ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}", *platforms]
-    subprocess.run([*pip, *PACKAGES, *FOR_TESTS], check=True)
+    subprocess.run([*pip, *PACKAGES, *TEST_PACKAGES], check=True)
     done.touch()
 
 
@@ -152,7 +152,7 @@ def build() -> None:
     from tests.make_bundles import make
     from tests.ways import ways
 
-    for name in READY:
+    for name in BUILT:
         make(name, BUNDLES)
     for precision in PRECISIONS:
         if not (BUNDLES / precision).exists():
@@ -173,7 +173,7 @@ def floating_options() -> Any:
     return Options
 
 
-def say(bundle: Path) -> list[Said]:
+def greedy_texts(bundle: Path) -> list[Text]:
     """A bundle's greedy texts, with every method and without."""
     from specexport.runtime import Engine, SamplingParams
     from specexport.runtime.speculative import PLAIN, Speculative
@@ -188,7 +188,7 @@ def say(bundle: Path) -> list[Said]:
             for prompt in prompts:
                 done = engine.generate(prompt, greedy, way)
                 gaps = [entry.top[0][1] - entry.top[1][1] for entry in done.logprobs]
-                texts.append(Said(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
+                texts.append(Text(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
     return texts
 
 
@@ -219,20 +219,18 @@ def describe(processor: str) -> None:
     print(f"{processor} ({PROCESSORS[processor]}): {' '.join(names)}", flush=True)
 
 
-def differ(here: dict[str, Any], emulated: dict[str, Any]) -> bool:
+def differ(expected: dict[str, Any], emulated: dict[str, Any]) -> bool:
     """Prints the comparison of texts; returns whether one differs beyond rounding."""
     wrong = False
-    for name, texts in here.items():
+    for name, texts in expected.items():
         equal, largest, first = 0, 0.0, ""
-        for ours, theirs in zip((Said(*text) for text in texts), (Said(*text) for text in emulated[name]), strict=True):
-            pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
+        for a, b in zip((Text(*text) for text in texts), (Text(*text) for text in emulated[name]), strict=True):
+            pairs = list(zip(a.tokens, b.tokens, strict=True))
             same = next((at for at, (text, other) in enumerate(pairs) if text != other), len(pairs))
-            largest = max(
-                largest, 0.0, *(abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs, strict=False))
-            )
+            largest = max(largest, 0.0, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs, strict=False)))
             equal += same == len(pairs)
             if same < len(pairs):
-                gaps = ours.gaps[same], theirs.gaps[same]
+                gaps = a.gaps[same], b.gaps[same]
                 wrong |= name not in PRECISIONS and max(gaps) > ROUNDING
                 first = first or f"; the first token that differs was {gaps[0]:.1e} and {gaps[1]:.1e} above the next"
         print(

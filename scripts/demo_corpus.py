@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +148,15 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name in transformers before 5
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme, encoding="utf-8")
+
+
+def accuracy_table(label: str, rows: Sequence[Sequence[float]], first: int) -> str:
+    """A Markdown table of accuracies: for each row, numbered from `first`, the shares of its first ranks."""
+    ranks = (1, 2, 3, 5, 10)
+    table = [f"| {label} | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
+    for number, row in enumerate(rows, first):
+        table.append(f"| {number} | " + " | ".join(f"{sum(row[:rank]):.3f}" for rank in ranks) + " |")
+    return "\n".join(table)
 
 
 def card(name: str, **facts: object) -> str:

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES
 
 from benchmarks import tables
-from scripts import clients, families, option_tables, tensor_tables
+from scripts import clients, families
+from specexport.contract import signature, tensors
+from specexport.contract.options import REQUIRED, Option, Options, options
+from specexport.contract.tensors import Tensor
 from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
+from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import BuildSettings
+from specexport.flags import flag
+from specexport.methods.dflash.spec import block_inputs
+from specexport.methods.hidden_states.spec import own_state_inputs
+from specexport.methods.mlp_speculator.spec import speculator_inputs
+from specexport.options import EngineOptions, ListenOptions
+from specexport.runtime import SamplingParams
 from specexport.server.tools import call_format
 from tests import tool_families
 
@@ -71,6 +82,92 @@ def client_checks() -> str:
     return tables.markdown(("client", "version", "check", ""), rows)
 
 
+def _names(kind: type[Options], without: Collection[str] = ()) -> list[str]:
+    return [name for name in options(kind) if name not in without]
+
+
+_ENGINE = _names(EngineOptions, _names(BuildSettings))
+OPTION_TABLES: dict[str, tuple[type[Options], Collection[str], bool]] = {
+    "engine": (EngineOptions, _ENGINE, False),
+    "build": (EngineOptions, _names(BuildSettings), False),
+    "sampling": (SamplingParams, _names(SamplingParams), False),
+    "compile": (CompileOptions, _names(CompileOptions, ["backend"]), True),
+    "serve": (ListenOptions, _names(ListenOptions, [*_ENGINE, *_names(BuildSettings)]), True),
+}
+"""Of each table in ``docs/`` its options, and whether they are shown as flags."""
+
+
+def option_table(name: str) -> str:
+    """A table of options in Markdown, from the structs that declare them."""
+    kind, names, flags = OPTION_TABLES[name]
+    return "\n".join(_option_rows([option for option in options(kind).values() if option.name in names], flags))
+
+
+def _option_rows(shown: list[Option], flags: bool) -> Iterator[str]:
+    yield f"| {'flag' if flags else 'option'} | values | default | |"
+    yield "|---|---|---|---|"
+    for option in shown:
+        negated = flags and option.default is True
+        words = option.about.get("off", option.help) if negated else option.help
+        unset = negated or option.default is REQUIRED or (flags and option.default is False)
+        default = "" if unset else option.default_text or str(option.default)
+        values = "" if option.kind is bool and flags else option.expected
+        yield f"| `{flag(option) if flags else option.name}` | {values} | {default} | {words} |".replace("  ", " ")
+
+
+_STEP = signature.step_signature((), "H")
+_PROPOSE = signature.propose_signature("M")
+_ACCEPT = (signature.accept_signature("lossless", "M"), signature.accept_signature("typical", "M"))
+_FILL = signature.fill_signature("M")
+_LAYERED = (f"{tensors.LAYER_STATES}.", *tensors.CACHES, *tensors.STATES)
+
+
+def _without_sampling(declared: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(dict.fromkeys(tensor for tensor in declared if tensor not in tensors.SAMPLING))
+
+
+TENSOR_TABLES: dict[str, tuple[Tensor, ...]] = {
+    "sampling": tensors.SAMPLING,
+    "caches": (
+        tensors.PAST_KEY,
+        tensors.PAST_VALUE,
+        tensors.PRESENT_KEY,
+        tensors.PRESENT_VALUE,
+        tensors.NEW_KEY,
+        tensors.NEW_VALUE,
+    ),
+    "step-inputs": _STEP.inputs,
+    "step-outputs": (tensors.LOGITS, tensors.CANDIDATES, tensors.HIDDEN, tensors.LAYER_STATES),
+    "states": (
+        tensors.KNOWN_TOKENS,
+        tensors.CELL_ROWS,
+        tensors.PAST_CONV,
+        tensors.NEW_CONV,
+        tensors.PAST_UPDATES,
+        tensors.NEW_UPDATES,
+        tensors.PAST_STATE,
+        tensors.NEW_STATE,
+    ),
+    "propose-inputs": _without_sampling(_PROPOSE.inputs),
+    "propose-outputs": _PROPOSE.outputs,
+    "own-state": (*own_state_inputs("n*H", "H"), tensors.NEXT_STATE),
+    "block": (*block_inputs("n*H")[:2], tensors.BLOCK_ROWS),
+    "speculator": speculator_inputs("stages", "H"),
+    "accept-inputs": _without_sampling(tensor for accept in _ACCEPT for tensor in accept.inputs),
+    "accept-outputs": _ACCEPT[0].outputs,
+    "fill": (tensors.TREE_ROWS, tensors.TREE_RANKS, *_FILL.outputs),
+}
+
+
+def tensor_table(name: str) -> str:
+    """Name, type, shape and meaning of each tensor; layers have theirs by number."""
+    rows = ["| tensor | type | shape | |", "|---|---|---|---|"]
+    for tensor in TENSOR_TABLES[name]:
+        shown = f"{tensor}.{{i}}" if f"{tensor}." in _LAYERED and tensor.dims[-1] != "n*H" else str(tensor)
+        rows.append(f"| `{shown}` | {tensor.dtype} | `[{', '.join(map(str, tensor.dims))}]` | {tensor.meaning} |")
+    return "\n".join(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "auto": tables.auto,
     "batches": tables.batches,
@@ -96,8 +193,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "opening": tables.opening,
     "prompts": tables.prompts,
     "verify-costs": tables.verify_costs,
-    **{f"options-{name}": partial(option_tables.table, name) for name in option_tables.TABLES},
-    **{f"tensors-{name}": partial(tensor_tables.table, name) for name in tensor_tables.TABLES},
+    **{f"options-{name}": partial(option_table, name) for name in OPTION_TABLES},
+    **{f"tensors-{name}": partial(tensor_table, name) for name in TENSOR_TABLES},
 }
 CHARTS: dict[Path, Callable[[], str]] = {ROOT / "docs" / "speed.svg": tables.real_models_chart}
 

@@ -166,10 +166,12 @@ def _portable(source: Path, output: Path) -> None:
 
 def _four_bits(source: Path, output: Path) -> None:
     build(_options(source, output, precision="int4"))
-    error, limit = read_manifest(output).target.precision.logits_rms_error, LIMITS["int4"].rms
-    assert error is not None
-    if error > limit:
-        raise RuntimeError(f"logits are {error:.2f} of their spread from the model's; verify allows {limit}")
+    quality, limit = read_manifest(output).target.precision.quality, LIMITS["int4"].rms
+    assert quality is not None
+    if quality.logits_rms_error > limit:
+        raise RuntimeError(
+            f"logits are {quality.logits_rms_error:.2f} of their spread from the model's; verify allows {limit}"
+        )
 
 
 def _compiled(bundle: Path) -> None:

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import demo_corpus as corpus
 import torch
 import torch.nn.functional as F
-from demo_corpus import card, cut_prompts, encode_stream, export, random_windows, read_corpus, train_tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("examples"), help="gets models/ and prompts/")
-    parser.add_argument("--work", type=Path, help="checkpoints to go on from (default: a temporary folder by options)")
+    parser.add_argument("--work", type=Path, help="checkpoints to resume from (default: a temporary folder by options)")
     parser.add_argument("--compile", action="store_true", help="with torch.compile: 1.4x faster, needs a C++ compiler")
     parser.add_argument("--smoke", action="store_true", help="a run of seconds, for tests; the models are useless")
     args = parser.parse_args()
@@ -143,20 +143,20 @@ class Demo:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        files = read_corpus()
+        files = corpus.read_corpus()
         self.training = [file for file in files if not file.held_out][:: 16 if args.smoke else 1]
         self.held_out = [file for file in files if file.held_out]
         self.models = args.out / "models"
-        self.tokenizer = train_tokenizer(self.training, VOCAB_SIZE, MAX_POSITIONS)
-        self.stream = encode_stream(self.tokenizer, self.training, args.seed)
-        held_out_stream = encode_stream(self.tokenizer, self.held_out, args.seed)
+        self.tokenizer = corpus.train_tokenizer(self.training, VOCAB_SIZE, MAX_POSITIONS)
+        self.stream = corpus.encode_stream(self.tokenizer, self.training, args.seed)
+        held_out_stream = corpus.encode_stream(self.tokenizer, self.held_out, args.seed)
         self.windows = held_out_stream[: held_out_stream.numel() // 513 * 513].view(-1, 513)
         self.windows = self.windows[: 4 if args.smoke else None]
         self.log(
             f"corpus: {len(self.training)} files, {self.stream.numel()} tokens; "
             f"held out {len(self.held_out)}, {held_out_stream.numel()}"
         )
-        self.rows = cut_prompts(self.tokenizer, self.held_out, PROMPTS, PROMPT_TOKENS, args.seed)
+        self.rows = corpus.cut_prompts(self.tokenizer, self.held_out, PROMPTS, PROMPT_TOKENS, args.seed)
         self.prompts = torch.tensor(self.tokenizer([row["text"] for row in self.rows])["input_ids"])
         self.compiled: Callable = partial(torch.compile, dynamic=False) if args.compile else lambda function: function
 
@@ -196,7 +196,7 @@ class Demo:
         fast_loss = self.compiled(next_token_loss)
 
         def loss_at(step: int) -> Loss:
-            return fast_loss(target, random_windows(self.stream, 8, 513, seeded(self.args.seed, step))), {}
+            return fast_loss(target, corpus.random_windows(self.stream, 8, 513, seeded(self.args.seed, step))), {}
 
         schedule = Schedule(self.args.target_steps, warmup=50, decay=0.35)
         return self.train("target", target, 4e-3, schedule, loss_at, partial(self.held_out_line, target))
@@ -206,7 +206,7 @@ class Demo:
         fast_loss = self.compiled(joint_loss)
 
         def loss_at(step: int) -> Loss:
-            windows = random_windows(self.stream, 8, 513, seeded(self.args.seed, 300_000 + step))
+            windows = corpus.random_windows(self.stream, 8, 513, seeded(self.args.seed, 300_000 + step))
             loss, each = fast_loss(target, heads, windows)
             return loss, {"each": each}
 
@@ -222,7 +222,7 @@ class Demo:
         prompt, new = SAMPLED_SHAPE
         return sample_texts(
             teacher,
-            lambda rows, generator: random_windows(self.stream, rows, prompt, generator),
+            lambda rows, generator: corpus.random_windows(self.stream, rows, prompt, generator),
             self.args.sampled,
             new,
             seed=self.args.seed,
@@ -240,7 +240,7 @@ class Demo:
         def loss_at(step: int) -> Loss:
             generator = seeded(seed, 700_000 + step)
             if step < CORPUS_STEPS or step % 5 == 0:
-                windows = random_windows(self.stream, 4, 513, generator)
+                windows = corpus.random_windows(self.stream, 4, 513, generator)
                 return fast_loss(draft, teacher, windows, 512, kind), {}
             chosen = torch.randint(len(sampled), (16,), generator=generator)
             return fast_loss(draft, teacher, sampled[chosen], SAMPLED_SHAPE[1], kind), {}
@@ -285,14 +285,9 @@ class Demo:
         temperatures = mixed_temperatures(len(self.prompts), generator)
         held_out = continue_text(target, self.prompts, NEW_TOKENS, temperatures, generator)
         accuracy = head_accuracy(heads, model, sampled_windows(held_out, PROMPT_TOKENS, ends), place)
-        ranks = (1, 2, 3, 5, 10)
-        table = [f"| head | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
-        table += [
-            f"| {n} | " + " | ".join(f"{sum(row[:rank]):.3f}" for rank in ranks) + " |"
-            for n, row in enumerate(accuracy.ranks)
-        ]
-        self.log("\n".join(table))
-        readme = card(
+        table = corpus.accuracy_table("head", accuracy.ranks, 0)
+        self.log(table)
+        readme = corpus.card(
             "heads",
             name=name,
             of=of,
@@ -308,7 +303,7 @@ class Demo:
             prompts=len(self.prompts),
             prompt_tokens=PROMPT_TOKENS,
             new_tokens=NEW_TOKENS,
-            table="\n".join(table),
+            table=table,
         )
         with written_beside(self.models / name) as folder:
             # The compatible files would repeat the model's projection for every head, which takes nine megabytes.
@@ -346,7 +341,7 @@ class Demo:
         }
         for name, model in (("target", target), ("draft", draft)):
             text = continue_text(model, self.prompts[:1], NEW_TOKENS, torch.zeros(1), seeded(args.seed, 0))[0]
-            readme = card(
+            readme = corpus.card(
                 "model",
                 name=f"demo-{name}",
                 summary=summaries[name],
@@ -369,7 +364,7 @@ class Demo:
                 sample_file=self.rows[0]["file"],
                 sample=self.rows[0]["text"] + "<<<" + self.tokenizer.decode(text[PROMPT_TOKENS:]),
             )
-            export(model, self.tokenizer, self.models / f"demo-{name}", readme)
+            corpus.export(model, self.tokenizer, self.models / f"demo-{name}", readme)
         prompts = args.out / "prompts" / "held_out.jsonl"
         prompts.parent.mkdir(parents=True, exist_ok=True)
         prompts.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")

@@ -1,10 +1,12 @@
 """Build and test wheels with the kernels for x86-64 and 64-bit ARM, for Linux systems since 2014.
 
     make wheels
+    python scripts/wheels.py --check-dependencies
 
 zig compiles for both, against the C library of manylinux2014 and with the C++ library linked statically; auditwheel
 checks that and sets the wheel's tag. The wheel for this machine is installed into a new virtual environment with its
-dependencies, where the kernels must load.
+dependencies, where the kernels must load. The second form only checks that all dependencies of the runtime have wheels
+for Jetson: aarch64, CPython 3.10 and 3.12 (JetPack 6 and 7).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +27,12 @@ GLIBC = "2.17"
 LARGEST = 3_000_000
 """Maximum size of a wheel in bytes."""
 TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels_described; print(kernels_described())"
+EXTRAS = ("cpu", "serve", "compile")
+"""``tensorrt`` comes with JetPack."""
+ALSO = ("cuda-bindings>=12.6",)
+PYTHONS = ("3.10", "3.12")
+PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)] + ["manylinux2014_aarch64"]
+"""JetPack 6 is Ubuntu 22.04, whose glibc is 2.35."""
 
 
 def main() -> int:
@@ -30,7 +40,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build wheels with the kernels.")
     parser.add_argument("machines", nargs="*", metavar="MACHINE", default=MACHINES, help=f"{' or '.join(MACHINES)}")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "dist", help="folder of the wheels")
+    parser.add_argument("--check-dependencies", action="store_true", help="ask for the wheels of all dependencies")
     options = parser.parse_args()
+    if options.check_dependencies:
+        return check_dependencies()
     for machine in options.machines:
         wheel = build(machine, options.output.resolve())
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.2f} MB")
@@ -75,6 +88,38 @@ def installed(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         assert "specexport/kernels/libspecexport.so" in archive.namelist()
     return subprocess.run([python, "-c", TRIED], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def requirements(python: str) -> Iterator[str]:
+    """The requirements of ``pyproject.toml`` on a Jetson with this Python."""
+    import tomllib
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [
+        *project["dependencies"],
+        *(entry for extra in EXTRAS for entry in project["optional-dependencies"][extra]),
+    ]
+    environment = {"python_version": python, "sys_platform": "linux", "platform_machine": "aarch64"}
+    for requirement in map(Requirement, [*declared, *ALSO]):
+        # pip would evaluate markers for the running Python.
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            requirement.marker = None
+            yield str(requirement)
+
+
+def check_dependencies() -> int:
+    """Asks the package index whether all dependencies have wheels for Jetson; returns the exit status."""
+    wanting = 0
+    for python in PYTHONS:
+        platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+        with tempfile.TemporaryDirectory() as nowhere:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--target", nowhere]
+            pip += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python, *platforms]
+            done = subprocess.run([*pip, *requirements(python)], capture_output=True, text=True, check=False)
+        print(f"aarch64, Python {python}: {'everything has wheels' if done.returncode == 0 else done.stderr.strip()}")
+        wanting |= done.returncode != 0
+    return int(wanting)
 
 
 def _failed(why: str) -> int:

@@ -15,7 +15,7 @@ from specexport.contract.options import keywords
 from specexport.frontend import Frontend
 from specexport.options import ServiceOptions
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
-from specexport.runtime.engine import Prompt
+from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import Speculative
 
 _SMOOTHING = 0.1

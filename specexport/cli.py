@@ -5,30 +5,17 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 from specexport.building import needs_extra
-from specexport.commands import (
-    bench,
-    build,
-    chat,
-    compile,
-    draw,
-    export,
-    inspect,
-    plan,
-    run,
-    serve,
-    suggest,
-    train,
-    tune,
-    verify,
-)
+from specexport.commands import Command, bench, build, chat, inspect, plan, run, serve, tune
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import described
+from specexport.contract.options import Options
 from specexport.contract.values import require_text
 from specexport.flags import add_flags, from_flags
 from specexport.version import described as version
@@ -50,7 +37,22 @@ Environment:
 Exit status:
     0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C
 """
-_COMMANDS = (build, compile, run, chat, serve, export, inspect, draw, verify, bench, suggest, plan, train, tune)
+_COMMANDS = (
+    Command("build", build.build_flags, build.build_command),
+    Command("compile", build.compile_flags, build.compile_command),
+    Command("run", run.run_flags, run.run_command),
+    Command("chat", chat.chat_flags, chat.chat_command),
+    Command("serve", serve.serve_flags, serve.serve_command),
+    Command("export", serve.ExportOptions, serve.export_command),
+    Command("inspect", inspect.InspectOptions, inspect.inspect_command),
+    Command("draw", inspect.DrawOptions, inspect.draw_command),
+    Command("verify", inspect.VerifyOptions, inspect.verify_command),
+    Command("bench", bench.bench_flags, bench.bench_command),
+    Command("suggest", plan.suggest_flags, plan.suggest_command),
+    Command("plan", plan.plan_flags, plan.plan_command),
+    Command("train", build.train_flags, build.train_command),
+    Command("tune", tune.tune_flags, tune.tune_command),
+)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -117,27 +119,27 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="print a completion script for a shell; needs the completion extra",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    names = {module.__name__.rpartition(".")[2] for module in _COMMANDS}
+    names = {command.name for command in _COMMANDS}
     chosen = names & set(words[:1]) or (set() if words[:1] in (["-h"], ["--help"], ["--version"]) else names)
-    for module in _COMMANDS:
-        # The first paragraph of a command's module is its description, the second has examples.
-        first, _, examples = (module.__doc__ or "").partition("\n\n")
+    for command in _COMMANDS:
+        # The first paragraph of a command's docstring is its description, the second has examples.
+        first, _, examples = (getdoc(command.main) or "").partition("\n\n")
         summary = " ".join(first.replace("``", "").split())
-        name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(name, help=summary, description=summary, epilog=examples.rstrip())
-        command.set_defaults(main=module.main)
-        if name in chosen and hasattr(module, "Command"):
-            add_flags(command, module.Command)
-            command.set_defaults(main=partial(_run, module))
-        elif name in chosen:
-            module.add_arguments(command)
+        added = commands.add_parser(command.name, help=summary, description=summary, epilog=examples)
+        added.set_defaults(main=command.main)
+        if command.name not in chosen:
+            continue
+        if isinstance(command.flags, type):
+            add_flags(added, command.flags)
+            added.set_defaults(main=partial(_run, command.flags, command.main))
+        else:
+            command.flags(added)
     return top
 
 
-def _run(module: Any, arguments: argparse.Namespace) -> int:
+def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Namespace) -> int:
     """Runs a command that takes its options."""
-    code: int = module.main(from_flags(module.Command, arguments))
-    return code
+    return main(from_flags(kind, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,28 @@
-"""Structs of options as flags of the command line, and back."""
+"""Structs of options as flags of the command line and back; ``--method`` and the flags that stand for it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
+from specexport.contract.errors import BuildError
+from specexport.contract.methods import (
+    Flag,
+    MethodOptions,
+    known,
+    method_type,
+    options_type,
+    parse_method,
+    read_method,
+)
 from specexport.contract.options import REQUIRED, Option, Options, checked, options
 
 O = TypeVar("O", bound=Options)
+_Values = list[tuple[str, Any]]
+"""``--method`` and its short forms on a command line, with their values, in order: the first method is the default."""
 
 
 def add_flags(
@@ -70,7 +84,7 @@ def flag(option: Option) -> str:
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:
-    """A parser's group of a heading, which may have a text behind a colon."""
+    """A parser's group of a heading; a description may follow after a colon."""
     if heading is None:
         return parser
     title, _, text = heading.partition(": ")
@@ -102,3 +116,128 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
         return
     how |= {"dest": option.name, "required": required}
     group.add_argument(*filter(None, (about.get("short"), flag(option))), **how)
+
+
+class _Remember(argparse.Action):
+    """Keeps a flag and its value in the order of the command line."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        earlier: _Values = list(getattr(namespace, self.dest) or ())
+        namespace.__dict__[self.dest] = [*earlier, (self.option_strings[0], self.const if values == [] else values)]
+
+
+def _flags() -> list[tuple[str, Flag]]:
+    """Every flag with the name of its method."""
+    return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares ``--method``, its short forms and their common flags; returns their group."""
+    group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
+    group.add_argument(
+        "--method",
+        action=_Remember,
+        dest="methods",
+        metavar="NAME[:VALUE][,key=value]",
+        help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
+        "are short forms (default: none, plain decoding)",
+    )
+    for _, flag in _flags():
+        if flag.key is None:
+            group.add_argument(flag.name, action=_Remember, dest="methods", nargs=0, const=True, help=flag.help)
+        else:
+            optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
+            group.add_argument(
+                flag.name, action=_Remember, dest="methods", metavar=flag.metavar, help=flag.help, **optional
+            )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=_draft_tokens,
+        metavar="K[,K...]",
+        help="draft tokens a step of every method without a number of its own: a chain, or its best tree of that size; "
+        "of several the first is the default (default: the method's own)",
+    )
+    group.add_argument(
+        "--tree",
+        action="append",
+        default=[],
+        metavar="FILE_OR_PRESET",
+        help="token tree to verify, for the methods that fill any tree: JSON or a preset's name; repeatable, the first "
+        "is the default (default: the method's own)",
+    )
+    return group
+
+
+def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
+    """The methods a command line asks for.
+
+    Raises:
+        BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
+    """
+    values: _Values = list(arguments.methods or ())
+    claimed = {
+        other for _, flag in _flags() for other in flag.claims or {} if any(option == flag.name for option, _ in values)
+    }
+    named = [value.partition(":")[0] for option, value in values if option == "--method"]
+    short = [name for name, flag in _flags() for option, _ in values if option == flag.name and option not in claimed]
+    if repeated := next((name for name in named if named.count(name) > 1 or name in short), None):
+        raise BuildError(
+            f"--method {repeated}: it was given twice; give all its keys at once, {repeated}:key=value,..."
+        )
+    methods: dict[str, MethodOptions] = {}
+    for option, value in values:
+        if option == "--method":
+            method = parse_method(value)
+        elif option in claimed:
+            continue
+        else:
+            name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
+            mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
+            for other, key in (flag.claims or {}).items():
+                others = [value for option, value in values if option == other]
+                if not others:
+                    raise BuildError(f"{option} was given without {other}, which it is for")
+                mapping[key] = others[-1]
+            method = read_method(mapping, option, strict=False)
+        methods[method.name] = method
+    return _with_common_options(list(methods.values()), arguments.num_speculative_tokens, arguments.tree)
+
+
+def _with_common_options(
+    methods: Sequence[MethodOptions], sizes: tuple[int, ...] | None, trees: Sequence[str]
+) -> tuple[MethodOptions, ...]:
+    """The methods with ``--num-speculative-tokens`` and ``--tree``."""
+    if (sizes or trees) and not methods:
+        flag = "--num-speculative-tokens" if sizes else "--tree"
+        raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
+    if sizes and all(method_type(method.name).own_widths for method in methods):
+        raise BuildError(
+            f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
+            "other options"
+        )
+    complete: list[MethodOptions] = []
+    widest = max((method_type(method.name).branching for method in methods), default=0)
+    if trees and not widest:
+        raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
+    for method in methods:
+        mapping: dict[str, Any] = {}
+        if sizes and not method.sizes and not method_type(method.name).own_widths:
+            mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
+        if trees and method_type(method.name).branching == widest and not method.trees:
+            mapping["trees"] = list(trees)
+        complete.append(changed(method, mapping))
+    return tuple(complete)
+
+
+def changed(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
+    """A method with other values of some keys."""
+    if not keys:
+        return method
+    return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys})
+
+
+def _draft_tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None

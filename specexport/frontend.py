@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from specexport.cache import cached_bundle
-from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.building import bundle_of_model
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
@@ -21,15 +19,28 @@ from specexport.contract.methods import MethodOptions, known, listed, method_typ
 from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import require_text
-from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions, SpeculativeConfig
-from specexport.runtime import Engine, SamplingParams, Stream
+from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
-from specexport.runtime.embeds import EmbedsPrompt, EncodedPrompt
-from specexport.runtime.encoding import characters_per_token, encoded
-from specexport.runtime.engine import Prompt
+from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative
+from specexport.runtime.text import characters_per_token, encode_text
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability.
+
+    Attributes:
+        logprob: in nats, before temperature and filters.
+        rank: its rank among all tokens, 1 for the most probable.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass
@@ -83,7 +94,7 @@ class Frontend:
             if config is not None:
                 loaded, chosen = _of_bundle(config)
         else:
-            folder = _built(options, read_methods(config) if config is not None else (), build)
+            folder = bundle_of_model(options, read_methods(config) if config is not None else (), build)
         engine = Engine.load(
             folder,
             threads=options.threads,
@@ -177,7 +188,7 @@ class Frontend:
                 f"at most {self._longest}; shorten it",
                 param=param,
             )
-        return encoded(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
+        return encode_text(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def streams(
         self,
@@ -228,6 +239,14 @@ class Frontend:
         single, double = (self.engine.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
         return double[len(single) :] if double.startswith(single) else single
 
+    def by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The most probable tokens and the chosen one, by token."""
+        ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
+        return {
+            token: Logprob(logprob, rank, self.token_text(token))
+            for rank, token, logprob in (*ranked, (entry.rank, entry.token, entry.logprob))
+        }
+
     def close(self) -> None:
         """Frees the engine."""
         self.engine.close()
@@ -262,29 +281,3 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
             if not method_type(method.name).takes_hypothesis:  # requests with a hypothesis choose it themselves
                 chosen.append(Speculative(method=method.name))
     return tuple(methods), chosen[0] if chosen else DEFAULT
-
-
-def _built(options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any]) -> Path:
-    """The folder of a model's bundle in the cache; ``build`` are the settings of the build that a caller chose."""
-    identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}
-    identity |= {"target": str(options.model), "methods": methods}
-    for name, value in (("max_seq_len", options.max_model_len), ("tensor_parallel", options.tensor_parallel_size)):
-        identity |= {} if value is None else {name: value}
-    if options.backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
-        identity["backend"] = options.backend
-    return cached_bundle(identity, _build, check_hashes=options.check_hashes)
-
-
-def _build(options: dict[str, Any], output: Path) -> None:
-    from specexport.building import exporter, progress_bars, warn_of_settings
-
-    module = exporter()
-    settings = module.BuildOptions(output=output, resume=True, engines=_engines(options.get("backend")), **options)
-    print(f"building {output}", file=sys.stderr)
-    with progress_bars() as progress:
-        warn_of_settings(read_manifest(module.build(settings, progress)))
-
-
-def _engines(backend: Any) -> CompileOptions | None:
-    """Options for compiling a bundle's graphs; None for backends without engines."""
-    return CompileOptions(backend) if backend in ENGINE_RUNTIMES else None

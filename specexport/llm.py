@@ -13,25 +13,66 @@ from tqdm import tqdm
 from specexport.contract.errors import RequestError
 from specexport.contract.options import keywords
 from specexport.contract.values import is_sequence, plain, shown, token_ids
-from specexport.frontend import Frontend
+from specexport.frontend import Frontend, Logprob
 from specexport.options import EngineOptions
-from specexport.outputs import NO_TOKEN, CompletionOutput, Logprob, RequestOutput, by_token
-from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stream, TokenLogprobs, engine
+from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
+from specexport.runtime.prompt import Prompt as EnginePrompt
+from specexport.runtime.request import FinishReason, complete
 from specexport.runtime.speculative import Speculative
-from specexport.runtime.stream import completed
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
 SpeculativeLike = Speculative | Mapping[str, Any] | str
-"""What :meth:`~specexport.runtime.engine.Engine.stream` takes."""
+"""How to speculate, as :meth:`~specexport.runtime.engine.Engine.stream` takes it."""
+NO_TOKEN = -1
+"""The token id that stands for an embedding of a prompt."""
 
 
-@dataclass
-class _Request:
-    text: str | None
-    streams: list[Stream]
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One output.
+
+    Attributes:
+        index: which of the request's ``n``.
+        text: the output without the stop text.
+        token_ids: every generated token, an end-of-text token included.
+        logprobs: for each token its own and those of the most probable ones, by token; None unless requested.
+        cumulative_logprob: the sum of the tokens' own; None unless requested.
+        finish_reason: ``stop`` (end of text, a stop text or token) or ``length``.
+        metrics: its costs and acceptance.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason
+    metrics: Stats
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request and its outputs.
+
+    Attributes:
+        request_id: its index in the call, as text.
+        prompt: the text; None for a prompt of tokens.
+        prompt_token_ids: the prompt's tokens; -1 for embeddings.
+        outputs: ``n`` of them.
+        prompt_logprobs: for each prompt token its own and those of the most probable ones, by token, None for the
+            first; None unless requested.
+        finished: always True.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
 
 
 class LLM:
@@ -139,39 +180,38 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, engine.Prompt]],
+        prompts: list[tuple[str | None, EnginePrompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         speculative: SpeculativeLike | Sequence[SpeculativeLike] | None,
     ) -> list[RequestOutput]:
         params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         choices = _per_prompt("speculative", speculative, (Speculative, Mapping, str), len(prompts))
-        requests = [
-            self._request(index, *prompt, params[index], choices[index]) for index, prompt in enumerate(prompts)
+        outputs = [
+            self._streams(index, prompt, params[index], choices[index]) for index, (_, prompt) in enumerate(prompts)
         ]
-        lengths = [len(request.streams[0].tokens) for request in requests]
-        done = self._complete([stream for request in requests for stream in request.streams], use_tqdm)
+        lengths = [len(streams[0].tokens) for streams in outputs]
+        completions = self._complete([stream for streams in outputs for stream in streams], use_tqdm)
         return [
             RequestOutput(
                 str(index),
-                request.text,
-                tuple(max(token, NO_TOKEN) for token in request.streams[0].tokens[:length]),
-                tuple(self._output(at, stream.params, done[id(stream)]) for at, stream in enumerate(request.streams)),
-                self._prompt_logprobs(request.streams[0]),
+                text,
+                tuple(max(token, NO_TOKEN) for token in streams[0].tokens[:length]),
+                tuple(self._output(at, stream.params, completions[id(stream)]) for at, stream in enumerate(streams)),
+                self._prompt_logprobs(streams[0]),
             )
-            for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
+            for index, ((text, _), streams, length) in enumerate(zip(prompts, outputs, lengths, strict=True))
         ]
 
-    def _request(
+    def _streams(
         self,
         index: int,
-        text: str | None,
-        prompt: engine.Prompt,
+        prompt: EnginePrompt,
         params: SamplingParams | None,
         speculative: SpeculativeLike | None,
-    ) -> _Request:
+    ) -> list[Stream]:
         try:
-            return _Request(text, self._frontend.streams(prompt, params, speculative))
+            return self._frontend.streams(prompt, params, speculative)
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}", param=error.param) from error
 
@@ -187,7 +227,7 @@ class LLM:
             nrows=size.lines,
         )
         with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
-            running = {pool.submit(completed, stream): stream for stream in streams}
+            running = {pool.submit(complete, stream): stream for stream in streams}
             try:
                 for future in as_completed(running):
                     completions[id(running[future])] = future.result()
@@ -201,7 +241,7 @@ class LLM:
         return completions
 
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
-        logprobs = None if params.logprobs is None else [self._by_token(entry) for entry in result.logprobs]
+        logprobs = None if params.logprobs is None else list(map(self._frontend.by_token, result.logprobs))
         total = sum(entry.logprob for entry in result.logprobs) if logprobs is not None else None
         text, reason = result.text, result.finish_reason
         return CompletionOutput(index, text, result.token_ids, logprobs, total, reason, result.stats)
@@ -209,10 +249,7 @@ class LLM:
     def _prompt_logprobs(self, stream: Stream) -> list[dict[int, Logprob] | None] | None:
         if stream.params.prompt_logprobs is None:
             return None
-        return [None, *map(self._by_token, stream.prompt_logprobs)]
-
-    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        return by_token(entry, self._frontend.token_text)
+        return [None, *map(self._frontend.by_token, stream.prompt_logprobs)]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -239,7 +276,7 @@ def _per_prompt(name: str, argument: Any, kinds: type | tuple[type, ...], count:
     return list(values)
 
 
-def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, engine.Prompt]:
+def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, EnginePrompt]:
     """A prompt's text, if it has one, and its form for the engine."""
     if isinstance(prompt, str):
         return prompt, prompt

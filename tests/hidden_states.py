@@ -18,7 +18,7 @@ from specexport.contract import tensors
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime import SamplingParams
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _CANDIDATES, _UNIFORM, _ROWS = 64, 0.7, 32

@@ -66,10 +66,10 @@ class Communicator:
     def barrier(self) -> None:
         self.meet("sum.", np.zeros(1, np.float32))
 
-    def add_up(self, part: Tensor, stream: int) -> None:
+    def all_reduce(self, part: Tensor, stream: int) -> None:
         self._give("sum.", part, part, stream)
 
-    def gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
+    def all_gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
         assert whole.shape == (self.ranks, *part.shape)
         self._give("join.", part, whole, stream)
 

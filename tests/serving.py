@@ -14,8 +14,7 @@ import msgspec
 
 from specexport.async_engine import AsyncEngine
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
-from specexport.server.app import create_app
-from specexport.server.run import Server
+from specexport.server.app import Server, create_app
 from specexport.server.service import Service
 
 TEMPLATE = (

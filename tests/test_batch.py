@@ -19,7 +19,7 @@ from specexport.runtime import Engine, RequestError, SamplingParams, Stream
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
-from specexport.runtime.slots import Slots
+from specexport.runtime.scheduler import Slots
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, StepResult
 from tests.reference import chi_square_p, exact_texts

@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 
 from specexport.cli import main
+from specexport.commands.bench import Result, built_in_tasks, compare, read_tasks
 from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
-from specexport.runtime.stream import Completion
-from specexport.tuning import workloads
-from specexport.tuning.bench import Result, compare
+from specexport.runtime.request import Completion
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
 
 
 def test_the_workloads_are_there(engine: Engines) -> None:
-    tasks = workloads.built_in(engine(NAME).encode, 2, 60)
+    tasks = built_in_tasks(engine(NAME).encode, 2, 60)
     assert [task.workload for task in tasks] == ["completion", "edit", "completion", "edit", "text", "text"]
     edit = tasks[1]
     assert edit.hypothesis is not None
@@ -35,15 +34,15 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"text": "one two"}\n\n{"text": "three", "workload": "chat", "hypothesis": "four"}\n')
     encode = engine(NAME).encode
-    first, second = workloads.read(encode, [path], 4, 64)
+    first, second = read_tasks(encode, [path], 4, 64)
     assert (first.workload, first.prompt, first.hypothesis) == ("data", encode("one two"), None)
     assert (second.workload, second.hypothesis) == ("chat", encode("four"))
     for content, reason in (("", "no text"), ('{"txt": "one"}', "line 1: "), ("no json", "line 1: ")):
         path.write_text(content)
         with pytest.raises(RequestError, match=reason):
-            workloads.read(encode, [path], 4, 64)
+            read_tasks(encode, [path], 4, 64)
     with pytest.raises(RequestError, match=r"none\.jsonl"):
-        workloads.read(encode, [tmp_path / "none.jsonl"], 4, 64)
+        read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
 def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,13 +85,13 @@ def test_lossy_methods_are_detected(
         return path, (token + 1) % 300 if len(tree) > 1 else token
 
     monkeypatch.setattr(step_module, "accept_greedy", too_kind)
-    tasks = workloads.built_in(engine(NAME).encode, 1, 40)
+    tasks = built_in_tasks(engine(NAME).encode, 1, 40)
     (row,) = compare(engine(NAME), ["draft_model"], tasks, 12, lambda *_: None)
     assert not row.lossless
     assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
     output = capsys.readouterr()
     assert "3 of 3 part" in output.out
-    assert "texts part from plain decoding's" in output.err
+    assert "texts differ from plain decoding's" in output.err
 
 
 def test_figures_that_contradict_each_other_are_named(

@@ -24,8 +24,7 @@ from specexport.contract.reading import read_manifest
 from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
-from specexport.runtime.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
-from specexport.runtime.choice import Option, best
+from specexport.runtime.choice import KEEP, PRIOR, WEIGHT, Acceptance, Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
     MARGIN,

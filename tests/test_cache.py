@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from specexport import LLM, SamplingParams
-from specexport.cache import cache_folder, cached_bundle
+from specexport.building import cache_folder, cached_bundle
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import MANIFEST_NAME
@@ -115,7 +115,7 @@ def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monke
         raise InterruptedError  # which bundle would be loaded is what counts
 
     builds = Builds()
-    monkeypatch.setattr("specexport.frontend._build", builds)
+    monkeypatch.setattr("specexport.building._build", builds)
     monkeypatch.setattr("specexport.frontend.Engine.load", engine)
     first, other = model.parent / "t.json", model.parent / "other.json"
 
@@ -171,7 +171,7 @@ def test_of_several_at_once_one_builds(model: Path) -> None:
 def test_a_killed_build_frees_its_lock(model: Path) -> None:
     program = f"""
 import os, signal
-from specexport.cache import cached_bundle
+from specexport.building import cached_bundle
 cached_bundle({{"target": {str(model)!r}}}, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9

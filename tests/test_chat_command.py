@@ -14,8 +14,8 @@ import pytest
 
 from specexport import LLM, SamplingParams
 from specexport.cli import main
+from specexport.commands.chat import Conversation
 from specexport.contract.errors import RequestError
-from specexport.conversation import Conversation
 from specexport.frontend import Frontend
 from specexport.terminal import read_message
 from tests.serving import with_chat_template

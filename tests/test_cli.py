@@ -14,7 +14,7 @@ import pytest
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
-from specexport.method_flags import add_method_arguments, asked_methods
+from specexport.flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
 
@@ -45,7 +45,7 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
     assert free["token_ids"] == fast["token_ids"] == plain["token_ids"]
     assert fast["stats"]["drafted"] > 0 == plain["stats"]["drafted"]
     main([*words[:-1], "--stats"])
-    assert "chosen      steps of so many draft tokens, and what they take here: " in capsys.readouterr().err
+    assert "chosen      steps by number of draft tokens, with their cost here: " in capsys.readouterr().err
 
 
 def test_run_reads_standard_input(

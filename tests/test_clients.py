@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from specexport.runtime.chat import ChatTemplate
 from specexport.server.answers import AssistantCall, OutputCall, OutputMessage
-from specexport.server.fields import Only
-from specexport.server.messages import Function, StructuredOutputs
+from specexport.server.fields import Function, Only, StructuredOutputs
 from specexport.server.responses import Output
 from specexport.server.schema import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling, whole_calls

@@ -13,9 +13,7 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import SamplingParams
-from specexport.runtime.backend import Graph
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import Graph, buffers, open_graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import SlotView
 

@@ -12,10 +12,8 @@ import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
-from specexport.runtime.backends.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.backends.cuda.caches import DeviceCache, NewRows
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged
-from specexport.runtime.backends.cuda.stream import CudaStream
+from specexport.runtime.backends.cuda.api import Cuda, CudaStream, OutOfDeviceMemoryError
+from specexport.runtime.backends.cuda.memory import BufferLayout, Device, DeviceCache, MemoryPlan, NewRows, Staged
 from tests.cuda_stand_in import FRESH, StandIn, real
 from tests.null_cuda.bindings import NullRuntime
 

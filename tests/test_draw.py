@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from specexport.cli import main
-from specexport.commands.draw import svg
+from specexport.commands.inspect import svg
 from specexport.contract.tree import TokenTree
 
 SVG = "{http://www.w3.org/2000/svg}"

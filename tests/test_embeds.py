@@ -15,9 +15,9 @@ from specexport import LLM, AsyncEngine
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
-from specexport.runtime.embeds import Embeddings
+from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.record import recorded
+from specexport.tree_search import recorded
 
 Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from specexport.runtime.encoding import characters_per_token, encoded
+from specexport.runtime.text import characters_per_token, encode_text
 
 BYTES = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -65,7 +65,7 @@ def test_no_text_has_more_characters_than_its_tokens_can_stand_for(name: str) ->
     @given(st.lists(pieces | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join))
     def holds(text: str) -> None:
         for form in (text, normalizers.NFD().normalize_str(text)):
-            assert len(form) <= most * len(encoded(tokenizer, form, add_special_tokens=False))
+            assert len(form) <= most * len(encode_text(tokenizer, form, add_special_tokens=False))
 
     holds()
 
@@ -96,13 +96,13 @@ def test_no_bound_if_tokens_remove_text(name: str) -> None:
     tokenizer = swallowing()[name]
     assert characters_per_token(tokenizer) is None
     text = " " * 1000 + ("<m>" if name == "lstrip" else "")
-    assert len(encoded(tokenizer, text)) <= 1
+    assert len(encode_text(tokenizer, text)) <= 1
 
 
 def test_others_run_while_a_long_text_is_read() -> None:
     """Counted is how often another thread comes to its turn, which it never does while Python's lock is held."""
     tokenizer, done, turns = bytewise("aaaa"), threading.Event(), 0
-    reader = threading.Thread(target=lambda: (encoded(tokenizer, "one two " * 200_000), done.set()))
+    reader = threading.Thread(target=lambda: (encode_text(tokenizer, "one two " * 200_000), done.set()))
     reader.start()
     while not done.is_set():
         time.sleep(0.001)
@@ -113,4 +113,4 @@ def test_others_run_while_a_long_text_is_read() -> None:
 
 def test_tokens_are_those_of_the_library() -> None:
     for tokenizer in BOUNDED.values():
-        assert encoded(tokenizer, "a aaaa é\n") == tokenizer.encode("a aaaa é\n").ids
+        assert encode_text(tokenizer, "a aaaa é\n") == tokenizer.encode("a aaaa é\n").ids

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specexport.contract.errors import BuildError
-from specexport.contract.generation import GenerationRules
-from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.manifest import GenerationDefaults, GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.generation import read_generation
 from specexport.runtime import Engine, RequestError, SamplingParams
-from specexport.runtime.rules import Rules
+from specexport.runtime.logits import Rules
 from specexport.runtime.sampling import target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.checkpoints import EOS

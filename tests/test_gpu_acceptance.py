@@ -21,8 +21,8 @@ from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
 from specexport.runtime.backends.cuda import api, ort
-from specexport.runtime.backends.cuda.caches import DeviceCache
 from specexport.runtime.backends.cuda.graph import DeviceGraph
+from specexport.runtime.backends.cuda.memory import DeviceCache
 from tests.cuda_stand_in import StandIn, real
 from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session
 from tests.step_program import for_onnxruntime

@@ -17,9 +17,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from specexport.contract import signature, tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
-from specexport.contract.model import Recurrence, StateLayer
+from specexport.contract.model import CELL, Recurrence, StateLayer, with_rows
 from specexport.contract.reading import read_manifest
-from specexport.contract.states import CELL, KeptStates, cell_rows, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints import parity
@@ -33,11 +32,11 @@ from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backends.opening import open_backend
+from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening, open_proposer
+from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
 from tests.manifests import rewritten

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specexport.runtime import Engine, RequestError, SamplingParams
-from specexport.runtime.logprobs import token_logprobs
+from specexport.runtime.logits import token_logprobs
 from specexport.runtime.speculative import PLAIN
 
 Engines = Callable[[str], Engine]

@@ -22,7 +22,7 @@ from specexport.methods.lookahead.spec import Lookahead, guess_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.record import recorded
+from specexport.tree_search import recorded
 from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]

@@ -23,7 +23,7 @@ from specexport.methods.suffix import OutputStore, Suffix, SuffixAutomaton, Suff
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Chains, SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.record import recorded
+from specexport.tree_search import recorded
 from tests.manifests import rewritten
 
 Engines = Callable[[str], Engine]

@@ -38,10 +38,10 @@ from specexport.methods.mlp_speculator.export import trace_speculator
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tuning.record import recorded
+from specexport.tree_search import recorded
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates

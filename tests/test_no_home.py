@@ -25,7 +25,7 @@ import warnings
 warnings.simplefilter("error")
 from specexport import LLM
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import passing_folder
+from specexport.contract.folders import temporary_folder
 try:
     LLM(sys.argv[1])
 except UserWarning as warning:
@@ -35,7 +35,7 @@ for _ in range(2):
     with LLM(sys.argv[1], max_model_len=64, max_batch_size=1, speculative_config="ngram") as llm:
         (output,) = llm.generate("one two one two", use_tqdm=False)
         assert len(output.outputs[0].token_ids)
-print("built", len(list((passing_folder() / "bundles").glob("[!.]*"))), passing_folder())
+print("built", len(list((temporary_folder() / "bundles").glob("[!.]*"))), temporary_folder())
 """
 
 

@@ -14,8 +14,7 @@ import onnx.parser
 import pytest
 
 from specexport.contract.errors import BackendError
-from specexport.runtime.backends.cuda.api import Cuda, OutOfDeviceMemoryError
-from specexport.runtime.backends.cuda.stream import CudaStream
+from specexport.runtime.backends.cuda.api import Cuda, CudaStream, OutOfDeviceMemoryError
 from tests import test_gpu_dry_run
 from tests.null_cuda import log
 from tests.null_cuda.bindings import NullRuntime

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specexport.runtime.text import TextStream
-from specexport.server.offsets import PlacedTokens
+from specexport.server.completions import PlacedTokens
 from tests.test_text import byte_fallback, byte_level, hard_texts
 
 START, END = "<start>", "<end>"

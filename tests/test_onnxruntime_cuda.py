@@ -29,8 +29,8 @@ from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.request import Completion, complete
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.stream import Completion, completed
 from specexport.verify.graphs import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
@@ -101,7 +101,7 @@ def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: 
         streams = [on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
         for stream in streams:
             stream.start()
-        texts = [completed(stream) for stream in streams]
+        texts = [complete(stream) for stream in streams]
     assert [loaded.token_ids for loaded in texts] == [
         engine(name).generate(loaded, GREEDY, PLAIN).token_ids for loaded in prompts
     ]
@@ -162,7 +162,7 @@ def test_the_device_decides_for_several_at_once(
             ]
             for stream in streams:
                 stream.start()
-            texts.append([completed(stream) for stream in streams])
+            texts.append([complete(stream) for stream in streams])
         for ours, theirs in zip(*texts, strict=True):
             same(ours, theirs)
         assert {ours.stats.accept for ours in texts[0]} == {0.0}

@@ -16,9 +16,8 @@ from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildOptions, BuildSettings
 from specexport.flags import add_flags, from_flags
-from specexport.options import EngineOptions, ServiceOptions
+from specexport.options import EngineOptions, ListenOptions, ServerOptions, ServiceOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.server.options import ListenOptions, ServerOptions
 
 pytestmark = pytest.mark.exporter  # the server's extra is part of what tests of the exporter need
 

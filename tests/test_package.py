@@ -208,7 +208,7 @@ def test_it_runs_where_there_is_no_repository(
     assert run(installed / "python", "-c", LEAN, *words, cwd=tmp_path) == output
     assert "llama" in run(installed / "python", "-c", LEAN, "inspect", folder, cwd=tmp_path)
     assert int(run(installed / "python", "-c", IMPORTS, cwd=tmp_path)) > 100
-    page = "from specexport.server import page; print(page.__file__)"
+    page = "from specexport.server import app; print(app.__file__)"
     home = Path(run(installed / "python", "-c", page, cwd=tmp_path).strip()).parent
     assert (home / "assets" / "index.html").read_bytes() == (ROOT / "specexport/server/assets/index.html").read_bytes()
 

@@ -14,8 +14,8 @@ import pytest
 from specexport.cli import parser
 from specexport.contract.tree import TokenTree
 from specexport.flags import from_flags
+from specexport.options import ServerOptions
 from specexport.runtime import Chunk, Engine, SamplingParams
-from specexport.server.options import ServerOptions
 from tests.browser import CHROMIUM, Browser, browser
 from tests.serving import HERMES, Served, served, with_chat_template
 

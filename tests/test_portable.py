@@ -16,9 +16,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import Graph, buffers, open_graph
 from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint

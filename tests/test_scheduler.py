@@ -16,10 +16,9 @@ from specexport.contract.errors import BackendError
 from specexport.runtime import SamplingParams
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
-from specexport.runtime.request import Request
+from specexport.runtime.request import Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult
-from specexport.runtime.stream import Stream, completed
 from specexport.runtime.text import TextStream
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -105,7 +104,7 @@ def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pyt
         return time.monotonic()
 
     shared = scheduler(Slow())
-    reader, errors = in_background(lambda: completed(stream(shared, room=1)))
+    reader, errors = in_background(lambda: complete(stream(shared, room=1)))
     assert stepping.wait(10)
     request = stream(shared)
     with monkeypatch.context() as patch:
@@ -113,7 +112,7 @@ def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pyt
         request.start()
     reader.join(10)
     assert errors == []
-    assert len(completed(request).token_ids) == 3
+    assert len(complete(request).token_ids) == 3
 
 
 def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +122,7 @@ def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.Monk
         patch.setattr(Scheduler, "_clock", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             next(request)
-    reader, errors = in_background(lambda: completed(request))
+    reader, errors = in_background(lambda: complete(request))
     reader.join(10)
     assert not reader.is_alive()
     assert errors == []
@@ -137,7 +136,7 @@ def test_closing_waits_for_the_turn_that_another_thread_takes() -> None:
         assert may_leave.wait(10)
 
     shared = scheduler(Counting(released))
-    reader, reader_errors = in_background(lambda: completed(stream(shared)))
+    reader, reader_errors = in_background(lambda: complete(stream(shared)))
     assert leaving.wait(10)
     closer, closer_errors = in_background(shared.close)
     closer.join(0.3)
@@ -176,7 +175,7 @@ def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch
         turn()
 
     monkeypatch.setattr(shared, "_turn", turn_while_another_looks)
-    driver, _ = in_background(lambda: completed(reader))
+    driver, _ = in_background(lambda: complete(reader))
     while not shared._driving:
         time.sleep(0.001)
     shared.close()
@@ -197,7 +196,7 @@ def test_an_engine_that_does_not_get_on_says_so() -> None:
             return super().step(views)
 
     shared = scheduler(Failing())
-    reader, errors = in_background(lambda: completed(stream(shared)))
+    reader, errors = in_background(lambda: complete(stream(shared)))
     assert stepping.wait(10)
     time.sleep(0.02)
     assert shared.stall_reason(60) is None
@@ -208,8 +207,8 @@ def test_an_engine_that_does_not_get_on_says_so() -> None:
     for _ in range(2):
         assert shared.stall_reason(0.01) is None
         with pytest.raises(BackendError):
-            completed(stream(shared))
+            complete(stream(shared))
     assert shared.stall_reason(60) == "the last 3 turns failed; the log says why"
     broken.clear()
-    completed(stream(shared))
+    complete(stream(shared))
     assert shared.stall_reason(60) is None

@@ -480,16 +480,16 @@ def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.M
     assert pointer(communicator.capsule, b"ncclComm_t") == ctypes.addressof(count)
     part, whole = np.full(4, 3, np.uint16), np.zeros((2, 4), np.uint16)
     inputs = Tensor(part.ctypes.data, part.dtype, part.shape)
-    communicator.gather(inputs, Tensor(whole.ctypes.data, whole.dtype, whole.shape), 5)
+    communicator.all_gather(inputs, Tensor(whole.ctypes.data, whole.dtype, whole.shape), 5)
     np.testing.assert_array_equal(whole, 3)
-    communicator.add_up(replace(inputs, dtype=np.dtype(np.float16)), 5)
+    communicator.all_reduce(replace(inputs, dtype=np.dtype(np.float16)), 5)
     with pytest.raises(BackendError, match="ncclAllReduce failed with status 4"):
-        communicator.add_up(inputs, 5)
+        communicator.all_reduce(inputs, 5)
     for _ in range(2):
         communicator.close()
     assert count.value == 1
     with pytest.raises(BackendError, match="ncclAllReduce: a rank ended, and with it the ranks' communicator"):
-        communicator.add_up(inputs, 5)
+        communicator.all_reduce(inputs, 5)
     with pytest.raises(BackendError, match="ncclCommInitRank failed with status 5: invalid usage; NCCL_DEBUG=INFO"):
         library.join(unique_id, 2, 2)
     with pytest.raises(BackendError, match="status 4: invalid argument"):

@@ -10,16 +10,15 @@ from typing import Any, Protocol
 import pytest
 
 from specexport.commands.run import describe
-from specexport.contract.generation import GenerationRules
+from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backends.cuda.executor import Enqueue
+from specexport.runtime.backends.cuda.library import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.request import Request
+from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import PLAIN_TREE
-from specexport.runtime.stream import Completion, Stream, completed
 from tests.compiled import compiled
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
 from tests.tensorrt_stand_in import TensorRT, installed
@@ -214,7 +213,7 @@ def _start(engine: Engine, ask: Ask) -> Stream:
 def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
     """All of them at once; they join as others leave."""
     streams = [_start(engine, ask) for ask in asks]
-    return [completed(stream) for stream in streams]
+    return [complete(stream) for stream in streams]
 
 
 @pytest.fixture
@@ -231,7 +230,7 @@ def test_batches_equal_single_requests_on_the_cpu(
     """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
     asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
     with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
-        expected = [completed(_start(alone, ask)) for ask in asks]
+        expected = [complete(_start(alone, ask)) for ask in asks]
     with load(name, SLOTS) as on_gpu:
         assert on_gpu.slots == SLOTS
         assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
@@ -265,10 +264,10 @@ def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
         asks: list[Ask] = [([7, 9, 11], others.replace(max_tokens=6), "draft_model"), ([5] * 20, SAMPLED, "ngram")]
         with load("dice-mixed-batch", SLOTS) as on_gpu:
             first, second = (_start(on_gpu, ask) for ask in asks)
-            ours = completed(first)
+            ours = complete(first)
             assert first.stats.execution == second.stats.execution == "graph per engine"
-            for completion, ask in ((ours, asks[0]), (completed(second), asks[1])):
-                assert completion.token_ids == completed(_start(engine("dice-mixed"), ask)).token_ids
+            for actual, ask in ((ours, asks[0]), (complete(second), asks[1])):
+                assert actual.token_ids == complete(_start(engine("dice-mixed"), ask)).token_ids
             assert second.stats.execution == "graph per step"
         shutil.rmtree(gpu.folder)
 
@@ -296,4 +295,4 @@ def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Callab
     with load("dice-mixed-batch", SLOTS) as on_gpu, Engine.load(bundle("dice-mixed"), threads=1) as alone:
         _poison(on_gpu)
         for ask, ours in zip(asks, _together(on_gpu, asks), strict=True):
-            same(ours, completed(_start(alone, ask)))
+            same(ours, complete(_start(alone, ask)))

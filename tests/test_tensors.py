@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.tensor_tables import TABLES
+from scripts.docs import TENSOR_TABLES
 from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, propose_signature, step_signature
 from specexport.contract.tensors import DECLARED, Tensor
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers
 
 
 def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:
     assert all(tensor.meaning for tensor in DECLARED.values())
-    assert {str(tensor) for tensors_of_table in TABLES.values() for tensor in tensors_of_table} == DECLARED.keys()
+    assert {
+        str(tensor) for tensors_of_table in TENSOR_TABLES.values() for tensor in tensors_of_table
+    } == DECLARED.keys()
 
 
 def test_a_tensor_is_its_name() -> None:

@@ -20,9 +20,8 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.stats import Stats
-from specexport.tuning.record import recorded
-from specexport.tuning.tree import Observed, candidates, observe, step_costs
+from specexport.runtime.request import Stats
+from specexport.tree_search import Observed, candidates, observe, recorded, step_costs
 from tests.manifests import Document, rewritten
 
 Bundles = Callable[[str], Path]

@@ -24,10 +24,8 @@ from specexport.contract.engines import ComputedIn
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.backend import Graph
+from specexport.runtime.backend import Graph, buffers, open_graph
 from specexport.runtime.backends.cuda.api import Cuda
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.sampling import target_distribution
 from specexport.runtime.speculative import PLAIN

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine
-from specexport.runtime.backends.cuda.api import Cuda
+from specexport.runtime.backends.cuda.api import Cuda, CudaStream
 from specexport.runtime.backends.cuda.backend import CudaBackend
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution
+from specexport.runtime.backends.cuda.library import Enqueue, Execution
 from specexport.runtime.backends.cuda.memory import Device, MemoryBudget, MemoryPlan
 from specexport.runtime.backends.cuda.steps import Steps
-from specexport.runtime.backends.cuda.stream import CudaStream
 
 COPIED = 1 << 30
 

@@ -1,7 +1,7 @@
 """The registry of methods: entry points of the group ``specexport.methods``, of this package's and of all others'.
 
-An entry point names a subclass of :class:`Method`. The rest of a method is in the modules beside its struct's
-(:func:`part`), and nothing else imports them (``docs/methods.md``).
+An entry point names a subclass of :class:`Method`. The rest of a method is in the neighbouring modules (:func:`part`),
+which nothing else imports (``docs/methods.md``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GROUP = "specexport.methods"
 _SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
-"""What vLLM calls MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
+"""vLLM's names of MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
 
 
 def known() -> tuple[str, ...]:
@@ -75,10 +75,10 @@ def known() -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def method_type(name: str) -> type[Method]:
-    """What a bundle's entry of a method is; see :func:`options_type` for what users may ask of it.
+    """The struct of a method's entry in a bundle; :func:`options_type` is that of its options.
 
     Raises:
-        SpecExportError: it is unknown, or what a package offers under its name is no method.
+        SpecExportError: it is unknown, or a package's entry point of that name is no method.
     """
     if name not in known():
         raise SpecExportError(
@@ -97,12 +97,12 @@ def method_type(name: str) -> type[Method]:
 
 
 def options_type(kind: type[Method]) -> type[MethodOptions]:
-    """What users may ask of a method."""
+    """The struct of a method's options."""
     return kind if issubclass(kind, MethodOptions) else kind.options
 
 
 def text_methods() -> tuple[type[TextMethod], ...]:
-    """Those that need no graph, and so work in every bundle."""
+    """Methods that need no graph, and so work in every bundle."""
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
@@ -140,7 +140,7 @@ def decode_hook(kind: type, content: Any) -> Any:
         raise ValueError(str(error).replace(" - at `$.", " in its `")) from error
 
 
-# --- as users write it ------------------------------------------------------------------------------------------------
+# --- reading a user's options -----------------------------------------------------------------------------------------
 
 
 def read_methods(
@@ -176,7 +176,7 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
 def parse_method(text: str) -> MethodOptions:
     """``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
-    VALUE is that of the method's main key. A key that is given more than once has several values.
+    VALUE is that of the method's main key. A repeated key has several values.
 
     Raises:
         BuildError: see :func:`read_method`.
@@ -185,15 +185,15 @@ def parse_method(text: str) -> MethodOptions:
     mapping: dict[str, Any] = {"method": name}
     value: list[str] = []
     for word in rest.split(",") if rest else ():
-        key, equals, said = word.partition("=")
+        key, equals, text_value = word.partition("=")
         if not equals or not re.fullmatch(r"[a-z_]+", key):
             if len(mapping) > 1:
                 raise BuildError(f"--method {text}: {word!r} is not key=value")
             value.append(word)
         elif key in mapping:
-            mapping[key] = [*(mapping[key] if isinstance(mapping[key], list) else [mapping[key]]), said]
+            mapping[key] = [*(mapping[key] if isinstance(mapping[key], list) else [mapping[key]]), text_value]
         else:
-            mapping[key] = said
+            mapping[key] = text_value
     if value:
         try:
             mapping.setdefault(options_type(method_type(name)).main, ",".join(value))
@@ -205,15 +205,15 @@ def parse_method(text: str) -> MethodOptions:
 def read_method(
     config: Mapping[str, Any] | MethodOptions, where: str = "speculative_config", *, strict: bool = True
 ) -> MethodOptions:
-    """The method that a mapping asks for. Trees may be names of presets, JSON files or trees.
+    """Reads a method's options from a mapping. Trees may be names of presets, JSON files or trees.
 
     Args:
         config: keys of the method, with ``method``; as in vLLM, a model alone is that of ``draft_model``.
-        where: what errors begin with.
-        strict: whether numbers have to be numbers, or may be texts.
+        where: the beginning of error messages.
+        strict: whether numbers may not be texts.
 
     Raises:
-        BuildError: it names a method, a key or a tree that is not known, or a value of the wrong kind.
+        BuildError: a method, a key or a tree is unknown, or a value is of the wrong kind.
     """
     if isinstance(config, MethodOptions):
         return config
@@ -249,7 +249,7 @@ def read_method(
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:
-    """Trees as choices, whatever they are given as."""
+    """Trees as choices."""
     named = [trees_option] if isinstance(trees_option, (str, Path, TokenTree)) else trees_option
     if not isinstance(named, Sequence):
         raise BuildError(f"{where}: trees is {trees_option!r}; expected names of presets, files or trees")

@@ -13,10 +13,12 @@ from msgspec import Meta
 from specexport.contract.model import Model, Size, StoredAs, Strict
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.signature import GraphSignature
-from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tensors import DRAFT_TOKENS, Tensor
 from specexport.contract.tree import MAX_NODES, TokenTree
 
+Device = Literal["cpu", "gpu"]
+SMALLER = (5.0, 10.0)
+"""How many times smaller a draft should be: a larger one costs what it gains, a smaller one guesses badly."""
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
 """A token tree as Medusa choices: the ranks on the path from the root, for each node but the root."""
 DraftTokens = Annotated[int, Meta(ge=1, le=32)]
@@ -32,10 +34,42 @@ BYTES: dict[StoredAs, float] = {
     "stored": 1.125,
 }
 """Of a weight; quantized ones with their share of a scale."""
-
-
 SourceKind = Literal["checkpoint", "folder"]
 """A model's folder or hub id, or a folder alone."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A method that ``specexport suggest`` names before anything is built.
+
+    Attributes:
+        settings: what to build it with, in words.
+        rank: its place, the best first.
+        flags: those of ``specexport build``; empty if a model has to be downloaded or trained first.
+    """
+
+    method: str
+    settings: str
+    why: str
+    rank: int
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The target that a method is suggested for.
+
+    Attributes:
+        parameters: their number.
+        device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every node costs.
+        drafts: available smaller models, with how many times smaller they are, the best first.
+        has_mtp: whether the target's checkpoint holds a layer that drafts.
+    """
+
+    parameters: int
+    device: Device
+    drafts: tuple[tuple[str, float], ...] = ()
+    has_mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +94,7 @@ class Flag:
 
 
 class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
-    """What a user asks of a method: its fields are the keys of ``build --method``, of ``speculative_config`` and of a
-    request.
+    """A user's options of a method: the keys of ``build --method``, of ``speculative_config`` and of a request.
 
     Attributes:
         num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
@@ -85,8 +118,8 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of draft tokens that were chosen, the default first; empty if none were."""
-        asked = self.num_speculative_tokens
-        return () if asked is None else asked if isinstance(asked, tuple) else (asked,)
+        sizes = self.num_speculative_tokens
+        return () if sizes is None else sizes if isinstance(sizes, tuple) else (sizes,)
 
 
 class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
@@ -102,9 +135,9 @@ class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
 
 
 class Method:
-    """A method as a bundle has it: what it does, for all who do not know it by name or type.
+    """A method in a bundle and its capabilities, for code that does not know it by name or type.
 
-    It is a struct, which is its entry in the manifest: a :class:`BuiltMethod`, or a :class:`TextMethod`.
+    It is a struct, its entry in the manifest: a :class:`BuiltMethod`, or a :class:`TextMethod`.
 
     Attributes:
         trees: the trees a step may verify, the default first, each of a different size.
@@ -115,7 +148,7 @@ class Method:
         trees: tuple[Choices, ...]
 
     options: ClassVar[type[MethodOptions]]
-    """What users may ask of it; a :class:`TextMethod` is its own options."""
+    """Its options for users; a :class:`TextMethod` is its own options."""
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
 
@@ -131,7 +164,7 @@ class Method:
     takes_hypothesis: ClassVar[bool] = False
     """Whether it proposes from a text given with the request, and nothing without one."""
     branching: ClassVar[Literal[0, 1, 2]] = 0
-    """Trees it fills: 0 chains only, 1 chains with leaves beside them, 2 any."""
+    """Trees it fills: 0 chains only, 1 chains with further leaves, 2 any."""
     own_widths: ClassVar[bool] = False
     """Whether options of its own set the size of its steps, so that no number of draft tokens can be chosen."""
 
@@ -152,7 +185,7 @@ class Method:
 
     @property
     def target_outputs(self) -> tuple[Tensor, ...]:
-        """The target's outputs that it observes, beside the logits."""
+        """The target's outputs that it observes, other than the logits."""
         return ()
 
     @property
@@ -172,9 +205,7 @@ class Method:
 
     @property
     def call_widths(self) -> frozenset[int]:
-        """T of the calls of its model, where a device calls it once for each draft token; empty where one call drafts
-        all of them.
-        """
+        """T of its model's calls on a device that drafts a token a call; empty if one call drafts all."""
         return frozenset({self.catch_up})
 
     @property
@@ -189,7 +220,7 @@ class Method:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files of the bundle that it needs, beside its models'."""
+        """Files of the bundle that it needs, other than its models'."""
         return ()
 
     @property
@@ -204,8 +235,8 @@ class Method:
         return sum(name.startswith(f"{DRAFT_TOKENS}.") for name in outputs)
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
-        """T and K of its model's run for one of its trees, as part of a device's step, for which a fill graph lays out
-        trees that are no chains; None where the host proposes.
+        """T and K of its model's run for a tree in a device's step, whose fill graph lays out branching trees; None if
+        the host proposes.
         """
         return None
 
@@ -237,14 +268,14 @@ class Method:
         return None
 
     @property
-    def beside(self) -> int:
-        """Nodes that each step verifies beside a tree."""
+    def extra_nodes(self) -> int:
+        """Nodes that each step verifies in addition to a tree."""
         return 0
 
     def widths(self) -> tuple[int, ...]:
         """T of every step it may take, that of the default tree first."""
-        widths = [self.beside + len(tree) for tree in self.token_trees()]
-        return (*widths, self.beside + 1) if self.beside else tuple(widths)
+        widths = [self.extra_nodes + len(tree) for tree in self.token_trees()]
+        return (*widths, self.extra_nodes + 1) if self.extra_nodes else tuple(widths)
 
     def drafted_lengths(self) -> frozenset[int] | None:
         """The K its model's graph was built for; None for any."""
@@ -265,7 +296,7 @@ class Method:
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes it needs beside the target and its cache; ``rows`` is the cache size for the longest text."""
+        """Bytes in addition to the target and its cache; ``rows`` is the cache size for the longest text."""
         return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
 
 

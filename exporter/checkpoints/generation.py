@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError
-from specexport.contract.generation import NO_RULES, GenerationRules, Length, Whole
-from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Whole
 from specexport.contract.model import Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import expanded, home, passing_folder
+from specexport.contract.folders import expanded, home, temporary_folder
 from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, INDEX, SINGLE, read_object
 
 GGUF = ".gguf"
@@ -271,4 +271,4 @@ def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
 def hub_cache() -> Path | None:
     """The cache folder for the hub's client, None for its default; avoids a folder literally named ``~``."""
     configured = any(map(os.environ.get, ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")))
-    return None if configured or home() is not None else passing_folder() / "hub"
+    return None if configured or home() is not None else temporary_folder() / "hub"

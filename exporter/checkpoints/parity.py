@@ -15,14 +15,14 @@ import torch
 
 from specexport.contract import signature, tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs
-from specexport.contract.states import KeptStates, with_rows
+from specexport.contract.model import LoweredAs, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
+from specexport.runtime.states import KeptStates
 
 TOLERANCE = 1e-3
 """Maximum difference of a logit, relative to the largest logit; rounding in deep models stays ten times below."""

@@ -15,9 +15,8 @@ import onnx_ir as ir
 
 from specexport.contract.engines import ComputedIn, ProgramGraph
 from specexport.contract.errors import BuildError
-from specexport.contract.manifest import Manifest
+from specexport.contract.manifest import Manifest, program_points, program_sizes
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.program import program_points, program_sizes
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_points
 from specexport.exporter.external_data import INLINE_BYTES, DataFile
 from specexport.exporter.passes.fix_sizes import fix_sizes

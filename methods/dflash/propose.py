@@ -8,8 +8,7 @@ from specexport.contract import tensors
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime.backend import Array
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Opening, SlotView
 
 
 class DFlashProposer(StatesProposer):

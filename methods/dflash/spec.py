@@ -7,9 +7,16 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.methods.base import (
+    DEFAULT_DRAFT_TOKENS,
+    Flag,
+    MethodOptions,
+    RankedMethod,
+    SourceKind,
+    Suggestion,
+    Wanted,
+)
 from specexport.contract.signature import GraphSignature
-from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.hidden_states.spec import StatesCheckpointOptions, StatesDraft

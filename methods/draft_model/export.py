@@ -11,9 +11,8 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
-from specexport.contract.model import Model
+from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.states import with_rows
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_logits

@@ -12,10 +12,8 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.spec import ChainDraft
-from specexport.runtime.backend import Array, Graph
-from specexport.runtime.buffers import write_sampling
-from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView, drawn, fill, most_probable_tree
-from specexport.runtime.proposers import Opening
+from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
 from specexport.runtime.reader import Reader, ReadingProposer
 
 Dynamic = Literal["spine", "any"]

@@ -6,15 +6,17 @@ from typing import ClassVar, Literal
 
 from specexport.contract.methods.base import (
     DEFAULT_DRAFT_TOKENS,
+    SMALLER,
     CheckpointOptions,
     Flag,
     MethodOptions,
     RankedMethod,
     SourceKind,
+    Suggestion,
+    Wanted,
 )
 from specexport.contract.model import Model
 from specexport.contract.signature import GraphSignature, propose_signature
-from specexport.contract.suggestions import SMALLER, Suggestion, Wanted
 from specexport.contract.tree import TokenTree
 
 _GPU_DRAFT_TOKENS = 5

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
-from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind, Suggestion, Wanted
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesCheckpointOptions
 
 

@@ -13,11 +13,9 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import Dynamic, chain_proposal, chain_rows
 from specexport.methods.hidden_states.spec import StatesDraft
-from specexport.runtime.backend import Array, Graph
-from specexport.runtime.buffers import write_sampling
+from specexport.runtime.backend import Array, Graph, write_sampling
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotView
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.sampling import Floats
 

@@ -11,9 +11,8 @@ from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.methods.lookahead.spec import Lookahead
 from specexport.runtime.backend import Array
-from specexport.runtime.embeds import is_embedding
-from specexport.runtime.proposal import Proposal, Proposer, SlotProposer, SlotView, Window
-from specexport.runtime.proposers import Opening
+from specexport.runtime.prompt import is_embedding
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, Window
 
 _SEED = 0
 """Seed of the window's first tokens, drawn from the prompt. They affect acceptance only, so they need not depend on the

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions
-from specexport.contract.suggestions import Suggestion, Wanted
+from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions, Suggestion, Wanted
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Window = Annotated[int, Meta(ge=1, le=MAX_NODES)]
@@ -98,7 +97,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
         return self.window * (self.ngram - 1)
 
     @property
-    def beside(self) -> int:
+    def extra_nodes(self) -> int:
         return self.window_nodes - 1
 
     def describe(self) -> str:

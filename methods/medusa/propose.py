@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from specexport.contract import tensors
 from specexport.methods.medusa.spec import Medusa
 from specexport.runtime.backend import Array
-from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotProposer, SlotView, fill
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Ints, Opening, Proposal, Proposer, SlotProposer, SlotView, fill
 
 
 class MedusaProposer(SlotProposer[Ints]):

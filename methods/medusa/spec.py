@@ -6,9 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from specexport.contract.methods.base import BYTES, CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.methods.base import (
+    BYTES,
+    CheckpointOptions,
+    Flag,
+    MethodOptions,
+    RankedMethod,
+    SourceKind,
+    Suggestion,
+    Wanted,
+)
 from specexport.contract.model import Positive, Size, StoredAs
-from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tensors import CANDIDATES, Tensor
 from specexport.contract.tree import TokenTree
 

@@ -11,8 +11,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.methods.medusa_draft.spec import MedusaDraft
 from specexport.runtime.backend import Graph
-from specexport.runtime.proposal import Ints, Proposal, SlotView, fill
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Ints, Opening, Proposal, SlotView, fill
 from specexport.runtime.reader import Reader, ReadingProposer
 
 

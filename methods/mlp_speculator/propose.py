@@ -13,11 +13,9 @@ from specexport.contract.shapes import window
 from specexport.contract.tensors import Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
-from specexport.runtime.backend import Array, Graph
-from specexport.runtime.buffers import write_sampling
-from specexport.runtime.embeds import is_embedding
-from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, Proposer, SlotProposer, SlotView, drawn
-from specexport.runtime.proposers import Opening
+from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.prompt import is_embedding
+from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotProposer, SlotView, drawn
 from specexport.runtime.sampling import Floats
 
 

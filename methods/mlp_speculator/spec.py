@@ -7,11 +7,18 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
+from specexport.contract.methods.base import (
+    CheckpointOptions,
+    Flag,
+    MethodOptions,
+    RankedMethod,
+    SourceKind,
+    Suggestion,
+    Wanted,
+)
 from specexport.contract.model import Model, Size
 from specexport.contract.shapes import uncached_points
 from specexport.contract.signature import GraphSignature, stage_outputs
-from specexport.contract.suggestions import Suggestion, Wanted
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 

@@ -11,8 +11,7 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import propose as draft_model
 from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Chains, Proposal, Proposer, SlotProposer, SlotView
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Chains, Opening, Proposal, Proposer, SlotProposer, SlotView
 from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)

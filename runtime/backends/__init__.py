@@ -1,1 +1,1 @@
-"""What runs a bundle's graphs: a folder a backend, which the others and the rest of the runtime do not import."""
+"""Backends, which run a bundle's graphs: a folder each, which neither other backends nor the runtime import."""

@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.backend import BackendOptions, Graph
+from specexport.runtime.backend import BackendOptions, Graph, buffers
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.ranks import open_rank
 from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
-from specexport.runtime.buffers import buffers
 from specexport.runtime.bundle import Bundle
 
 

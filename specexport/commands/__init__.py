@@ -1,14 +1,11 @@
-"""The commands, one module each: its docstring is its help, ``Command`` are its flags, ``main`` runs it.
-
-Commands with flags of several structs have ``add_arguments`` instead of ``Command``, and ``main`` takes the namespace.
-"""
+"""The commands of the command line, and the flags that several of them share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults
@@ -23,13 +20,27 @@ SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-"""Sampling parameters that are flags, beside the seed."""
+"""Sampling parameters that are flags, other than the seed."""
 BUILD_GROUP = "the build: if a model is built on first use"
 BUILD = [name for name in options(BuildSettings) if name not in options(SamplingParams)]
 _OPENING = [name for name in options(EngineOptions) if name not in options(BuildSettings) and name != "model"]
 
 
-class BundleCommand(Options, frozen=True, kw_only=True):
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        name: on the command line.
+        flags: the options that become its flags, or a function that declares flags of several structs.
+        main: runs it with the options, or else with the namespace; returns the exit code. Its docstring is the help.
+    """
+
+    name: str
+    flags: type[Options] | Callable[[argparse.ArgumentParser], None]
+    main: Callable[[Any], int]
+
+
+class BundleOptions(Options, frozen=True, kw_only=True):
     """Options of commands over a bundle.
 
     Attributes:
@@ -41,7 +52,7 @@ class BundleCommand(Options, frozen=True, kw_only=True):
     json: bool = False
 
 
-class PlottedCommand(BundleCommand, frozen=True, kw_only=True):
+class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
     """The same with a page.
 
     Attributes:

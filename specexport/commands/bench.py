@@ -1,33 +1,262 @@
-"""Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that texts are equal.
-
-Example:
-    specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
-"""
+"""``specexport bench``: compares a bundle's methods on the same requests."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from dataclasses import asdict
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+
 from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import PlottedCommand, engine_flags
-from specexport.commands.draw import about
-from specexport.commands.inspect import bytes_text
+from specexport.commands import PlottedOptions, engine_flags
+from specexport.commands.inspect import about, bytes_text
+from specexport.contract.errors import UNREADABLE, RequestError
+from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.request import Completion
+from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import Table, show
-from specexport.tuning import workloads
-from specexport.tuning.bench import DEFAULT, MethodRow, compare
+
+_FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
+"""Files of Python's standard library."""
+_TOPICS = ("objects", "typesmapping", "exceptions", "formatstrings", "naming", "yield", "class", "import")
+"""Topics of Python's help texts (``pydoc_data.topics``), which are prose."""
+_SKIPPED = 200
+"""Tokens left out at a file's start, where licences and lists of names are."""
+_COPIED = 48
+"""Tokens of an edit's copy that are part of its prompt."""
+
+Encode = Callable[[str], list[int]]
+DEFAULT = "default"
+"""The name of requests without a method, whose steps draft as many tokens as pay."""
+_WARM_UP = 12
+"""Tokens of an output that warms up."""
+_MOST_NOISE = 1.1
+"""Factor by which times may be off on an idle machine."""
+Progress = Callable[[str, int, int], None]
 
 
-class _BenchCommand(PlottedCommand, frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class Task:
+    """One request of a workload.
+
+    Attributes:
+        workload: its name.
+        prompt: tokens.
+        hypothesis: the expected output, for methods that read it; None if unknown.
+    """
+
+    workload: str
+    prompt: list[int]
+    hypothesis: list[int] | None = None
+
+
+def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
+    """Tasks of three workloads: ``completion`` continues code, ``edit`` copies code, and ``text`` continues prose.
+
+    At most eight of each, with prompts of ``tokens`` tokens; those of edits also have the beginning of the copy.
+
+    Raises:
+        RequestError: Python was installed without its sources.
+    """
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    tasks: list[Task] = []
+    for name in _FILES[:count]:
+        try:
+            code = encode((stdlib / name).read_text(encoding="utf-8"))[_SKIPPED:]
+        except OSError as error:
+            raise RequestError(
+                f"{stdlib / name}: {error}; this Python has no sources to measure on, pass --data"
+            ) from error
+        tasks.append(Task("completion", code[:tokens]))
+        body = code[:tokens]
+        tasks.append(Task("edit", [*body, *body[:_COPIED]], body[_COPIED:]))
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    tasks += [Task("text", encode(topics[name])[:tokens]) for name in _TOPICS[:count]]
+    return tasks
+
+
+class Line(msgspec.Struct):
+    """A line of a ``.jsonl``; other keys are ignored."""
+
+    text: str
+    workload: str = "data"
+    hypothesis: str | None = None
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The objects of JSON lines, without empty lines.
+
+    Raises:
+        RequestError: the file is missing, or has a line without a text; names it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: {error}; expected a file of JSON lines") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line.encode(), type=Line)
+            except UNREADABLE as error:
+                raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+
+
+def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
+    """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
+
+    Raises:
+        RequestError: a file is missing, or has an invalid line; names it.
+    """
+    tasks: list[Task] = []
+    for path in files:
+        for line in read_lines(path):
+            if sum(task.workload == line.workload for task in tasks) < count:
+                expected = encode(line.hypothesis) if line.hypothesis is not None else None
+                tasks.append(Task(line.workload, encode(line.text)[-tokens:], expected))
+    if not tasks:
+        raise RequestError(f"{', '.join(map(str, files))}: no text; expected JSON lines with one each")
+    return tasks
+
+
+@dataclass
+class Result:
+    """Measurements of a method on one workload.
+
+    Attributes:
+        plain_seconds: time of plain decoding of the same requests, in turns with the method.
+        differences: the index of the first token that differs from plain decoding's, for each request with one.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    plain_tokens: int = 0
+    requests: int = 0
+    differences: list[int] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Acceptance length."""
+        return 1 + self.accepted / self.steps
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens a second over plain decoding's."""
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+    @property
+    def contradictory(self) -> bool:
+        """Whether the speed-up is impossible: it is at most the acceptance length, as a step takes at least as long as
+        a plain one. Another program must have slowed down plain decoding.
+        """
+        return self.speed_up > _MOST_NOISE * self.tokens_per_step
+
+    def add(self, completion: Completion, plain: Completion) -> None:
+        """Counts a request."""
+        stats = completion.stats
+        self.steps += stats.steps
+        self.tokens += stats.output_tokens
+        self.accepted += stats.accepted
+        self.seconds += stats.decode_seconds
+        self.plain_seconds += plain.stats.decode_seconds
+        self.plain_tokens += plain.stats.output_tokens
+        self.requests += 1
+        if completion.token_ids != plain.token_ids:
+            pairs = enumerate(zip(completion.token_ids, plain.token_ids, strict=False))
+            shorter = min(len(completion.token_ids), len(plain.token_ids))
+            self.differences.append(next((at for at, (a, b) in pairs if a != b), shorter))
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """A method's row in the comparison.
+
+    Attributes:
+        training: what has to be trained for it; None for nothing.
+        memory: bytes in addition to the target and its cache, with a cache for the longest text.
+        results: by workload, without those that it cannot run.
+        chosen: number of steps by the method that proposed, plain ones included.
+    """
+
+    method: str
+    training: str | None
+    memory: int
+    results: dict[str, Result]
+    chosen: Mapping[str, int]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every text equals plain decoding's, token for token."""
+        return not any(result.differences for result in self.results.values())
+
+
+def compare(
+    engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
+) -> list[MethodRow]:
+    """Decodes every task greedily, plainly and with every method in turns, so that drift affects all equally.
+
+    Methods use their default trees; ``DEFAULT`` is a request without a method.
+
+    Raises:
+        RequestError: a method is not in the bundle, or a task leaves no room for output.
+    """
+    manifest = engine.manifest
+    methods: dict[str, Method] = {}
+    defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
+    for name in names:
+        if name not in engine.methods and not (name == DEFAULT and engine.methods):
+            raise RequestError(f"method is {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
+        methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
+    for task in tasks:
+        if len(task.prompt) + max_tokens > manifest.max_seq_len:
+            raise RequestError(
+                f"a prompt of {len(task.prompt)} tokens ({task.workload}) and {max_tokens} more do not fit this "
+                f"bundle's context of {manifest.max_seq_len}; ask for fewer"
+            )
+    results: dict[str, dict[str, Result]] = {name: {} for name in methods}
+    chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for warm in (True, False):
+        selected = tasks[:1] if warm else tasks
+        sampling = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
+        for index, task in enumerate(selected):
+            plain = engine.generate(task.prompt, sampling, PLAIN)
+            for name, method in methods.items():
+                expected = tuple(task.hypothesis) if method.takes_hypothesis and task.hypothesis is not None else None
+                if method.takes_hypothesis and expected is None:
+                    continue
+                size = len(method.token_trees()[0]) - 1
+                speculative = Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
+                completion = engine.generate(task.prompt, sampling, None if name == DEFAULT else speculative)
+                if not warm:
+                    results[name].setdefault(task.workload, Result()).add(completion, plain)
+                    for method_name, steps in completion.stats.steps_by_draft.items():
+                        chosen[name][method_name] += sum(steps.values())
+            progress("warming up" if warm else "decoding", index + 1, len(selected))
+    files = {entry.path: entry.size for entry in manifest.files}
+    return [
+        MethodRow(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
+        for name, method in methods.items()
+    ]
+
+
+class _BenchOptions(PlottedOptions, frozen=True, kw_only=True):
     """Options of ``specexport bench``.
 
     Attributes:
@@ -50,15 +279,19 @@ class _BenchCommand(PlottedCommand, frozen=True, kw_only=True):
 _ENGINE = ("calibrate", "threads")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def bench_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport bench``."""
-    add_flags(parser, _BenchCommand)
+    add_flags(parser, _BenchOptions)
     add_flags(parser, EngineOptions, _ENGINE, group="the engine")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport bench``; returns 1 if a method's text differs from plain decoding's."""
-    command = from_flags(_BenchCommand, arguments)
+def bench_command(arguments: argparse.Namespace) -> int:
+    """Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that texts are equal.
+
+    Example:
+        specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
+    """
+    command = from_flags(_BenchOptions, arguments)
     report.check_path("--plot", command.plot)
     with Engine.load(command.bundle, **engine_flags(arguments, _ENGINE)) as engine:
         names = command.methods.split(",")
@@ -66,9 +299,9 @@ def main(arguments: argparse.Namespace) -> int:
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]
         sizes = (command.prompts, command.prompt_tokens)
         if not command.data:
-            tasks = workloads.built_in(engine.encode, *sizes)
+            tasks = built_in_tasks(engine.encode, *sizes)
         else:
-            tasks = workloads.read(engine.encode, command.data, *sizes)
+            tasks = read_tasks(engine.encode, command.data, *sizes)
         with progress_bars() as progress:
             rows = compare(engine, names, tasks, command.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest
@@ -86,13 +319,13 @@ def main(arguments: argparse.Namespace) -> int:
         for workload, result in row.results.items():
             if result.contradictory:
                 print(
-                    f"{row.method}: {workload}: {result.speed_up:.2f}x cannot come of {result.tokens_per_step:.2f} "
+                    f"{row.method}: {workload}: {result.speed_up:.2f}x cannot follow from {result.tokens_per_step:.2f} "
                     "tokens a step: another process ran beside plain decoding; measure again on an idle machine",
                     file=sys.stderr,
                 )
             if result.differences:
                 print(
-                    f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts part from plain "
+                    f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts differ from plain "
                     f"decoding's, the first after {min(result.differences)} tokens; 'specexport verify' says whether "
                     "two tokens tied there",
                     file=sys.stderr,
@@ -115,7 +348,7 @@ def table(rows: list[MethodRow], names: list[str]) -> Table:
         requests = sum(result.requests for result in row.results.values())
         tokens = sum(result.tokens for result in row.results.values())
         differing = sum(len(result.differences) for result in row.results.values())
-        lossless = f"yes: {tokens} tokens" if row.lossless else f"{differing} of {requests} part"
+        lossless = f"yes: {tokens} tokens" if row.lossless else f"{differing} of {requests} differ"
         verdict = lossless if requests else "not tried"
         memory = bytes_text(row.memory) if row.memory else "none"
         name = row.method

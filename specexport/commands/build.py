@@ -1,30 +1,36 @@
-"""Build a bundle from a target and methods to speculate: a draft, Medusa heads, an MLP speculator, look-ups.
-
-Examples:
-    specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
-    specexport build --target meta-llama/Llama-3.2-1B --medusa heads/ --ngram --num-speculative-tokens 4,2 -o llama/
-"""
+"""Commands that create: ``build``, ``compile`` and ``train``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
-from specexport.building import exporter, progress_bars, warn_of_settings
-from specexport.commands.compile import render
-from specexport.commands.inspect import summary
+import msgspec
+
+from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
+from specexport.commands import BundleOptions
+from specexport.commands.inspect import bytes_text, summary
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError
-from specexport.contract.methods import method_type
-from specexport.contract.model import Model
+from specexport.contract.errors import BuildError, TrainError
+from specexport.contract.methods import known, method_type, part
 from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, BuildSettings
-from specexport.flags import add_flags, check_flags, flag_values, from_flags, group_of
-from specexport.method_flags import add_method_arguments, asked_methods
-from specexport.tables import show
+from specexport.flags import (
+    add_flags,
+    add_method_arguments,
+    asked_methods,
+    check_flags,
+    flag_values,
+    from_flags,
+    group_of,
+)
+from specexport.tables import Table, show
+from specexport.training.options import Training
 
 if TYPE_CHECKING:
     from specexport.exporter.engines.bundle import CompileReport
@@ -33,7 +39,7 @@ _FIRST = ("target", "output", "overwrite")
 _ENGINES = [name for name in CompileOptions.__struct_fields__ if name != "backend"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def build_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport build``."""
     add_flags(parser, BuildOptions, _FIRST)
     add_method_arguments(parser)
@@ -44,8 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, CompileOptions, _ENGINES)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport build``."""
+def build_command(arguments: argparse.Namespace) -> int:
+    """Build a bundle from a target and methods to speculate: a draft, Medusa heads, an MLP speculator, look-ups.
+
+    Examples:
+        specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
+        specexport build --target meta-llama/Llama-3.2-1B --medusa heads/ --ngram --num-speculative-tokens 4,2 -o llama/
+    """
     methods = asked_methods(arguments)
     if hasattr(arguments, "draft_precision") and not any(
         method_type(method.name).stores_weights() for method in methods
@@ -64,17 +75,13 @@ def main(arguments: argparse.Namespace) -> int:
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
+            stored = "int8" if model.precision.weights == "stored" else model.precision.weights
             print(
                 f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{_converted_to(model)}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                f"{stored}, as their scales do not fit: error {before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
     return 0
-
-
-def _converted_to(model: Model) -> str:
-    """The precision of matrices that were rounded again."""
-    return "int8" if model.precision.weights == "stored" else model.precision.weights
 
 
 def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
@@ -89,3 +96,89 @@ def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
     if later and flag is not None:
         raise BuildError(f"{flag} was given with --no-compile; give it to specexport compile")
     return None if later else from_flags(CompileOptions, arguments)
+
+
+def compile_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport compile``."""
+    add_flags(parser, BundleOptions, ("bundle",))
+    add_flags(parser, CompileOptions)
+    add_flags(parser, BundleOptions, ("json",))
+
+
+def compile_command(arguments: argparse.Namespace) -> int:
+    """Add engines to a bundle: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
+
+    Example:
+        specexport compile qwen3/ --backend tensorrt --compute fp16 --engine-batch-sizes 1,4
+    """
+    command = from_flags(BundleOptions, arguments)
+    with needs_extra("compiling", "compile"):
+        from specexport.exporter.engines.bundle import compile_bundle
+    with progress_bars() as progress:
+        report = compile_bundle(command.bundle, from_flags(CompileOptions, arguments), progress)
+    if command.json:
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
+    else:
+        show(render(report))
+    return 0
+
+
+def render(report: CompileReport) -> Table:
+    """A table of the compiled engines."""
+    table = Table(
+        f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
+        ("engine", "profiles", "layers", "attention", "size", "time"),
+        "lrrlr",
+    )
+    for engine in report.engines:
+        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelt out in the graph"
+        if engine.decomposed is not None:
+            attention = f"{engine.attentions} decomposed: {engine.decomposed}"
+        row = (engine.file, str(engine.profiles), str(engine.layers), attention)
+        table.add_row(*row, bytes_text(engine.size), f"{engine.seconds:.1f} s")
+    return table
+
+
+def train_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares what ``specexport train`` can train, each with its flags."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name in known():
+        if (options := part(method_type(name), "train_options")) is None or not hasattr(options, "TRAINING"):
+            continue
+        training: Training = options.TRAINING
+        word = training.command
+        example = (
+            f"Example:\n    specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/"
+            f"{training.example}"
+        )
+        command = kinds.add_parser(word, help=training.summary, description=training.summary, epilog=example)
+        command.set_defaults(training=training, method=name)
+        add_flags(command, training.options)
+        command.add_argument("--json", action="store_true", help="print the record of the training as JSON")
+
+
+def train_command(arguments: argparse.Namespace) -> int:
+    """Train Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, or a draft model for a target.
+
+    Example:
+        specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
+    """
+    if sys.version_info < (3, 11):
+        raise TrainError(
+            f"training needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}"
+        )
+    training: Training = arguments.training
+    try:
+        module = part(method_type(arguments.method), "train")
+    except ImportError as error:
+        raise TrainError(
+            f"training needs the [train] extra ({error}); install it with: pip install 'specexport[train]'"
+        ) from error
+    log = partial(print, file=sys.stderr)
+    train = getattr(module, f"train_{training.command.replace('-', '_')}")
+    record = train(from_flags(training.options, arguments), log)
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        show(*training.report(record))
+    return 0

@@ -1,9 +1,4 @@
-"""Show what is in a bundle.
-
-Examples:
-    specexport inspect qwen3/ --hashes
-    specexport inspect mc_sim_7b_63 --tree
-"""
+"""Commands that look into a bundle: ``inspect``, ``draw`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -14,21 +9,33 @@ from typing import Annotated
 
 import msgspec
 
-from specexport.commands import BundleCommand
+from specexport import report
+from specexport.building import exporter, progress_bars
+from specexport.commands import BundleOptions
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
-from specexport.contract.options import option
+from specexport.contract.options import Options, option
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backends.onnxruntime.kernels import kernels_described
 from specexport.tables import Table, show
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
+_STEP, _ROW, _RADIUS = 72, 30, 12
+"""Pixels between depths, between leaves, and of a node."""
+_STYLE = """
+.tree { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
+@media (prefers-color-scheme: dark) { .tree { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
+.tree path { fill: none; stroke: var(--line); stroke-width: 1.5 }
+.tree circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
+.tree circle.first { fill: var(--first) }
+.tree text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
+"""
 
 
-class Command(BundleCommand, frozen=True, kw_only=True):
+class InspectOptions(BundleOptions, frozen=True, kw_only=True):
     """Options of ``specexport inspect``.
 
     Attributes:
@@ -44,8 +51,13 @@ class Command(BundleCommand, frozen=True, kw_only=True):
     hashes: bool = False
 
 
-def main(command: Command) -> int:
-    """Runs ``specexport inspect``."""
+def inspect_command(command: InspectOptions) -> int:
+    """Show what is in a bundle.
+
+    Examples:
+        specexport inspect qwen3/ --hashes
+        specexport inspect mc_sim_7b_63 --tree
+    """
     if command.method is not None and not command.tree:
         raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
     if command.tree:
@@ -95,8 +107,8 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
         return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
     method = manifest.method(name)
     if method is None:
-        there = ", ".join(method.name for method in manifest.methods) or "none"
-        raise RequestError(f"--method is {name!r}; the bundle has {there}")
+        names = ", ".join(method.name for method in manifest.methods) or "none"
+        raise RequestError(f"--method is {name!r}; the bundle has {names}")
     return method.token_trees()[0]
 
 
@@ -229,3 +241,122 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+class DrawOptions(Options, frozen=True, kw_only=True):
+    """Options of ``specexport draw``.
+
+    Attributes:
+        tree: a bundle, a tree's JSON file or a preset's name.
+        output: the picture to write.
+        method: whose tree (default: the bundle's first).
+    """
+
+    tree: Annotated[Path, option("BUNDLE_OR_TREE", positional=True)]
+    output: Annotated[Path, option("SVG", short="-o")]
+    method: Annotated[str | None, option("NAME")] = None
+
+
+def draw_command(command: DrawOptions) -> int:
+    """Draw a token tree as SVG.
+
+    Example:
+        specexport draw mc_sim_7b_63 -o tree.svg
+    """
+    tree = tree_of(command.tree, command.method)
+    command.output.write_text(svg(tree), encoding="utf-8")
+    print(f"{command.output}: {len(tree)} nodes with the root, depth {tree.depth}")
+    return 0
+
+
+def about(folder: Path, manifest: Manifest) -> list[report.Part]:
+    """A bundle's summary and the trees of its methods, for the end of a report."""
+    trees = (report.Figure(f"Default tree of {m.name}", svg(m.token_trees()[0])) for m in manifest.methods)
+    return [*summary(folder, manifest), *trees]
+
+
+def svg(tree: TokenTree) -> str:
+    """A tree from left to right: every node with its number in the step's order, first choices coloured."""
+    rows = dict(zip((path[-1] for path in sorted(tree.leaf_paths)), range(len(tree)), strict=False))
+    y = {leaf: (row + 0.5) * _ROW for leaf, row in rows.items()}
+    for node in reversed(range(len(tree))):  # a parent is centred on its children
+        if below := tree.children[node]:
+            y[node] = (y[below[0]] + y[below[-1]]) / 2
+    x = [_STEP // 2 + _STEP * int(depth) for depth in tree.depths]
+    width, height = max(x) + _STEP // 2, len(rows) * _ROW
+    half = _STEP // 2
+    lines = [
+        f'<path d="M{x[up]} {y[up]:g}c{half} 0 {half} {y[node] - y[up]:g} {_STEP} {y[node] - y[up]:g}"/>'
+        for node, up in enumerate(tree.parents)
+        if node
+    ]
+    classes = ("other", "first")
+    nodes = [
+        f'<g><title>node {node}, rank {rank}</title><circle cx="{x[node]}" cy="{y[node]:g}" r="{_RADIUS}" '
+        f'class="{classes[rank == 0]}"/><text x="{x[node]}" y="{y[node]:g}">{node}</text></g>'
+        for node, rank in enumerate(tree.ranks)
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width} {height:g}" width="{width}" '
+        'role="img">'
+    )
+    title = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
+    return "\n".join([head, title, *lines, *nodes, "</svg>", ""])
+
+
+class VerifyOptions(BundleOptions, frozen=True, kw_only=True):
+    """Options of ``specexport verify``.
+
+    Attributes:
+        target: where the original target is now (default: where it was built from).
+        source: where a method's checkpoint is now, if it has moved, such as medusa.model=heads/.
+        prompt: a prompt to compare on (default: five texts).
+        max_tokens: tokens to generate a prompt.
+        report: also write a page with these tables and charts, which opens offline (default: none).
+    """
+
+    target: Annotated[str | None, option("DIR_OR_ID")] = None
+    source: Annotated[tuple[str, ...], option("METHOD.KEY=DIR", repeat=True)] = ()
+    prompt: Annotated[tuple[str, ...], option("TEXT", repeat=True)] = ()
+    max_tokens: Annotated[int, option("N", short="-n", ge=1)] = 64
+    report: Annotated[Path | None, option("FILE.html")] = None
+
+
+def verify_command(command: VerifyOptions) -> int:
+    """Check a bundle: files, graphs against the original model, speculation against plain decoding.
+
+    Example:
+        specexport verify qwen3/ --prompt "Once upon a time" --report verify.html
+    """
+    sources = {}
+    for source in command.source:
+        key, equals, sources[key] = source.partition("=")
+        if not equals:
+            raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
+    report.check_path("--report", command.report)
+    exporter()
+    from specexport.verify.bundle import numbers, render, verify
+
+    with progress_bars() as progress:
+        result = verify(
+            command.bundle,
+            target=command.target,
+            sources=sources,
+            prompts=command.prompt or None,
+            max_tokens=command.max_tokens,
+            progress=progress,
+        )
+    if command.json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        show(*render(result))
+    if command.report is not None:
+        parts: list[report.Part] = [*render(result), numbers(result)]
+        agreement = {c.name: c.numbers["agreement"] for c in result.checks if "agreement" in c.numbers}
+        if agreement:
+            label = "share of positions at which the same token is preferred"
+            parts.append(report.Figure("Agreement with the models", report.bars(label, {"": agreement}, ("all", 1.0))))
+        if result.checks[0].passed:  # the files are intact, so there is a manifest to read
+            parts += about(command.bundle, read_manifest(command.bundle))
+        report.write(command.report, f"verify: {command.bundle}", parts)
+    return 0 if result.passed else 1

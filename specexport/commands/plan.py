@@ -1,13 +1,10 @@
-"""Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
-
-Example:
-    specexport plan Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
-"""
+"""Commands before a build: ``plan`` and ``suggest``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,15 +15,15 @@ from specexport.commands.inspect import bytes_text
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME
-from specexport.contract.methods import parse_method, read_method
+from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.methods import method_name, parse_method, read_method, text_methods
 from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
 from specexport.flags import add_flags, from_flags
 from specexport.tables import Table, show
 
 
-class _PlanCommand(Options, frozen=True, kw_only=True):
+class _PlanOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport plan``.
 
     Attributes:
@@ -46,7 +43,7 @@ class _PlanCommand(Options, frozen=True, kw_only=True):
     json: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def plan_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
     add_target(parser, "bundle, folder with a config.json, or hub id")
     draft = parser.add_mutually_exclusive_group()
@@ -56,14 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:VALUE]",
         help="what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none)",
     )
-    add_flags(parser, _PlanCommand)
+    add_flags(parser, _PlanOptions)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport plan``; returns 1 if the models do not fit."""
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
+
+    Example:
+        specexport plan Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
+    """
     from specexport.exporter.plan import DEVICES, EFFICIENCY, plan, plan_bundle
 
-    command = from_flags(_PlanCommand, arguments)
+    command = from_flags(_PlanOptions, arguments)
     target = arguments.target or arguments.model
     device = DEVICES.get(command.device)
     if device is None:
@@ -121,3 +122,74 @@ def main(arguments: argparse.Namespace) -> int:
     notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
     show(table, "", *notes)
     return 0 if estimate.fits else 1
+
+
+class _SuggestOptions(Options, frozen=True, kw_only=True):
+    """Options of ``specexport suggest``.
+
+    Attributes:
+        draft: a smaller model to choose from (default: none).
+        device: where the bundle will run.
+    """
+
+    draft: Annotated[tuple[str, ...], option("DIR_OR_ID", repeat=True)] = ()
+    device: Literal["cpu", "gpu"] = "cpu"
+
+
+def suggest_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of ``specexport suggest``."""
+    add_target(parser, "bundle, Hugging Face folder or hub id")
+    add_flags(parser, _SuggestOptions)
+
+
+def suggest_command(arguments: argparse.Namespace) -> int:
+    """Suggest methods for a model, or a bundle's target; 'bench' measures those of a bundle.
+
+    Examples:
+        specexport suggest Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
+        specexport suggest qwen3/
+    """
+    command = from_flags(_SuggestOptions, arguments)
+    target = arguments.target or arguments.model
+    with needs_extra(f"{target}: reading this model", "export"):
+        from specexport.exporter.suggest import suggest
+
+        advice = suggest(target, command.draft, command.device)
+    folder = expanded(target)
+    manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
+    table = Table(
+        f"{target}: {advice.parameters:,} parameters, on a {command.device}",
+        ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
+    )
+    for suggestion in advice.suggestions:
+        state = [] if manifest is None else [_state(manifest, suggestion.method)]
+        table.add_row(suggestion.method, *state, suggestion.settings, suggestion.why)
+    show(table)
+    if advice.active < advice.parameters:
+        print(
+            f"a token uses {advice.active:,} of the parameters: a step of several reads more experts than a plain one, "
+            "so that speculation gains less than beside a dense model of that size; 'bench' measures it"
+        )
+    for name, reason in advice.refused.items():
+        print(f"not {name}: {reason}")
+    flags = [flag for suggestion in advice.suggestions for flag in suggestion.flags]
+    if manifest is None:
+        print("\n" + _build(target, flags))
+        return 0
+    built = ", ".join(method.name for method in manifest.methods) or "no method"
+    print(f"\nbuilt for {built}; text is looked up in any case. What pays on this machine:")
+    print(shlex.join(["specexport", "bench", target, "--methods", "all"]))
+    stored = manifest.target.precision.weights
+    flags += [] if stored == "fp32" else ["--precision", stored]
+    print("\nanother method needs another build of its target, for instance:\n" + _build(manifest.target.source, flags))
+    return 0
+
+
+def _state(manifest: Manifest, name: str) -> str:
+    if any(method.name == name for method in manifest.methods):
+        return "built"
+    return "always" if any(method_name(kind) == name for kind in text_methods()) else "not built"
+
+
+def _build(target: str, flags: list[str]) -> str:
+    return shlex.join(["specexport", "build", "--target", target, *flags, "-o", "bundle/"])

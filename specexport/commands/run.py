@@ -1,10 +1,4 @@
-"""Generate text from a bundle.
-
-Examples:
-    specexport run qwen3/ --prompt "def fibonacci(n):" --temperature 0 --stats
-    specexport run qwen3/ --method ngram --max-tokens 512 < module.py
-    specexport run Qwen/Qwen3-0.6B --chat --prompt "What is a token?"
-"""
+"""``specexport run``: generates text."""
 
 from __future__ import annotations
 
@@ -25,8 +19,8 @@ from specexport.contract.options import Options, option
 from specexport.flags import add_flags, check_flags, flag_values, from_flags
 from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
-from specexport.runtime.engine import Prompt
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
+from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import Speculative
 from specexport.terminal import from_standard_input
 
@@ -40,7 +34,7 @@ _OF_ACCEPTANCE = {
 _ACCEPTANCE = ("acceptance", *_OF_ACCEPTANCE)
 
 
-class _RunCommand(Options, frozen=True, kw_only=True):
+class _RunOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport run``.
 
     Attributes:
@@ -61,10 +55,10 @@ class _RunCommand(Options, frozen=True, kw_only=True):
     hypothesis: Annotated[Path | None, option("FILE", group="speculation")] = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def run_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport run``."""
     add_source(parser)
-    add_flags(parser, _RunCommand, ("prompt", "chat", "prompt_embeds"))
+    add_flags(parser, _RunOptions, ("prompt", "chat", "prompt_embeds"))
     add_sampling(
         parser,
         length=f"{DEFAULT_MAX_TOKENS}; with --chat, what the context holds",
@@ -72,17 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
     )
     add_flags(parser, SamplingParams, ("ignore_eos",), group="output")
-    add_flags(parser, _RunCommand, ("json", "stats"))
+    add_flags(parser, _RunOptions, ("json", "stats"))
     add_speculation(parser)
-    add_flags(parser, _RunCommand, ("hypothesis",))
+    add_flags(parser, _RunOptions, ("hypothesis",))
     add_flags(parser, Speculative, ("hypothesis_entropy",))
     add_flags(parser, SamplingParams, _ACCEPTANCE)
     add_engine(parser)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport run``."""
-    command, engine_options = from_flags(_RunCommand, arguments), opening(arguments)
+def run_command(arguments: argparse.Namespace) -> int:
+    """Generate text from a bundle.
+
+    Examples:
+        specexport run qwen3/ --prompt "def fibonacci(n):" --temperature 0 --stats
+        specexport run qwen3/ --method ngram --max-tokens 512 < module.py
+        specexport run Qwen/Qwen3-0.6B --chat --prompt "What is a token?"
+    """
+    command, engine_options = from_flags(_RunOptions, arguments), opening(arguments)
     overrides = flag_values(SamplingParams, arguments)
     check_flags(SamplingParams, overrides)
     for name, acceptance in _OF_ACCEPTANCE.items():
@@ -182,5 +182,5 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kerne
             + ", ".join(f"{count} of {size} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)" for size, count in by.items())
             for method, by in stats.steps_by_draft.items()
         )
-        lines.insert(1, f"chosen      steps of so many draft tokens, and what they take here: {chosen}")
+        lines.insert(1, f"chosen      steps by number of draft tokens, with their cost here: {chosen}")
     return "\n".join(lines)

@@ -1,9 +1,4 @@
-"""Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` measures what steps cost.
-
-Examples:
-    specexport tune tree qwen3/ --data held-out.jsonl
-    specexport tune batch qwen3/
-"""
+"""``specexport tune``: measures trees and steps on this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +12,9 @@ import msgspec
 
 from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedCommand, engine_flags
-from specexport.commands.draw import about, svg
-from specexport.commands.inspect import terminal_tree
+from specexport.commands import PlottedOptions, engine_flags
+from specexport.commands.bench import read_lines
+from specexport.commands.inspect import about, svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.options import option
 from specexport.flags import add_flags, from_flags
@@ -28,13 +23,12 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
 from specexport.tables import Styled, Table, show
-from specexport.tuning.workloads import read_lines
 
 if TYPE_CHECKING:
-    from specexport.tuning.tree import TreeCandidate
+    from specexport.tree_search import TreeCandidate
 
 
-class _TreeCommand(PlottedCommand, frozen=True, kw_only=True):
+class _TreeOptions(PlottedOptions, frozen=True, kw_only=True):
     """Options of ``specexport tune``.
 
     Attributes:
@@ -58,7 +52,7 @@ class _TreeCommand(PlottedCommand, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
-class _BatchCommand(PlottedCommand, frozen=True, kw_only=True):
+class _BatchOptions(PlottedOptions, frozen=True, kw_only=True):
     """Options of ``specexport tune``.
 
     Attributes:
@@ -68,7 +62,7 @@ class _BatchCommand(PlottedCommand, frozen=True, kw_only=True):
     seconds: Annotated[float, option("S", gt=0)] = 60.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def tune_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the sub-commands of ``specexport tune``."""
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     tree = kinds.add_parser(
@@ -78,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "make the tree that commits most tokens a second the method's default.",
         epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
     )
-    add_flags(tree, _TreeCommand)
+    add_flags(tree, _TreeOptions)
     add_flags(tree, EngineOptions, ("threads",), group="the engine")
     batch = kinds.add_parser(
         "batch",
@@ -88,16 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speculate as much as pays by these figures: less as the batch fills, down to none.",
         epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
     )
-    add_flags(batch, _BatchCommand)
+    add_flags(batch, _BatchOptions)
     add_flags(batch, EngineOptions, ("threads", "backend"), group="the engine")
-    batch.set_defaults(main=tune_batch)
+    batch.set_defaults(main=_batch_command)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport tune tree``."""
-    from specexport.tuning import tree as tune
+def tune_command(arguments: argparse.Namespace) -> int:
+    """Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` measures what steps cost.
 
-    command, engine_options = from_flags(_TreeCommand, arguments), engine_flags(arguments, ("threads",))
+    Examples:
+        specexport tune tree qwen3/ --data held-out.jsonl
+        specexport tune batch qwen3/
+    """
+    from specexport import tree_search
+
+    command, engine_options = from_flags(_TreeOptions, arguments), engine_flags(arguments, ("threads",))
     report.check_path("--plot", command.plot)
     if not command.dry_run:
         exporter()
@@ -107,8 +106,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{command.bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if command.method is None else manifest.method(command.method)
     if method is None:
-        there = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {command.method!r}; the bundle has {there}", param="method")
+        names = ", ".join(method.name for method in manifest.methods)
+        raise RequestError(f"--method is {command.method!r}; the bundle has {names}", param="method")
     name = method.name
     if not method.branching:
         raise RequestError(
@@ -129,13 +128,13 @@ def main(arguments: argparse.Namespace) -> int:
             params = SamplingParams(
                 temperature=command.temperature, max_tokens=command.max_tokens, seed=0, ignore_eos=True
             )
-            observed = tune.observe(engine, name, prompts, params, bars)
+            observed = tree_search.observe(engine, name, prompts, params, bars)
             device = engine.backend.device
-        # The widest step behind the longest context, and rows half-way through the decoded text.
+        # The widest step after the longest context, and rows half-way through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tune.step_costs(bundle, rows, min(command.max_nodes, widest), engine_options["threads"], bars)
-    ranked = tune.candidates(method, observed, costs)
+        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), engine_options["threads"], bars)
+    ranked = tree_search.candidates(method, observed, costs)
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")
     best, table = ranked[0], _table(name, ranked, costs)
@@ -236,9 +235,9 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
     return [report.Figure(*chart) for chart in charts.items()]
 
 
-def tune_batch(arguments: argparse.Namespace) -> int:
+def _batch_command(arguments: argparse.Namespace) -> int:
     """Runs ``specexport tune batch``."""
-    command = from_flags(_BatchCommand, arguments)
+    command = from_flags(_BatchOptions, arguments)
     engine_options = engine_flags(arguments, ("threads", "backend"))
     report.check_path("--plot", command.plot)
     with (
@@ -265,7 +264,7 @@ def tune_batch(arguments: argparse.Namespace) -> int:
 def tables(curve: CostCurve) -> list[Table]:
     """Tables of a curve at its smallest cache size: steps, then every measured method."""
     steps = _costs_table(f"ms a step of T tokens a slot, {curve.rows} cache rows", "T", curve.steps)
-    title = "ms to propose trees of so many nodes"
+    title = "ms to propose a tree, by its nodes"
     return [steps, *(_costs_table(f"{costs.method}: {title}", "nodes", costs.propose) for costs in curve.methods)]
 
 

@@ -1,14 +1,21 @@
-"""The application: its routes, who may use them, and its OpenAPI document (``/openapi.json``)."""
+"""The server: its routes and who may use them, its OpenAPI document (``/openapi.json``), its page, and its shutdown."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
@@ -19,8 +26,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from specexport import __version__
+from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import ClosedError, RequestError
 from specexport.contract.options import options
+from specexport.options import ServerOptions
 from specexport.server.answers import (
     ChatResponse,
     CompletionResponse,
@@ -36,13 +45,25 @@ from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Edge
-from specexport.server.options import ServerOptions
-from specexport.server.page import PATHS, add_page
 from specexport.server.responses import answer_response
 from specexport.server.schema import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.service import Service
 from specexport.server.tools import template_tools
 
+_ASSETS = Path(__file__).parent / "assets"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("markdown", "tree", "pane", "page")},
+}
+"""The page's files by path; they need no API key, as the page asks its user for one."""
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 """Paths that need no API key."""
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
@@ -63,6 +84,10 @@ _EVENT = {
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; at last [DONE]."}},
     "required": ["data"],
 }
+_MARGIN = 5
+"""Seconds for the last answers to be sent."""
+_TICK = 0.1
+"""Seconds after which a second Ctrl-C is noticed."""
 
 
 def create_app(
@@ -82,7 +107,7 @@ def create_app(
         origins: origins of web pages that may call it, ``*`` for any; browsers allow no others.
         page: whether to serve a page at ``/`` for trying it.
     """
-    unlocked = (*_OPEN, *PATHS) if page else _OPEN
+    unlocked = (*_OPEN, *_FILES) if page else _OPEN
 
     async def explain(request: Request, error: Exception) -> Response:
         if type(error) is HTTPException and error.status_code in (404, 405):
@@ -192,8 +217,9 @@ def create_app(
         """The metrics, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    if page:
-        add_page(app)
+    for path, (name, kind) in _FILES.items() if page else ():
+        answer = Response((_ASSETS / name).read_bytes(), headers=_PAGE_HEADERS, media_type=kind)
+        app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
     endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
 
@@ -217,3 +243,41 @@ def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
             )
 
     return check
+
+
+class Server(uvicorn.Server):
+    """Lets requests finish at shutdown, and ends those that take too long with an error.
+
+    Args:
+        app: the application.
+        engine: the served engine.
+        drain_timeout: seconds that requests may take to finish.
+        config: further settings of uvicorn, such as ``host`` and ``port``.
+    """
+
+    def __init__(self, app: FastAPI, engine: AsyncEngine, *, drain_timeout: float, **config: Any) -> None:
+        super().__init__(uvicorn.Config(app, server_header=False, **config))
+        self._engine, self._drain_timeout = engine, drain_timeout
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As in uvicorn, but after a clean shutdown the process ends with 0: uvicorn would raise the signal again."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if kernels := self._engine.frontend.engine.backend.kernels:
+            logging.getLogger("uvicorn.error").info("Kernels: %s", kernels)
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Keeps the port open until the last request has finished: new requests and ``/ready`` get a 503."""
+        until = time.monotonic() + self._drain_timeout
+        draining = asyncio.create_task(self._engine.drain(self._drain_timeout))
+        while not draining.done() and not self.force_exit:
+            await asyncio.wait({draining}, timeout=_TICK)
+        self.config.timeout_graceful_shutdown = math.ceil(max(0.0, until - time.monotonic())) + _MARGIN
+        await super().shutdown(sockets)
+        draining.cancel()  # after a second Ctrl-C it may still run
+        await self._engine.aclose()

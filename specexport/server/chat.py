@@ -27,7 +27,7 @@ from specexport.server.answers import (
     TopLogprob,
     Usage,
 )
-from specexport.server.messages import ANY_OBJECT, ChatMessage
+from specexport.server.fields import ANY_OBJECT, ChatMessage
 from specexport.server.schema import ChatRequest, JsonSchema, TemplateOptions
 from specexport.server.service import Service, least, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
@@ -102,7 +102,7 @@ class _Format:
     def __init__(
         self, service: Service, head: dict[str, Any], calls: Calling | None, scored: AsyncStream | None, steps: bool
     ) -> None:
-        self._token_text = service.engine.frontend.token_text
+        self._frontend = service.engine.frontend
         self._head = head
         self._calls, self._scored, self._steps = calls, scored, steps
         self._readers: dict[int, CallReader | None] = {}
@@ -137,12 +137,12 @@ class _Format:
         if streamed:
             return ChatChunk(object="chat.completion.chunk", **fields)
         if self._scored is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._token_text)
+            fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._frontend)
         return ChatResponse(object="chat.completion", **fields)
 
     def _logprob(self, entry: TokenLogprobs) -> ChatLogprob:
         def worded(token: int, logprob: float) -> dict[str, Any]:
-            text = self._token_text(token)
+            text = self._frontend.token_text(token)
             # A token may be a part of a character, which has no text.
             content = list(text.encode()) if "\ufffd" not in text else None
             return {"token": text, "logprob": least(logprob), "bytes": content}

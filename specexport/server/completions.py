@@ -1,20 +1,21 @@
-"""``POST /v1/completions``."""
+"""``POST /v1/completions``, with the offsets of tokens in their text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
 from fastapi import Request, Response
 from pydantic import BaseModel
+from tokenizers import Tokenizer
 
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
+from specexport.runtime.text import TextStream, special_tokens
 from specexport.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from specexport.server.offsets import PlacedTokens
 from specexport.server.schema import CompletionRequest
 from specexport.server.service import Service, least, prompt_logprobs, respond
 
@@ -72,7 +73,7 @@ class _Format:
         placed: Sequence[PlacedTokens],
         apart: bool,
     ) -> None:
-        self._token_text = service.engine.frontend.token_text
+        self._frontend = service.engine.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._placed = placed
@@ -86,7 +87,7 @@ class _Format:
         if prompt is not None:
             scores = [None, *self._streams[index].prompt_logprobs, *scores]
         apart: dict[str, Any] = (
-            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._token_text)} if self._apart else {}
+            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._apart else {}
         )
         return CompletionChoice(
             index=index,
@@ -116,6 +117,69 @@ class _Format:
         # Different tokens may have the same text; the most probable one stands for them.
         best: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-            name = text if token == entry.token and text else self._token_text(token)
+            name = text if token == entry.token and text else self._frontend.token_text(token)
             best.setdefault(name, least(logprob))
         return best
+
+
+class PlacedTokens:
+    """The texts of an output's tokens with their offsets: the output from an offset on begins with the token's text.
+
+    If several tokens make up a character, one of them has it as its text, and the others are empty. A special token
+    that is left out of the text has its name as its text, and no length.
+
+    Args:
+        tokenizer: the model's.
+        skip_special_tokens: whether special tokens are left out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._special = special_tokens(tokenizer)
+        self._end = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
+
+    def prompt(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """Places the tokens of a prompt that the output follows; ``text`` is the prompt as the answer repeats it."""
+        placed = self.add(tokens)
+        if "".join(piece for piece, _ in self._visible(tokens, placed)) + self._stream.finish() != text:
+            placed = self._by_encoding(text, tokens) or placed
+        self._end = len(text)
+        self._begin()
+        return placed
+
+    def add(self, tokens: Iterable[int]) -> list[tuple[str, int]]:
+        """Places further tokens: the text and offset of each."""
+        placed = []
+        for token in tokens:
+            hidden = self._skip and token in self._special
+            piece = self._stream.push(token)
+            placed.append((self._special[token] if hidden else piece, self._end))
+            self._end += len(piece)
+        return placed
+
+    def _visible(self, tokens: Sequence[int], placed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        pairs = zip(tokens, placed, strict=True)
+        return [place for token, place in pairs if not (self._skip and token in self._special)]
+
+    def _by_encoding(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """Places the tokens of a text that they do not decode to, as some tokenizers change texts; empty if the tokens
+        are not the text's.
+        """
+        for add_special_tokens in (True, False):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if list(encoding.ids) == list(tokens):
+                break
+        else:
+            return []
+        placed, end = [], 0
+        for token, (_, after) in zip(tokens, encoding.offsets, strict=True):
+            after = max(end, after)
+            hidden = after == end and token in self._special
+            placed.append((self._special[token] if hidden else text[end:after], end))
+            end = after
+        return placed

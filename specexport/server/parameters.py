@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specexport.contract.errors import RequestError
-from specexport.server.messages import Function, quoted
+from specexport.server.fields import Function, quoted
 
 END = "</function>"
 _BEGIN = re.compile(r"<parameter=([^>\n]+)>\n")

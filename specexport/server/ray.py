@@ -38,11 +38,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BackendError, BuildError, QueueFullError
 from specexport.contract.reading import read_manifest
+from specexport.options import ServerOptions
 from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
 from specexport.server.fields import model_of
 from specexport.server.middleware import Edge
-from specexport.server.options import ServerOptions
 from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
@@ -79,7 +79,7 @@ else:
 class Settings(_Fields):  # type: ignore[misc]
     """Arguments of :func:`app`, as ``serve run`` and a config file's ``args`` give them.
 
-    The other fields are those of :class:`~specexport.server.options.ServerOptions`.
+    The other fields are those of :class:`~specexport.options.ServerOptions`.
 
     Attributes:
         bundle: a folder, with the same path on every machine.
@@ -259,7 +259,7 @@ def _client_error(error: Exception) -> ApiError:
 def prompt_key(body: bytes) -> str | None:
     """The beginning of a request's prompt; None if it has no prompt.
 
-    For a chat these are the messages up to the user's first, which stay as the chat goes on.
+    For a chat these are the messages up to the user's first, which stay as the chat continues.
     """
     try:
         document = json.loads(body)

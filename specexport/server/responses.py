@@ -26,7 +26,7 @@ from specexport.server.answers import (
 )
 from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
-from specexport.server.messages import ANY_OBJECT, CalledFunction, ChatMessage, Content, ToolCall
+from specexport.server.fields import ANY_OBJECT, CalledFunction, ChatMessage, Content, ToolCall
 from specexport.server.schema import InputCall, InputItem, InputMessage, ResponseRequest, SchemaFormat
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools

@@ -21,7 +21,7 @@ from starlette.types import Send
 
 from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
-from specexport.outputs import by_token
+from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.server.answers import (
     Choice,
@@ -278,12 +278,12 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def prompt_logprobs(stream: AsyncStream, token_text: Callable[[int], str]) -> PromptLogprobs:
+def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> PromptLogprobs:
     """Log-probabilities of a stream's prompt, by token."""
     return [None] + [
         {
             token: PromptLogprob(logprob=least(score.logprob), rank=score.rank, decoded_token=score.decoded_token)
-            for token, score in by_token(entry, token_text).items()
+            for token, score in frontend.by_token(entry).items()
         }
         for entry in stream.prompt_logprobs
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from specexport.contract.errors import RequestError
 from specexport.server import parameters
 from specexport.server.answers import AssistantCall, FunctionCall
-from specexport.server.messages import Function, FunctionName, quoted
+from specexport.server.fields import Function, FunctionName, quoted
 from specexport.server.schema import ChatRequest, ResponseRequest
 
 

@@ -1,7 +1,7 @@
 """``specexport verify`` of engines: on their GPU, each must compute what its ONNX graph computes on the CPU.
 
 The ONNX side is the bundle's own graph in float32 without optimisation; the engine, run by Polygraphy, computes in its
-own type, and may differ by its rounding.
+own type, and may differ by its rounding. Inputs are synthetic but valid.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime
 from polygraphy.backend.base import BaseRunner
@@ -19,21 +21,31 @@ from polygraphy.common import FormattedArray
 from polygraphy.logger import G_LOGGER
 
 from specexport.contract import tensors
-from specexport.contract.engines import ENGINE_RUNTIMES, CompiledEngine, ComputedIn, ProgramGraph
+from specexport.contract.engines import ENGINE_RUNTIMES, Accept, Commit, CompiledEngine, ComputedIn, Fill, ProgramGraph
 from specexport.contract.errors import BackendError
-from specexport.contract.manifest import Manifest
+from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
 from specexport.exporter.engines.compiler import CompilerLibrary, load_library
+from specexport.exporter.engines.source import CompileJob
 from specexport.exporter.graph_checks import relative_rms
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.symlinks import open_linked
-from specexport.verify.feeds import CACHE_TYPES, FIRST_CHOICES, Feed, GraphRun
+from specexport.runtime.bundle import Bundle, open_linked
 
+Feed = dict[str, Array]
+_Values = dict[str, npt.ArrayLike]
+
+CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+_PAST = 40
+"""Most rows that the cache holds before a run."""
+FIRST_CHOICES = 3
+"""Number of most probable tokens that a speculator's levels continue."""
+_SPREAD = 3.0
+"""Standard deviation of random logits, such that some draft tokens are accepted and some are not."""
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
 within 0.01; unrelated outputs differ by 1.4."""
@@ -43,6 +55,144 @@ _BEFORE = " before"
 """Suffix of a cache's name for the rows that a run must not change."""
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """One run of a graph.
+
+    Attributes:
+        tree: the tree of its tokens, one node a token.
+    """
+
+    graph: onnx.GraphProto
+    of: Model | ProgramGraph
+    point: ShapePoint
+    tree: TokenTree
+    vocab: int
+    compute: ComputedIn
+    random: np.random.Generator
+
+    @property
+    def past(self) -> int:
+        """Rows in the cache."""
+        return max(0, min(_PAST, self.point.cache - self.written))
+
+    @property
+    def written(self) -> int:
+        """Rows that the run writes."""
+        return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
+
+    def feed(self) -> Feed:
+        """An array for each of the graph's inputs, in float32 for caches; slots get different values."""
+        slots = [self._slot() for _ in range(self.point.batch)]
+        feed: Feed = {}
+        for value in self.graph.input:
+            names = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+            parts = [slot[value.name] for slot in slots]
+            feed[value.name] = np.concatenate(parts, names.index("B")) if "B" in names else parts[0]
+        return feed
+
+    def _slot(self) -> Feed:
+        """The inputs of one slot."""
+        values = _INPUTS[type(self.of)](self)
+        sizes = CompileJob((self.point,), self.vocab).sizes[0] | {"B": 1}
+        feed: Feed = {}
+        for value in self.graph.input:
+            kind = value.type.tensor_type
+            shape = tuple(dim.dim_value or sizes.get(dim.dim_param, 0) for dim in kind.shape.dim)
+            if value.name.startswith(tensors.CACHES):
+                rows = self.random.standard_normal(shape, np.float32)
+                feed[value.name] = rows.astype(CACHE_TYPES[self.compute]).astype(np.float32)
+            elif value.name in values:
+                dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+                feed[value.name] = np.broadcast_to(values[value.name], shape).astype(dtype)
+            else:
+                feed[value.name] = tensors.DECLARED[value.name].shaped(*shape).array(sizes)
+        return feed
+
+
+def _model(call: GraphRun) -> _Values:
+    """Inputs of a step graph or a propose graph; drawing is greedy, reported probabilities are not."""
+    assert isinstance(call.of, Model)
+    tokens = call.point.tokens
+    # The least noise, its initial value, draws the most probable token, whatever the rounding of the others.
+    values: _Values = {**_SAMPLING}
+    for value in call.graph.input:
+        if value.name in (tensors.HIDDEN_STATE, tensors.LAYER_STATES, tensors.OWN_STATE):
+            rows = (tokens,) if value.name == tensors.LAYER_STATES else ()
+            width = value.type.tensor_type.shape.dim[-1].dim_value
+            values[value.name] = call.random.standard_normal((*rows, width))
+    if not call.of.cache:  # an MLP speculator continues from hidden states; the levels of its tree are full
+        levels = (call.point.drafts, tokens)
+        parents = call.random.integers(0, tokens, levels)
+        parents[:2] = 0  # the root is alone
+        return values | {
+            tensors.INPUT_IDS: call.random.integers(0, call.of.vocab_size),
+            tensors.LEVEL_PARENTS: parents,
+            tensors.LEVEL_RANKS: call.random.integers(0, FIRST_CHOICES, levels),
+        }
+    (ids,) = (value for value in call.graph.input if value.name == tensors.INPUT_IDS)
+    length = ids.type.tensor_type.shape.dim[1].dim_value or tokens  # a block begins with one token
+    return values | {
+        tensors.INPUT_IDS: call.random.integers(0, min(call.vocab, call.of.vocab_size), length),
+        tensors.POSITION_IDS: call.past + call.tree.depths,
+        tensors.TREE_MASK: call.tree.mask,
+        tensors.PAST_LENGTH: call.past,
+        tensors.LOGITS_ROWS: np.arange(tokens)[tokens - call.point.rows :],
+        tensors.BLOCK_ROWS: call.point.drafts + 1,
+    }
+
+
+def _accept(call: GraphRun) -> _Values:
+    assert isinstance(call.of, Accept)
+    parents = np.array(call.tree.parents)
+    logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
+    # Probable tokens of the target, so that some are accepted; each node has its own rank among its siblings.
+    likely = np.argsort(-logits[parents[1:]], axis=-1)
+    ids = likely[:, : call.of.candidates]
+    tokens = likely[np.arange(len(likely)), np.array(call.tree.ranks[1:], np.int64)]
+    if call.of.candidates == 1:
+        ids = tokens[:, None]
+    probs = call.random.dirichlet(np.ones(ids.shape[1]), len(ids)) if len(ids) else np.zeros(ids.shape)
+    return {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: parents,
+        tensors.TREE_MASK: call.tree.mask,
+        tensors.DRAFT_TOKENS: tokens,
+        tensors.DRAFT_IDS: ids,
+        tensors.DRAFT_PROBS: probs,
+        tensors.UNIFORM: call.random.random(1 if call.of.rule == "typical" else len(parents)),
+        tensors.THRESHOLD: GenerationDefaults().posterior_threshold,
+        tensors.ALPHA: GenerationDefaults().posterior_alpha,
+        **_SAMPLING,
+    }
+
+
+def _fill(call: GraphRun) -> _Values:
+    assert isinstance(call.of, Fill)
+    stages, candidates = call.of.stages, call.of.candidates
+    values: _Values = {
+        tensors.TREE_ROWS: call.tree.depths[1:] - 1,  # the first row of each stage, if there are stages
+        tensors.TREE_RANKS: np.array(call.tree.ranks[1:], np.int64),
+    }
+    for stage in range(max(1, stages)):
+        rows = 1 if stages and not stage else call.point.rows if stages else call.point.drafts
+        ids = np.stack([call.random.permutation(call.vocab)[:candidates] for _ in range(rows)])
+        drawn, probs = ids[:, call.random.integers(candidates)], call.random.dirichlet(np.ones(candidates), rows)
+        for kind, array in zip(tensors.DRAFTED, (drawn, ids, probs), strict=True):
+            values |= {kind.of_stage(stage): array} if stages else {kind: array[:, None]}
+    return values
+
+
+def _commit(call: GraphRun) -> _Values:
+    nodes = np.arange(len(call.tree))
+    path = nodes[call.tree.mask[-1]]
+    return {tensors.PAST_LENGTH: call.past, tensors.PATH: np.pad(path, (0, len(nodes) - len(path)))}
+
+
+_SAMPLING: _Values = {tensors.TEMPERATURE: 0.8, tensors.TOP_K: 0, tensors.TOP_P: 0.95}
+_INPUTS: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _accept, Fill: _fill, Commit: _commit}
 
 
 @dataclass(frozen=True)
@@ -128,7 +278,18 @@ def tensorrt_runner(library: CompilerLibrary, folder: Path) -> Callable[[Compile
 def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: EnginesResult) -> None:
     engine, path = subject.engine, bundle.file(subject.master)
     graph = onnx.load(path, load_external_data=False).graph
-    calls = [_call(bundle.manifest, subject, graph, index) for index in range(len(engine.profiles))]
+    calls = [
+        GraphRun(
+            graph=graph,
+            of=subject.of,
+            point=point,
+            tree=_tree(bundle.manifest, point, isinstance(subject.of, Model)),
+            vocab=bundle.manifest.target.vocab_size,
+            compute=engine.compute,
+            random=np.random.default_rng(index),
+        )
+        for index, point in enumerate(engine.profiles)
+    ]
     feeds = [call.feed() for call in calls]
     # One side after the other: a board's memory may not hold both.
     expected = _run_graph(path, feeds)
@@ -147,27 +308,11 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
     result.engines += 1
 
 
-def _call(manifest: Manifest, subject: Subject, graph: onnx.GraphProto, index: int) -> GraphRun:
-    point = subject.engine.profiles[index]
-    return GraphRun(
-        graph=graph,
-        of=subject.of,
-        point=point,
-        tree=_tree(manifest, point, isinstance(subject.of, Model)),
-        vocab=manifest.target.vocab_size,
-        compute=subject.engine.compute,
-        random=np.random.default_rng(index),
-    )
-
-
 def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
     """A tree of the bundle that has the shape, or a chain."""
     trees = (tree for method in manifest.methods for tree in method.token_trees() if len(tree) == point.tokens)
     fitting = (tree for tree in trees if of_model or point.drafts in (0, tree.depth))
     return next(fitting, TokenTree.chain(point.tokens))
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
 
 
 def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
@@ -201,9 +346,6 @@ def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, 
         array = np.frombuffer(raw.array.tobytes(), types[name]).reshape(raw.shape)
         outputs[name] = array.astype(np.float32) if name.startswith(tensors.CACHES) else array
     return outputs
-
-
-# --- differences ------------------------------------------------------------------------------------------------------
 
 
 def _visible(outputs: Feed, past: int, written: int) -> Feed:

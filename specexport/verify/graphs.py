@@ -12,8 +12,7 @@ from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import cache_inputs, cache_outputs
 from specexport.contract.tensors import CARRIED, MEETINGS, Dim, Tensor
-from specexport.runtime.bundle import Bundle
-from specexport.runtime.symlinks import without_links
+from specexport.runtime.bundle import Bundle, without_links
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 
@@ -73,13 +72,13 @@ def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphP
     version = {entry.domain: entry.version for entry in model.opset_import}.get("")
     if version != opset:
         raise BundleError(f"{path}: opset {version}, expected {opset}; build the bundle again")
-    foreign = sorted(
-        {f"{node.domain}.{node.op_type}" for node in _nodes(model.graph) if node.domain not in ("", "ai.onnx")}
-    )
+    graphs = _subgraphs(model.graph)
+    nodes = [node for graph in graphs for node in graph.node]
+    foreign = sorted({f"{node.domain}.{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")})
     if foreign or model.functions:
         raise BundleError(f"{path}: operators outside the ONNX standard: {', '.join(foreign) or 'local functions'}")
     sizes = {file.name: file.stat().st_size for file in weights}
-    for tensor in _initializers(model.graph):
+    for tensor in (tensor for graph in graphs for tensor in graph.initializer):
         if tensor.data_location == TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
             end = int(entry.get("offset", 0)) + int(entry.get("length", 0))
@@ -103,14 +102,6 @@ def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
     """A graph and all graphs nested in its nodes' attributes."""
     inner = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
     return [graph, *(deeper for nested in inner for deeper in _subgraphs(nested))]
-
-
-def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    return [node for nested in _subgraphs(graph) for node in nested.node]
-
-
-def _initializers(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    return [tensor for nested in _subgraphs(graph) for tensor in nested.initializer]
 
 
 def _signature(value: onnx.ValueInfoProto) -> tuple[str, tuple[Dim, ...]]:

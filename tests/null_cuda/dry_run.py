@@ -26,9 +26,9 @@ import onnxruntime
 from specexport.contract.methods import method_name, method_type
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import HostProgram
-from specexport.runtime.stream import completed
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 
 CUDA = "CUDAExecutionProvider"
@@ -232,7 +232,7 @@ class DryRun:
             streams = [self._engine.stream([slot + 3, *PROMPT], params[slot], arguments) for slot in slots]
             for stream in streams:
                 stream.start()
-            done = [completed(stream) for stream in streams]
+            done = [complete(stream) for stream in streams]
         except Exception as error:
             self.problems.append(f"{self.asked}: {type(error).__name__}: {error}")
             return 0

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from specexport.contract.methods import Flag, TextMethod
-from specexport.runtime.proposal import Proposer, SlotView, TextProposer
-from specexport.runtime.proposers import Opening
+from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 
 class Repeat(TextMethod, frozen=True, kw_only=True, tag="repeat"):

@@ -1,15 +1,21 @@
-"""Typed and checked wrappers of the CUDA runtime calls that are used, over ``cuda.bindings.runtime``."""
+"""Typed and checked wrappers of ``cuda.bindings.runtime``: a device, its stream and its thread."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from specexport.contract.errors import BackendError
 
 _NO_DEVICE = ("cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary", "cudaErrorInvalidDevice")
 _GIB = 1 << 30
+T = TypeVar("T")
 
 
 class OutOfDeviceMemoryError(BackendError):
@@ -186,3 +192,108 @@ class Cuda:
 
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+class CudaStream:
+    """A queue of work that the device does in order.
+
+    It has no finalizer, but lives until it is closed: libraries may use its handle in their destructors, and the order
+    of collection is undefined.
+
+    Attributes:
+        handle: its form for libraries.
+        waits: number of waits for its work; for measurements.
+        capturing: whether its work is being recorded.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._closed = False
+        self.handle = cuda.create_stream()
+        self.waits = 0
+        self.capturing = False
+
+    def synchronize(self) -> None:
+        """Waits for all work so far."""
+        self._cuda.synchronize(self.handle)
+        self.waits += 1
+
+    def capture(self, enqueue: Callable[[], None]) -> Captured:
+        """Records the work that a function enqueues, without doing it.
+
+        The function must not allocate or wait, and all its addresses must stay valid for as long as the graph is
+        launched.
+
+        Raises:
+            BackendError: some of the work cannot be captured; the stream stays usable.
+        """
+        self._cuda.begin_capture(self.handle)
+        self.capturing = True
+        try:
+            enqueue()
+        except BaseException:
+            with contextlib.suppress(BackendError):
+                self._cuda.abandon_capture(self.handle)
+            raise
+        finally:
+            self.capturing = False
+        return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
+
+    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:
+        """Captures every piece of work, or none: then returns the error."""
+        captured: list[Captured] = []
+        try:
+            for enqueue in work:
+                captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure must be closed
+        except BackendError as error:
+            for graph in captured:
+                graph.close()
+            return error
+        return captured
+
+    def close(self) -> None:
+        """Destroys the stream after its work; later calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._cuda.destroy_stream(self.handle)
+
+
+class Captured:
+    """A CUDA graph of work on one stream."""
+
+    def __init__(self, cuda: Cuda, stream: int, executable: int) -> None:
+        self._cuda = cuda
+        self._stream = stream
+        self._executable = executable
+        self._close = weakref.finalize(self, cuda.destroy_executable, executable)
+        self._close.atexit = False  # the driver frees everything when a process ends
+
+    def launch(self) -> None:
+        """Enqueues all of it in one call."""
+        self._cuda.launch(self._executable, self._stream)
+
+    def close(self) -> None:
+        """Destroys the graph; later calls do nothing."""
+        self._close()
+
+
+class DeviceThread:
+    """One thread for all calls of a device's library.
+
+    onnxruntime keeps handles and scratch memory for every thread that runs a session, and frees them when the thread
+    ends. Captured graphs use them, so the thread must live as long as they do. Any thread may launch a captured graph.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="specexport-device")
+        self._ident = self._pool.submit(threading.get_ident).result()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Runs a function in the thread and waits for it; its exceptions are raised here."""
+        if threading.get_ident() == self._ident:
+            return work()
+        return self._pool.submit(work).result()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._pool.shutdown()

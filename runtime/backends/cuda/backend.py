@@ -13,9 +13,8 @@ from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution, Executor, worst
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor, Library, worst
 from specexport.runtime.backends.cuda.memory import Device
 from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
 from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
@@ -102,7 +101,7 @@ class CudaBackend:
         """See :class:`~specexport.runtime.backend.Backend`.
 
         Raises:
-            BackendError: the library does not run so many slots, the graph is refused, or it does not fit.
+            BackendError: the library does not run this number of slots, the graph is refused, or it does not fit.
         """
         sizes = self._library.batch_sizes
         if slots not in sizes:
@@ -134,12 +133,12 @@ class CudaBackend:
 
     def _lead(self, model: Model, slots: int, buffers: Buffers) -> LeadingDeviceGraph:
         """Opens the first rank's part of a split target, and starts a process for each of the others."""
-        there, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
-        if there < ranks:
+        gpus, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
+        if gpus < ranks:
             raise BackendError(
-                f"the target is split among {ranks} ranks, each with a GPU of its own, and CUDA shows {there}; see "
+                f"the target is split among {ranks} ranks, each with a GPU of its own, and CUDA shows {gpus}; see "
                 "CUDA_VISIBLE_DEVICES, run it with --backend onnxruntime, or build it with --tensor-parallel "
-                f"{there}"
+                f"{gpus}"
             )
         library, nccl = self._library, Nccl()
         job = Job(
@@ -150,12 +149,12 @@ class CudaBackend:
             unique_id=nccl.unique_id(),
         )
         followers = Followers(self._bundle, job)
-        with contextlib.ExitStack() as undone:
-            undone.callback(followers.close)
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(followers.close)
             try:
                 followers.meeting.wait()  # joining waits for ever if a rank has no GPU or NCCL
                 communicator = nccl.join(job.unique_id, 0, ranks)
-                undone.callback(communicator.close)
+                cleanup.callback(communicator.close)
 
                 def lost(rank: int) -> None:
                     followers.lost = RankLostError(rank)
@@ -173,7 +172,7 @@ class CudaBackend:
                 if lost_rank is None:
                     raise
                 followers.give_up(lost_rank)
-            undone.pop_all()
+            cleanup.pop_all()
         return leading
 
     def follow(self, job: Job, buffers: Buffers, meeting: Meeting) -> DeviceGraph:

@@ -13,12 +13,11 @@ import numpy.typing as npt
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array
+from specexport.runtime.backend import Array, write_sampling
+from specexport.runtime.backends.cuda.api import CudaStream
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.step_variants import StepVariant, StepVariants, read_back
 from specexport.runtime.backends.cuda.steps import Steps
-from specexport.runtime.backends.cuda.stream import CudaStream
-from specexport.runtime.buffers import write_sampling
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
 from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult, Verified
@@ -69,7 +68,7 @@ class DeviceProgram:
         self.reusable = host.reusable
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
-        accept = self._variants.deciding(views)
+        accept = self._variants.accept_graph(views)
         if accept is None:
             return self._host.step(views)
         start = time.perf_counter()
@@ -92,7 +91,7 @@ class DeviceProgram:
             (method,) = methods
             draft = self._host.proposer(method).device_draft
             if draft is not None and all(map(draft.is_ready, speculating)):
-                variant = self._variants.drafted(accept, method, [view.tree for view in speculating])
+                variant = self._variants.for_draft(accept, method, [view.tree for view in speculating])
                 if variant is not None:
                     drafting = {view.slot for view in speculating}
                     return variant, [
@@ -102,10 +101,10 @@ class DeviceProgram:
         proposals = self._host.propose(views)
         proposed = [(view, proposals.get(view.slot)) for view in views]
         parts = [_Part(view, proposal.tree if proposal else PLAIN_TREE, proposal) for view, proposal in proposed]
-        return self._variants.verified(accept, [part.tree for part in parts]), parts
+        return self._variants.for_proposals(accept, [part.tree for part in parts]), parts
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
-        """Writes all inputs of a step; slots without a part in it write behind their committed rows."""
+        """Writes all inputs of a step; slots without a part in it write after their committed rows."""
         T, slots = variant.tokens, range(self.sizes[-1])
         self._target.reserve(max(len(part.view.tokens) for part in parts) - 1 + T)
         inputs = self._target.inputs(T, T, slots=slots)

@@ -13,11 +13,18 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import FIRST, Array, Buffers, Graph
-from specexport.runtime.backends.cuda.caches import DeviceCache, NewRows
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution, Executor
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
+from specexport.runtime.backends.cuda.api import Captured
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor
+from specexport.runtime.backends.cuda.memory import (
+    BufferLayout,
+    Device,
+    DeviceCache,
+    MemoryPlan,
+    NewRows,
+    Staged,
+    Tensor,
+)
 from specexport.runtime.backends.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
-from specexport.runtime.backends.cuda.stream import Captured
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and a function that replaces it by the launch of the captured graph."""
@@ -38,15 +45,15 @@ class Width:
 
 
 class DeviceGraph(Graph):
-    """A graph over device memory that is planned and taken when it is opened; see ``runtime.graph.Graph``.
+    """A graph in device memory that is allocated when it is opened; see :class:`~specexport.runtime.backend.Graph`.
 
     A run copies inputs to the device, runs the graph, copies outputs back, and waits. The first three are one CUDA
     graph a shape point, captured when the model is opened. Nothing is allocated afterwards. An engine that drafts one
     token a call is called for each (``repeat.py``); lowered portably its rows are copied into the cache
     between the calls, so each call is captured separately.
 
-    With several slots every run takes all of them, which costs a GPU little beside reading the weights; prompts are
-    read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
+    With several slots every run takes all of them, which costs a GPU little compared with reading the weights; prompts
+    are read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.

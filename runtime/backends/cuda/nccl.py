@@ -89,7 +89,7 @@ class Communicator:
         self._handle: ctypes.c_void_p | None = handle
         self._closing, self._calling = threading.Lock(), threading.Lock()
 
-    def add_up(self, part: Tensor, stream: int) -> None:
+    def all_reduce(self, part: Tensor, stream: int) -> None:
         """Enqueues the sum of all ranks' parts, which replaces the part.
 
         Raises:
@@ -98,8 +98,8 @@ class Communicator:
         count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
         self._enqueue("ncclAllReduce", part.address, part.address, count, (kind, _SUM), stream)
 
-    def gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
-        """Enqueues the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`add_up`."""
+    def all_gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
+        """Enqueues the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`all_reduce`."""
         count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
         self._enqueue("ncclAllGather", part.address, whole.address, count, (kind,), stream)
 

@@ -12,40 +12,25 @@ import numpy as np
 
 from specexport.contract.engines import CompiledEngine, ProgramGraph
 from specexport.contract.errors import BackendError
+from specexport.contract.manifest import program_sizes
 from specexport.contract.model import Model
-from specexport.contract.program import program_sizes
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, MEETINGS
-from specexport.runtime.backends.cuda.executor import CACHE_TYPES, Enqueue
-from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.backends.cuda.nccl import Communicator
-from specexport.runtime.bundle import Bundle
+from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
-from specexport.runtime.symlinks import open_linked
 
 MINIMUM = (1, 31)
 """Older releases were not tested, and may lack features that are used here."""
 PROVIDER = "CUDAExecutionProvider"
 _RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _SHAPE_OPERATORS = frozenset(
-    {
-        "Add",
-        "Cast",
-        "Concat",
-        "Div",
-        "Gather",
-        "Min",
-        "Mul",
-        "Neg",
-        "Range",
-        "Reshape",
-        "Shape",
-        "Slice",
-        "Squeeze",
-        "Sub",
-        "Unsqueeze",
-    }
+    (
+        *("Add", "Cast", "Concat", "Div", "Gather", "Min", "Mul", "Neg"),
+        *("Range", "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze"),
+    )
 )
 """Operators that may compute sizes on the CPU. Any other input would have to be copied from the device, which a run
 would wait for, and which no capture allows."""
@@ -245,7 +230,7 @@ def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, 
 
 
 class SessionExecutor:
-    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.backends.cuda.executor.Executor`.
+    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.backends.cuda.library.Executor`.
 
     A rank's part of a split target has a session a segment, which run one after the other; between them the ranks
     combine their parts through the communicator.
@@ -305,9 +290,9 @@ class SessionExecutor:
                 for name in meetings:
                     assert communicator is not None  # only a rank's part has segments
                     if name.startswith(_JOIN):
-                        communicator.gather(outputs[name], inputs[name], stream)
+                        communicator.all_gather(outputs[name], inputs[name], stream)
                     else:
-                        communicator.add_up(outputs[name], stream)
+                        communicator.all_reduce(outputs[name], stream)
 
         return enqueue
 

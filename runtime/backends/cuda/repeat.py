@@ -11,7 +11,7 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint
 from specexport.runtime.backend import Array, Buffers
-from specexport.runtime.backends.cuda.executor import Enqueue
+from specexport.runtime.backends.cuda.library import Enqueue
 from specexport.runtime.backends.cuda.memory import Device, Tensor
 
 PASTS = "pasts"

@@ -10,14 +10,13 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.engines import LARGEST_TOP_K, Accept, Commit, Fill, ProgramGraph
-from specexport.contract.manifest import Manifest
-from specexport.contract.program import fill_point, filled_trees, fills
+from specexport.contract.manifest import Manifest, fill_point, filled_trees, fills
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array
-from specexport.runtime.backends.cuda.executor import Executor
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.library import Executor
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
 
@@ -145,7 +144,7 @@ class StepVariants:
                 if T and N:
                     self._verified[at, length] = by_shape.setdefault((at, T, N), StepVariant(accept, T, N))
         for name, of_method in trees.items():
-            for drafting in self._fillable(name, loaded_methods[name], of_method, graphs):
+            for drafting in self._draftings(name, loaded_methods[name], of_method, graphs):
                 length = len(drafting.tree)
                 for at, accept in enumerate(self._accepts):
                     variant = self._verified.get((at, length))
@@ -154,7 +153,7 @@ class StepVariants:
                         self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
         self.all = (*by_shape.values(), *(variant for variants in self._drafted.values() for variant in variants))
 
-    def deciding(self, views: Sequence[SlotView]) -> int | None:
+    def accept_graph(self, views: Sequence[SlotView]) -> int | None:
         """Index of the accept graph for a step of these requests; None if the host has to decide."""
         params = [view.params for view in views]
         if any(p.logprobs is not None or p.acceptance == "relaxed" for p in params):
@@ -175,14 +174,14 @@ class StepVariants:
                 return at
         return None
 
-    def verified(self, at: int, trees: Collection[TokenTree]) -> StepVariant:
+    def for_proposals(self, at: int, trees: Collection[TokenTree]) -> StepVariant:
         """The variant for trees that the host filled, with this accept graph."""
         # A tree smaller than any captured one runs in the next larger one's step.
         variant = self._at_least(at, max(map(len, trees)))
         assert variant is not None
         return variant
 
-    def drafted(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
+    def for_draft(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
         """The variant in which a draft fills the trees on the device; None if there is none."""
         variants = self._drafted.get((at, method), ())
         return next((v for v in variants if v.drafting and all(map(v.drafting.holds, trees))), None)
@@ -201,11 +200,11 @@ class StepVariants:
         T, N = (min((size for size in sizes if size >= length), default=0) for sizes in (widths, nodes))
         return T, N
 
-    def _fillable(
+    def _draftings(
         self, name: str, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs
     ) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
-        draft, method, fillable = loaded.proposer.device_draft, loaded.method, list[Drafting]()
+        draft, method, draftings = loaded.proposer.device_draft, loaded.method, list[Drafting]()
         graph = draft.graph if draft is not None else None
         if not isinstance(graph, DeviceGraph) or not graph.self_contained:
             return []
@@ -217,5 +216,5 @@ class StepVariants:
             fitting = [fill for fill, ex in graphs_of(graphs, Fill) if fills(fill, method) and point in ex.points]
             fill = fitting[0] if fitting and tree in with_fill_graph else None
             if fill is not None or (tree.is_chain and not method.drafted_stages):
-                fillable.append(Drafting(graph, *run, method.support, tree, point, fill))
-        return fillable
+                draftings.append(Drafting(graph, *run, method.support, tree, point, fill))
+        return draftings

@@ -12,11 +12,11 @@ from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.executor import Enqueue, Execution
+from specexport.runtime.backends.cuda.api import Captured
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.library import Enqueue, Execution
 from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
-from specexport.runtime.backends.cuda.stream import Captured
 
 _ID = np.dtype(np.int64).itemsize
 
@@ -172,10 +172,10 @@ class Steps:
             self._device.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
     def _pass_on(self, verify: Width, drafted: Tensor) -> None:
-        """Copies the draft tokens of each slot behind its root in the target's input."""
-        ids, behind = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
+        """Copies the draft tokens of each slot after its root in the target's input."""
+        ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
-        self._device.copy_rows(to, pitch, drafted.address, behind, behind, self._slots)
+        self._device.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]

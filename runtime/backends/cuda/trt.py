@@ -1,4 +1,4 @@
-"""Engines of TensorRT and TensorRT-RTX, whose Python interfaces are alike."""
+"""Engines of TensorRT and TensorRT-RTX, which have the same Python interface."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from specexport.contract.engines import CompiledEngine, EngineRuntime, ProgramGr
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.executor import CACHE_TYPES, Enqueue
-from specexport.runtime.backends.cuda.library import Library
+from specexport.runtime.backends.cuda.api import CudaStream
+from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor
 from specexport.runtime.backends.cuda.nccl import Communicator
-from specexport.runtime.backends.cuda.stream import CudaStream
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import MachineRecord
 
@@ -128,7 +127,7 @@ class CompiledKernels:
 
 class EngineExecutor:
     """Runs a model's engines, an execution context a shape point; see
-    :class:`~specexport.runtime.backends.cuda.executor.Executor`.
+    :class:`~specexport.runtime.backends.cuda.library.Executor`.
 
     Contexts share one block of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
     and has no ``kernels``. The ranks of a split target create their contexts in the same order and combine their parts

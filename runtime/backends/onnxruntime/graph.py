@@ -15,15 +15,14 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.states import KeptStates
 from specexport.runtime.backend import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
 from specexport.runtime.backends.onnxruntime.graph_check import require_declared
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
-from specexport.runtime.bundle import Bundle
+from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
-from specexport.runtime.symlinks import open_linked
+from specexport.runtime.states import KeptStates
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""

@@ -1,55 +1,37 @@
-"""States of layers without attention, kept so that a step can go back to any token it accepted.
+"""States of layers without attention, which let a step return to any token it accepted.
 
-A convolution reads the inputs of the last few tokens; those are kept as rows, of committed tokens alone.
+A convolution reads the inputs of the last few tokens; these inputs are kept as rows, of committed tokens alone.
 
-A recurrent state takes tokens in and cannot give them back. So it is only advanced over tokens that are text, and what
-the others would do to it, their *updates*, are rows too: those committed since are kept until the state has seen them.
-A draft's own tokens are kept like text, as far as they may be taken back, and its state waits that long.
-A step reads the state, and works through the updates behind it and its own new tokens. It does so in *cells* of
-``CELL`` tokens that begin at multiples of ``CELL``: a state has seen whole cells, and in a cell sums are always taken
-alike, so that what a token's row says does not depend on how the text was cut into steps.
+A recurrent state cannot be reversed. So it only advances over tokens that are text; the *updates* of later tokens are
+rows too, which are kept until the state has seen them. A draft's own tokens are kept like text as far as they may be
+taken back, and its state waits that long. A step reads the state, then the kept updates and those of its own tokens, in
+*cells* of ``CELL`` tokens that begin at multiples of ``CELL``. A state has seen whole cells, and sums within a cell
+have a fixed order, so a token's row does not depend on how the text was cut into steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from specexport.contract import tensors
-from specexport.contract.model import StateLayer
-
-Array = npt.NDArray[Any]
-CELL = 8
-"""G, tokens of a cell: so few that a step of one token does little in vain, so many that a state is seldom written."""
-
-
-def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple[StateLayer, ...]:
-    """Layers that keep the updates that are left after any step of at most ``widest`` tokens, and may go ``back``."""
-    rows = CELL + widest
-
-    def kept(layer: StateLayer) -> StateLayer:
-        state = layer.recurrence
-        recurrence = None if state is None else msgspec.structs.replace(state, rows=rows)
-        return msgspec.structs.replace(layer, recurrence=recurrence, back=back)
-
-    return tuple(map(kept, layers))
+from specexport.contract.model import CELL, StateLayer
+from specexport.contract.tensors import Array
 
 
 def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) -> npt.NDArray[np.int64]:
-    """Where the cells of a step find the updates of their tokens.
+    """The places of the updates of a step's cells.
 
     Args:
-        past: of each slot, how many tokens its cache holds.
-        seen: how many of those its states have seen, a multiple of ``CELL``.
+        past: number of tokens in each slot's cache.
+        seen: number of these that its states have seen, a multiple of ``CELL``.
         tokens: T of the step.
-        rows: R, how many updates are kept: the one of position p at p modulo R.
+        rows: R, the number of kept updates: the one of position p is at p modulo R.
 
     Returns:
-        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 behind the last token.
+        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 after the last token.
         C is as large as the slot with the most updates needs.
     """
     cells = max(-(-(end + tokens - start) // CELL) for end, start in zip(past, seen, strict=True))
@@ -59,21 +41,21 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
 
 
 class KeptStates:
-    """The states of all slots, in the memory that step graphs are given.
+    """The states of all slots, in memory that step graphs read directly.
 
     Args:
         layers: those of a model.
-        slots: how many.
+        slots: their number.
 
     Attributes:
         arrays: by the names of ``signature.states``, ``[slots, ...]`` each.
-        back: how many of a text's last tokens may be taken back.
+        back: number of a text's last tokens that may be taken back.
     """
 
     def __init__(self, layers: Sequence[StateLayer], slots: int) -> None:
         self.back = max((layer.back for layer in layers), default=0)
         self._seen = [0] * slots
-        self._written = [0] * slots  # behind the last row that was kept, whether it was taken back or not
+        self._written = [0] * slots  # end of the rows that were kept, even if they were taken back
         self._kept = 0  # R
         self._names: dict[tuple[int, int], list[str]] = {}
         self._states: dict[str, Array] = {}
@@ -95,9 +77,9 @@ class KeptStates:
         return sum(array.nbytes for array in self.arrays.values())
 
     def outputs(self, batch: int, tokens: int) -> tuple[list[Array], dict[str, Array]]:
-        """Room for what a step of ``batch`` slots makes: rows for :meth:`commit`, and all of it by output name.
+        """Memory for the outputs of a step of ``batch`` slots: rows for :meth:`commit`, and all outputs by name.
 
-        Its states are the same memory for every number of tokens.
+        The states are the same memory for every number of tokens.
         """
         blocks = [np.zeros((len(n), batch, tokens, width), np.float32) for (_, width), n in self._names.items()]
         if batch not in self._new_states:
@@ -116,7 +98,7 @@ class KeptStates:
         return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
 
     def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:
-        """What a step of these slots is given beside :attr:`arrays`; a slot's text may begin anew with it."""
+        """A step's inputs in addition to :attr:`arrays`; a slot's text may begin anew with it."""
         if not self._kept:
             return {}
         for slot, end in zip(slots, past, strict=True):
@@ -125,7 +107,7 @@ class KeptStates:
         return {tensors.CELL_ROWS: cell_rows(past, [self._seen[slot] for slot in slots], tokens, self._kept)}
 
     def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
-        """To be called after a step of these slots, of whose tokens so many were known to be text."""
+        """To be called after a step of these slots; ``known`` counts each slot's tokens that are text."""
         new_states = self._new_states.get(len(slots), {})
         for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
             seen = (end + more) // CELL * CELL
@@ -135,14 +117,14 @@ class KeptStates:
                     state[slot] = new_states[name.replace("past_", "new_", 1)][at]
 
     def commit(self, slot: int, past: int, nodes: Sequence[int], blocks: Sequence[Array], at: int) -> None:
-        """Keeps the rows of those tokens of a step that became text.
+        """Keeps the rows of a step's tokens that became text.
 
         Args:
-            slot: theirs.
-            past: how many tokens were there before.
-            nodes: which of the step's tokens they are.
+            slot: the slot.
+            past: number of tokens before the step.
+            nodes: indices of the tokens among the step's.
             blocks: of :meth:`outputs`.
-            at: the slot's place in them.
+            at: the slot's index in them.
         """
         self._written[slot] = max(self._written[slot] if past else 0, past + len(nodes))
         for block, new in zip(self._blocks, blocks, strict=True):
@@ -152,13 +134,13 @@ class KeptStates:
             block[:, slot][:, np.arange(first, first + len(last)) % rows] = new[:, at][:, last]
 
     def copy(self, source: int, to: int) -> None:
-        """Makes a slot's states those of another one."""
+        """Copies the states of a slot to another one."""
         for array in (*self._states.values(), *(part for block in self._blocks for part in block)):
             array[to] = array[source]
         self._seen[to], self._written[to] = self._seen[source], self._written[source]
 
     def clear(self, slot: int) -> None:
-        """Makes a slot's states those of an empty text."""
+        """Resets a slot's states to those of an empty text."""
         for state in self._states.values():
             state[slot] = 0
         self._seen[slot] = self._written[slot] = 0

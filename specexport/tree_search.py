@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +17,12 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backends.opening import open_graph
-from specexport.runtime.buffers import buffers
+from specexport.runtime.backend import buffers, open_graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Ints
-from specexport.runtime.stats import Stats
-from specexport.tuning.record import recorded
+from specexport.runtime.proposal import Ints, Proposal, SlotView
+from specexport.runtime.request import Stats
 
 RankPath = tuple[int, ...]
 Progress = Callable[[str, int, int], None]
@@ -96,7 +95,7 @@ def observe(
                     steps += 1
                     path = _path(proposal.candidates, ahead, chained)
                     paths.update(path[:end] for end in range(1, len(path) + 1))
-            total = added(total, completion.stats)
+            total = sum_stats(total, completion.stats)
             progress("decoding", index + 1, len(prompts))
     if not steps:
         raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
@@ -114,7 +113,7 @@ def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
     return tuple(path)
 
 
-def added(a: Stats, b: Stats) -> Stats:
+def sum_stats(a: Stats, b: Stats) -> Stats:
     """The sum of counters and times of decoding."""
     names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
@@ -167,3 +166,25 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
             if nodes not in best or candidate.tokens_per_second > best[nodes].tokens_per_second:
                 best[nodes] = candidate
     return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_second)
+
+
+@contextlib.contextmanager
+def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
+    """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
+
+    Yields a list to which each proposal is added, with the length of the text before it.
+    """
+    proposer = engine.loaded_methods[method].proposer
+    propose = proposer.propose
+    records: list[tuple[int, Proposal]] = []
+
+    def recording(views: Sequence[SlotView]) -> dict[int, Proposal]:
+        proposals = propose(views)
+        records.extend((len(view.tokens), proposals[view.slot]) for view in views if view.slot in proposals)
+        return proposals
+
+    proposer.propose = recording  # type: ignore[method-assign]
+    try:
+        yield records
+    finally:
+        del proposer.propose

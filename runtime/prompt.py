@@ -1,4 +1,4 @@
-"""Prompts that hold embeddings instead of tokens, such as an encoder's output for sound or images."""
+"""Encodes prompts: text, token ids, or embeddings, such as an encoder's output for sound or images."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from specexport.contract.errors import RequestError
+from specexport.contract.manifest import Manifest
+from specexport.contract.values import require_text, token_ids
+from specexport.runtime.sampling import Floats, Ints
 
-Floats = npt.NDArray[np.float32]
 Encode = Callable[[str, bool], list[int]]
 """Tokens of a text; the flag adds the tokenizer's special tokens."""
 
@@ -23,7 +26,7 @@ _FIRST_MARK = -2
 
 
 class EmbedsPrompt:
-    """A prompt with embeddings.
+    """A prompt that holds embeddings.
 
     >>> EmbedsPrompt(["User: ", sound, " Transcribe it."])  # doctest: +SKIP
 
@@ -35,7 +38,7 @@ class EmbedsPrompt:
         parts: embeddings, or a list or tuple of parts that are read one after another. A part is embeddings, an array
             ``[N,H]`` of floating-point numbers, or anything that ``numpy.asarray`` accepts, such as a torch tensor on
             the CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
-            Only a text that comes first gets the tokenizer's special tokens, such as a start token.
+            Only a text at the beginning gets the tokenizer's special tokens, such as a start token.
     """
 
     def __init__(self, parts: Any) -> None:
@@ -48,11 +51,11 @@ class Embeddings:
 
     Attributes:
         rows: float32 ``[N,H]``.
-        at: int64 ``[P]``, the row that is read at each position of the prompt; -1 for a token.
+        at: int64 ``[P]``, the row of each position of the prompt; -1 for a token.
     """
 
     rows: Floats
-    at: npt.NDArray[np.int64]
+    at: Ints
 
     def put(self, start: int, inputs_embeds: Floats, embeds_mask: npt.NDArray[np.bool_]) -> None:
         """Writes the part of the prompt from a position on into a step graph's inputs.
@@ -85,7 +88,83 @@ class EncodedPrompt:
         return len(self.tokens)
 
 
-def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
+Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
+"""The start of a text that a request continues."""
+
+
+class PromptEncoder:
+    """Encodes a bundle's prompts."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer) -> None:
+        self._manifest = manifest
+        self._tokenizer = tokenizer
+
+    @overload
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    @overload
+    def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
+
+    def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
+        """See :meth:`~specexport.runtime.engine.Engine.encode`."""
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        if isinstance(prompt, EmbedsPrompt):
+            return self._encode_embeds(prompt)
+        if isinstance(prompt, str):
+            require_text(prompt, "the prompt", "prompt")
+            tokens = list(self._tokenizer.encode(prompt).ids)
+        else:
+            tokens = token_ids(prompt, "the prompt", "prompt")
+        if not tokens:
+            info = self._manifest.tokenizer
+            start = self._tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
+            if start is None and not info.eos_token_ids:
+                raise RequestError(
+                    "the prompt is empty and the tokenizer has no start token; give at least one token", param="prompt"
+                )
+            tokens = [start if start is not None else info.eos_token_ids[0]]
+        self._require_in_vocabulary(tokens)
+        return tokens
+
+    def continuation(self, prompt: Prompt, text: str | Sequence[int]) -> list[int]:
+        """The tokens of a text that follows a prompt; token ids are checked and returned.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or the text is not valid.
+        """
+        if not isinstance(text, str):
+            return self.encode(text) if len(text) else []
+        require_text(text, "hypothesis", "hypothesis")
+        if isinstance(prompt, str) and prompt:
+            # A text's first token may depend on what precedes it.
+            before, whole = self.encode(prompt), self.encode(prompt + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
+        size = self._manifest.target.embedding_size
+        if size is None:
+            raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
+
+        def encode(text: str, first: bool) -> list[int]:
+            require_text(text, "prompt_embeds", "prompt")
+            return list(self._tokenizer.encode(text, add_special_tokens=first).ids)
+
+        result = encode_parts(prompt, encode, size, self._manifest.max_seq_len)
+        rows = result.embeddings.at
+        self._require_in_vocabulary([token for token, row in zip(result.tokens, rows, strict=True) if row < 0])
+        return result
+
+    def _require_in_vocabulary(self, tokens: Sequence[int]) -> None:
+        limit = self._manifest.target.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < limit), None)
+        if wrong is not None:
+            raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}", param="prompt")
+
+
+def encode_parts(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
     """Reads a prompt's parts.
 
     Raises:
@@ -93,7 +172,7 @@ def encoded(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> En
             too many positions. Names the part.
     """
     tokens: list[int] = []
-    at: list[npt.NDArray[np.int64]] = []
+    at: list[Ints] = []
     rows: list[Floats] = []
     count = 0
     for index, part in enumerate(prompt.parts):
