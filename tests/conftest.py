@@ -95,7 +95,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         file = folder / f"accept.{rule}.c{max_children}.m{candidates}.onnx"
         with FileLock(file.with_suffix(".lock")):
             if not file.exists():
-                file.write_bytes(trace_accept(rule, max_children, candidates))  # type: ignore[arg-type]
+                file.write_bytes(trace_accept(rule, max_children, candidates))
         return file.read_bytes()
 
     with pytest.MonkeyPatch.context() as patch:
