@@ -90,7 +90,7 @@ def test_lossy_methods_are_detected(
     assert not row.lossless
     assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
     output = capsys.readouterr()
-    assert "3 of 3 part" in output.out
+    assert "3 of 3 differ" in output.out
     assert "texts differ from plain decoding's" in output.err
 
 
