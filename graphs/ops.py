@@ -51,7 +51,7 @@ def combine_by(combine: Combine) -> None:
 @torch.library.custom_op("specexport::sum_of_ranks", mutates_args=())
 def sum_of_ranks(part: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' parts, from one rank's part."""
-    combine: Combine | None = getattr(_combining, "meet", None)
+    combine: Combine | None = getattr(_combining, "combine", None)
     return part.clone() if combine is None else combine(part, False)
 
 
@@ -63,7 +63,7 @@ def _(part: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("specexport::join_of_ranks", mutates_args=())
 def join_of_ranks(part: torch.Tensor, ranks: int) -> torch.Tensor:
     """All ranks' parts, side by side along the last axis."""
-    combine: Combine | None = getattr(_combining, "meet", None)
+    combine: Combine | None = getattr(_combining, "combine", None)
     return torch.cat([part] * ranks, -1) if combine is None else combine(part, True)
 
 
