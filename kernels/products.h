@@ -70,16 +70,20 @@ inline Integers pair_at(const int16_t* p) {
   return every(pair);
 }
 
-// Asks for weights twice: pages ahead, beyond which processors do not look by themselves, and again into the nearest cache.
-constexpr int kAhead = 1024, kFarAhead = 8192;  // bytes
-inline void prefetch(const uint8_t* p) {
+// Ask for weights pages ahead, beyond which processors do not look by themselves. Integers take more instructions a byte:
+// they are fetched further ahead, and once more into the nearest cache.
+template <bool kNear>
+inline void fetch(const uint8_t* p) {
 #if defined(__AVX2__)
-  _mm_prefetch(reinterpret_cast<const char*>(p + kFarAhead), _MM_HINT_T1);
-  _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(p), kNear ? _MM_HINT_T0 : _MM_HINT_T1);
 #else
-  __builtin_prefetch(p + kFarAhead, 0, 2);
-  __builtin_prefetch(p + kAhead, 0, 3);
+  __builtin_prefetch(p, 0, kNear ? 3 : 2);
 #endif
+}
+inline void prefetch_floats(const uint8_t* p) { fetch<true>(p + 4096); }
+inline void prefetch_integers(const uint8_t* p) {
+  fetch<false>(p + 8192);
+  fetch<true>(p + 1024);
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -193,7 +197,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     }
     if (kKind == WeightKind::kInt8) {
       for (int k = 0; k < block; k += 4) {
-        prefetch(tile);
+        prefetch_integers(tile);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, tile += 2 * kTile) {
           Integers v[kParts];
@@ -208,7 +212,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     } else {
       const Integers low = every(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
-        prefetch(tile);
+        prefetch_integers(tile);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kParts];
@@ -284,8 +288,8 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   int k = 0;
   for (; k + 2 <= depth; k += 2) {
     for (int t = 0; t < kTiles; t++) {
-      prefetch(tile + size_t(t) * tile_bytes + size_t(k) * kStep);
-      if (kStep == 64) prefetch(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep);
+      prefetch_floats(tile + size_t(t) * tile_bytes + size_t(k) * kStep);
+      if (kStep == 64) prefetch_floats(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep);
     }
     add(k);
     add(k + 1);
