@@ -148,9 +148,9 @@ def decode_costs() -> str:
     return _decode(cell)
 
 
-def verify_costs() -> str:
+def verify_costs(name: str = "kernels") -> str:
     """A step of one token, and of T over it, on our kernels and on ONNX Runtime's."""
-    report, rows = load("kernels"), []
+    report, rows = load(name), []
     widths = report["tokens"]
     for precision, result in report["results"].items():
         ours, theirs = result["seconds"]["ours"], result["seconds"]["onnxruntime"]
@@ -219,9 +219,9 @@ def methods() -> str:
     return markdown(("method", "fp32: nodes", *measures, "int8: nodes", *measures), rows)
 
 
-def engines() -> str:
+def engines(name: str = "peers") -> str:
     """Other engines' best speeds over our plain decoding."""
-    cells = load("peers")["cells"]
+    cells = load(name)["cells"]
     # OpenVINO decodes plainly with either attention implementation, and the faster one counts.
     best = {
         (cell["engine"], cell["precision"], cell["method"].replace("sdpa", "plain")): cell

@@ -176,6 +176,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-costs": tables.decode_costs,
     "decode-speed": tables.decode_speed,
     "engines": tables.engines,
+    "engines-avx512": partial(tables.engines, "peers-avx512"),
     "families": lambda: families.table(json.loads(families.RESULTS.read_text(encoding="utf-8"))),
     "gguf-types": gguf_types,
     "lookup": tables.lookup,
@@ -193,6 +194,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "opening": tables.opening,
     "prompts": tables.prompts,
     "verify-costs": tables.verify_costs,
+    "verify-costs-avx512": partial(tables.verify_costs, "kernels-avx512"),
     **{f"options-{name}": partial(option_table, name) for name in OPTION_TABLES},
     **{f"tensors-{name}": partial(tensor_table, name) for name in TENSOR_TABLES},
 }
