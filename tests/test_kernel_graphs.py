@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,22 @@ def test_packed_files_that_are_not_whole_are_written_again(tmp_path: Path, harm:
     np.testing.assert_array_equal(y, expected)
     if harm != "a folder":
         assert file.read_bytes() == whole
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of mappings")
+def test_packed_files_are_mapped_where_large_pages_can_be(tmp_path: Path) -> None:
+    body = "d = DequantizeLinear<axis=0, block_size=32>(k, s) y = MatMul(x, d)"
+    constants = {"k": RANDOM.integers(-127, 128, (1600, 1400)).astype(np.int8), "s": unit(50, 1400) / 99}
+    path = save(tmp_path / "model.onnx", body, {"x": normal(2, 1600)}, constants)
+    packed = PackedWeights(tmp_path / "packed", "key")
+    for _ in range(2):  # as it writes the file, and as it finds it
+        session = open_session(path, 1, "native", "int8", packed=packed)
+        (file,) = packed.folder.iterdir()
+        (line,) = (line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file)))
+        first, last = (int(address, 16) for address in line.split()[0].split("-"))
+        assert first % (2 << 20) == 0
+        assert file.stat().st_size <= last - first < file.stat().st_size + os.sysconf("SC_PAGESIZE")
+        del session
 
 
 def test_an_unknown_instruction_set_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
