@@ -186,9 +186,11 @@ def make_model(family: str, *, seed: int = 0, calm: bool = False, **config: Any)
         **_CONFIGS.get(family, {"model_type": family, **HYBRIDS.get(family, {})}),
         **config,
     }
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
-    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # recurrent layers draw what is kept in part
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(settings.pop("model_type"), **settings), attn_implementation="eager"
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

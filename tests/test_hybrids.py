@@ -45,6 +45,8 @@ from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
+ROUNDING = 5e-4
+"""Of fp32, in transformers as here: recurrent layers of random weights amplify it."""
 BUNDLES = ("lfm2-hybrid", "qwen3_5_text-hybrid", "granitemoehybrid-hybrid")
 SIZES = ("heads", "key_heads", "key_size", "value_size", "rows")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -228,7 +230,7 @@ def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[
         expected = model(torch.tensor([text]), use_cache=False).logits[0].double().log_softmax(-1)
     for row, entry in enumerate(by_steps.logprobs, 2):
         assert scored.prompt_logprobs[row].logprob == entry.logprob
-        assert entry.logprob == pytest.approx(float(expected[row, text[row + 1]]), abs=1e-4)
+        assert entry.logprob == pytest.approx(float(expected[row, text[row + 1]]), abs=ROUNDING)
     assert [entry.logprob for entry in later.logprobs] == [entry.logprob for entry in by_steps.logprobs[17:]]
 
 
@@ -291,7 +293,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
         p = torch.softmax(logits / 0.8, -1)
         expected = torch.gather(p, 1, torch.from_numpy(proposals.q.ids))
         expected /= expected.sum(-1, keepdim=True)
-        np.testing.assert_allclose(proposals.q.probs, expected.numpy(), atol=1e-4)
+        np.testing.assert_allclose(proposals.q.probs, expected.numpy(), atol=ROUNDING)
         text += [*drafted[: turn % 6], int(random.integers(3, VOCAB))]
     backend.close()
 
