@@ -294,13 +294,15 @@ def bench() -> str:
     return markdown(("method", "extra memory", *workloads), rows)
 
 
-def auto() -> str:
+def auto(result: str = "auto") -> str:
     """The default over plain decoding and over the best fixed choice: median and least of all kinds of requests."""
-    rows = load("auto")["rows"]
+    rows = load(result)["rows"]
     table = []
     for name in ("fp32", "int8", "int4"):
         for count in sorted({row["concurrency"] for row in rows}):
             cells = [row for row in rows if (row["precision"], row["concurrency"]) == (name, count)]
+            if not cells:
+                continue
             ratios = [
                 f"{statistics.median(row[key] for row in cells):.2f}x, {min(row[key] for row in cells):.2f}x"
                 for key in ("over_plain", "over_best")

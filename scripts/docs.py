@@ -170,6 +170,7 @@ def tensor_table(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "auto": tables.auto,
+    "auto-avx512": partial(tables.auto, "auto-avx512"),
     "batches": tables.batches,
     "bench": tables.bench,
     "clients": client_checks,
