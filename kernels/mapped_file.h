@@ -1,4 +1,4 @@
-// Files and memory mapped for reading, in pages as large as the system has.
+// Files mapped into memory, those of weights in pages as large as the system has.
 #pragma once
 
 #include <cstddef>

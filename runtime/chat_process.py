@@ -81,9 +81,9 @@ class Templates:
             extra: a request's variables; their names may be neither reserved nor those of the template's functions.
         """
         template = self._compiled[name] = self._compiled.get(name) or compiled(self._sources[name])
-        taken = next((name for name in extra if name in reserved or name in template.environment.globals), None)
-        if taken is not None:
-            return {"taken": taken}
+        name_in_use = next((name for name in extra if name in reserved or name in template.environment.globals), None)
+        if name_in_use is not None:
+            return {"taken": name_in_use}
         variables = {"tools": None, "documents": None, **extra, **reserved}
         variables["messages"] = [self._readable(name, message, variables) for message in reserved["messages"]]
         text = _rendered(template, variables)

@@ -149,11 +149,11 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
     outputs = slots.run(4, max(Ks), (9, 2), (3, 1), **{tensors.BLOCK_ROWS: [1 + K for K in Ks]})
     paper = Paper(folder, target)
     offsets = paper.weights.get("d2t")
-    known = None if offsets is None else torch.arange(KEPT) + offsets
+    target_ids = None if offsets is None else torch.arange(KEPT) + offsets
     for slot, rows in enumerate((12, 3)):
         logits = paper.logits(torch.from_numpy(states[slot, :rows]), int(roots[slot]), Ks[slot])
         for depth in range(Ks[slot]):
-            require_drafted(outputs, depth, slot, logits[depth], known)
+            require_drafted(outputs, depth, slot, logits[depth], target_ids)
 
 
 def test_missing_draft_tensors_are_the_targets(target: Path, draft: Path, small_vocabulary: Path) -> None:

@@ -145,11 +145,11 @@ def test_drafts_equal_the_formulas(
     for slot, rows in enumerate((8, 3)):
         paper = Paper(folder, target)
         offsets = paper.weights.get("d2t")
-        known = None if offsets is None else torch.arange(KEPT) + offsets
+        target_ids = None if offsets is None else torch.arange(KEPT) + offsets
         for row in range(rows):
             state, logits = paper.row(paper.fused(torch.from_numpy(states[slot, row])), int(texts[slot, row + 1]))
         for depth in range(4):
-            state, logits = paper.row(state, require_drafted(drafted, depth, slot, logits, known))
+            state, logits = paper.row(state, require_drafted(drafted, depth, slot, logits, target_ids))
     # The same in a call for each token, as devices draft.
     outputs = slots.run(4, 1, (5, 2), (3, 1))
     for depth, pasts in enumerate(((8, 3), (9, 4), (10, 5), (11, 6))):

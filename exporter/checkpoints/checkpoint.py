@@ -231,13 +231,13 @@ def reference_logits(model: Any, text: Array) -> Array:
 
 def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """A model's logits after each token of a text, ``[N,V]``, and the inputs of its head, ``[N,H]``."""
-    taken: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
+    head_inputs: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: head_inputs.append(args[0]))
     try:
         logits = torch.from_numpy(reference_logits(model, text))
     finally:
         hook.remove()
-    return logits, taken[0][0].float()
+    return logits, head_inputs[0][0].float()
 
 
 def reference_embeds(model: Any, text: Array) -> Array:

@@ -139,10 +139,10 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            known = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            headers = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{path}: not a safetensors file: {error}") from error
-    return [StoredTensor(name, *described, partial(_read, path, name)) for name, described in known.items()]
+    return [StoredTensor(name, *described, partial(_read, path, name)) for name, described in headers.items()]
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
@@ -213,10 +213,10 @@ class StandIns:
 
     def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor to load: a stand-in for a large one."""
-        known = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
+        shapes = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
         # Narrow ones belong to convolutions, whose weights are read by the module around them.
         matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
-        if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in known:
+        if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in shapes:
             return tensor.read()
         stand_in = torch.full((), torch.nan).expand(tensor.shape)
         self._stored[stand_in.data_ptr()] = tensor

@@ -125,8 +125,8 @@ def read_dflash(source: str) -> DFlashOutline:
     config = read_config(path, _Config, "a DFlash draft")
     nested = config.dflash_config or _Nested()
     _refuse_variants(path, config, nested)
-    known = {name: _first(getattr(nested, name), getattr(config, name)) for name in _Drafting.__struct_fields__}
-    block, mask = known["block_size"] or _BLOCK, known["mask_token_id"]
+    drafting = {name: _first(getattr(nested, name), getattr(config, name)) for name in _Drafting.__struct_fields__}
+    block, mask = drafting["block_size"] or _BLOCK, drafting["mask_token_id"]
     if mask is None or mask >= layer.vocab_size:
         raise BuildError(f"{path}: mask_token_id is {mask}; expected a token below vocab_size, {layer.vocab_size}")
     types = layer.layer_types or ["full_attention"] * layer.num_hidden_layers
@@ -137,7 +137,7 @@ def read_dflash(source: str) -> DFlashOutline:
         )
     causal = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
     # z-lab numbers the layer that outputs the state, speculators counts the layers before it.
-    ids, offset = (config.aux_hidden_state_layer_ids, 0) if of_speculators else (known["target_layer_ids"], 1)
+    ids, offset = (config.aux_hidden_state_layer_ids, 0) if of_speculators else (drafting["target_layer_ids"], 1)
     return DFlashOutline(
         **fields,
         # The layers of speculators' drafts are Qwen3's, whatever model_type says.
@@ -147,9 +147,9 @@ def read_dflash(source: str) -> DFlashOutline:
         block_size=block,
         mask_token=mask,
         causal=tuple(kind == "sliding_attention" if causal is None else causal for kind in types),
-        embedding_scale=known["input_embedding_scale"] or 1.0,
-        logit_scale=known["output_multiplier"] or 1.0,
-        logit_softcap=known["final_logit_softcapping"] or None,
+        embedding_scale=drafting["input_embedding_scale"] or 1.0,
+        logit_scale=drafting["output_multiplier"] or 1.0,
+        logit_softcap=drafting["final_logit_softcapping"] or None,
     )
 
 

@@ -236,8 +236,8 @@ class DraftOutline(ABC):
                 f"{self.draft_vocab} different ones below {self.vocab}"
             )
         if T2D in stored:
-            known = stored[T2D].read()
-            if known.dtype != torch.bool or not torch.equal(known.nonzero()[:, 0], ids.sort().values):
+            in_draft_vocab = stored[T2D].read()
+            if in_draft_vocab.dtype != torch.bool or not torch.equal(in_draft_vocab.nonzero()[:, 0], ids.sort().values):
                 raise BuildError(f"{self.path}: tensor {T2D!r} is no mask (bool) of the tokens that {D2T!r} leads to")
         return ids
 

@@ -164,9 +164,9 @@ def read_mtp(source: str) -> MTPOutline:
     names = [tensor.name for tensor in checkpoint_tensors(folder)]
     behind = f"model.layers.{layers}."
     if any(name.startswith("mtp.") for name in names):
-        known = dict(_QWEN)
+        prefixes = dict(_QWEN)
     elif any(name.startswith(behind) for name in names):
-        known = {behind + start: stands_for for start, stands_for in _DEEPSEEK.items()}
+        prefixes = {behind + start: stands_for for start, stands_for in _DEEPSEEK.items()}
     else:
         raise BuildError(
             f"{folder}: no MTP layer: no tensor begins with 'mtp.' or {behind!r}; expected a checkpoint that is "
@@ -184,7 +184,7 @@ def read_mtp(source: str) -> MTPOutline:
         vocab=config.vocab_size,
         draft_vocab=config.vocab_size,
         target_hidden=config.hidden_size,
-        names=known | {"model.norm.": "target_norm."},
+        names=prefixes | {"model.norm.": "target_norm."},
     )
 
 
