@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,13 @@ def _shared(factory: pytest.TempPathFactory) -> Path:
     """A folder of the session, which pytest-xdist's workers share: theirs lie in it."""
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True)
+def seeded_torch() -> None:
+    """Every test draws the same numbers from torch, whichever tests ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -94,10 +94,11 @@ class Changes(torch.nn.Module):
 def test_only_writes_through_views_are_decomposed(
     decomposed: list[torch.export.ExportedProgram], through_view: bool
 ) -> None:
-    module, x = Changes(through_view), torch.randn(2, 5)
+    # Positive rows: a sum near zero would magnify the rounding of its order, which differs between processors.
+    module, x = Changes(through_view), torch.rand(2, 5)
     run = _said(module, x, ({0: torch.export.Dim("B")},))
     assert len(decomposed) == through_view
-    x = torch.randn(3, 5)
+    x = torch.rand(3, 5)
     np.testing.assert_allclose(run(x), module(x).numpy(), rtol=1e-5)
 
 
