@@ -1,6 +1,8 @@
 // Products with packed weights, in vectors of eight columns, or of sixteen with AVX-512. Included by kernels_impl.h alone.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace specexport {
@@ -70,22 +72,24 @@ inline Integers pair_at(const int16_t* p) {
   return every(pair);
 }
 
-// Ask for weights pages ahead, beyond which processors do not look by themselves. Integers take more instructions a byte:
-// they are fetched further ahead, and once more into the nearest cache.
-template <bool kNear>
+// Bytes ahead at which to ask for weights: processors do not look beyond a page by themselves. Integers take more
+// instructions a byte; they are fetched further ahead, and once more into the nearest cache.
+constexpr size_t kFloatsAhead = 4096, kFar = 8192, kNear = 1024;
+
+template <bool kNearest>
 inline void fetch(const uint8_t* p) {
 #if defined(__AVX2__)
-  _mm_prefetch(reinterpret_cast<const char*>(p), kNear ? _MM_HINT_T0 : _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(p), kNearest ? _MM_HINT_T0 : _MM_HINT_T1);
 #else
-  __builtin_prefetch(p, 0, kNear ? 3 : 2);
+  __builtin_prefetch(p, 0, kNearest ? 3 : 2);
 #endif
 }
-inline void prefetch_floats(const uint8_t* p) { fetch<true>(p + 4096); }
-inline void prefetch_integers(const uint8_t* p) {
-  fetch<false>(p + 8192);
-  fetch<true>(p + 1024);
+// How far from place `at` of a tile the bytes are that are read `bytes` later: where tiles are read side by side, a tile
+// is followed by the one behind the others.
+template <int kTiles>
+inline size_t distance(size_t bytes, size_t at, size_t tile_bytes) {
+  return bytes + (at + bytes < tile_bytes ? 0 : (kTiles - 1) * tile_bytes);
 }
-
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 inline Integers pairs(Integers a, Integers b, Integers total) {
   return (Integers)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
@@ -139,19 +143,22 @@ inline Integers bytes_at(const uint8_t* p) {
 inline Floats halves_at(const uint8_t* p) { return load_half(p); }
 #endif
 
+constexpr bool is_quantized(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-// Tiles at once: the sums of a block and of the row must fit into 32 registers.
 constexpr int most_rows(WeightKind) { return 8; }
 constexpr int rows_of_many(WeightKind) { return 8; }
-constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : 2; }
+// Side by side: the next addition to a sum starts four or five cycles later, in which eight or ten others can start. A
+// single row of integers has two sums for each column instead (see chains()).
+constexpr int tiles_at_once(WeightKind kind, int rows) { return is_quantized(kind) && rows == 1 ? 1 : 2; }
 #else
 // Two sums for each, a row of the tile and a broadcast must fit into sixteen registers; integers need more of them.
-constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 5 : 6; }
+constexpr int most_rows(WeightKind kind) { return is_quantized(kind) ? 5 : 6; }
 // Six rows of halves need one register too many. That costs less than reading the weights twice; but where they are in the
 // cache, five rows at once are faster.
 constexpr int rows_of_many(WeightKind kind) { return kind == WeightKind::kFloat ? 6 : 5; }
-// For floats: an addition has a latency of four cycles, in which eight others can start.
-constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+// Of one or two rows of floats, side by side, as an addition has a latency of four cycles.
+constexpr int tiles_at_once(WeightKind kind, int rows) { return is_quantized(kind) || rows > 2 ? 1 : 2; }
 #endif
 
 // Zero points, each as the pair of it and 256 times it.
@@ -164,73 +171,87 @@ constexpr int chains(int rows) { return rows <= 2 ? 2 : 1; }
 constexpr int chains(int) { return 1; }
 #endif
 
-template <WeightKind kKind, int kRows>
+template <WeightKind kKind, int kRows, int kTiles>
 void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activations& x, int row, float* y,
                        ptrdiff_t stride) {
   constexpr int kVector = 4 * kLanes;  // bytes
-  constexpr int kChains = chains(kRows);
+  constexpr int kChains = chains(kRows * kTiles);
+  constexpr int kSums = kTiles * kParts;  // of a row
   const int block = w.block, blocks = w.depth / block, depth = x.depth;
   const bool half_scales = w.half_scales, zero_points = w.zero_points;
   const int scale_bytes = half_scales ? 2 : 4;
-  Floats total[kRows][kParts];
+  const size_t tile_bytes = w.tile_bytes(), block_bytes = w.block_bytes();
+  Floats total[kRows][kSums];
   for (int m = 0; m < kRows; m++)
-    for (int p = 0; p < kParts; p++) total[m][p] = every(0.0f);
+    for (int p = 0; p < kSums; p++) total[m][p] = every(0.0f);
   const int16_t* q = x.integers + size_t(row) * size_t(x.depth);
   const float* scales = x.scales + size_t(row) * size_t(blocks);
   const int32_t* sums = x.sums + size_t(row) * size_t(blocks);
+  // Where a vector of a tile begins that is `bytes` behind others.
+  auto at = [&](const uint8_t* p, int part, int bytes) {
+    return p + size_t(part / kParts) * tile_bytes + part % kParts * bytes;
+  };
   for (int b = 0; b < blocks; b++) {
     const uint8_t *const scale = tile, *const zero = tile + kTile * scale_bytes;
+    const size_t far = distance<kTiles>(kFar / kTiles, size_t(b) * block_bytes, tile_bytes);
+    const size_t near = distance<kTiles>(kNear / kTiles, size_t(b) * block_bytes, tile_bytes);
+    auto prefetch = [&] {
+      for (int i = 0; i < kTiles; i++) {
+        fetch<false>(tile + i * tile_bytes + far);
+        fetch<true>(tile + i * tile_bytes + near);
+      }
+    };
     tile = zero + (zero_points ? kTile : 0);
-    Integers t[kRows][kParts][kChains];
+    Integers t[kRows][kSums][kChains];
     for (int m = 0; m < kRows; m++)
-      for (int p = 0; p < kParts; p++)
+      for (int p = 0; p < kSums; p++)
         for (int c = 0; c < kChains; c++) t[m][p][c] = every(0);
     if (zero_points || kKind == WeightKind::kInt4) {
       // Without a zero point, four bits represent a weight plus eight. A pair is multiplied by zero and 256 * zero.
-      Integers zeros[kParts];
-      for (int p = 0; p < kParts; p++)
-        zeros[p] = zero_points ? zeros_in_pairs(bytes_at(zero + p * kLanes)) : every(0x08000008);
+      Integers zeros[kSums];
+      for (int p = 0; p < kSums; p++)
+        zeros[p] = zero_points ? zeros_in_pairs(bytes_at(at(zero, p, kLanes))) : every(0x08000008);
       for (int m = 0; m < kRows; m++) {
         const Integers a = every(sums[m * blocks + b]);
-        for (int p = 0; p < kParts; p++) t[m][p][0] = pairs(zeros[p], a, t[m][p][0]);
+        for (int p = 0; p < kSums; p++) t[m][p][0] = pairs(zeros[p], a, t[m][p][0]);
       }
     }
     if (kKind == WeightKind::kInt8) {
       for (int k = 0; k < block; k += 4) {
-        prefetch_integers(tile);
+        prefetch();
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, tile += 2 * kTile) {
-          Integers v[kParts];
-          for (int p = 0; p < kParts; p++) v[p] = widen(tile + p * 2 * kLanes);
+          Integers v[kSums];
+          for (int p = 0; p < kSums; p++) v[p] = widen(at(tile, p, 2 * kLanes));
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
             const Integers a = pair_at(q + m * depth + k + 2 * i);
-            for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(v[p], a, t[m][p][i % kChains]);
+            for (int p = 0; p < kSums; p++) t[m][p][i % kChains] = pairs(v[p], a, t[m][p][i % kChains]);
           }
         }
       }
     } else {
       const Integers low = every(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
-        prefetch_integers(tile);
+        prefetch();
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-          Integers four[kParts];
+          Integers four[kSums];
           // As 32-bit numbers: bits from the upper half are masked.
-          for (int p = 0; p < kParts; p++) four[p] = integers_at(tile + p * kVector) >> 4 * i & low;
+          for (int p = 0; p < kSums; p++) four[p] = integers_at(at(tile, p, kVector)) >> 4 * i & low;
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
             const Integers a = pair_at(q + m * depth + k + 2 * i);
-            for (int p = 0; p < kParts; p++) t[m][p][i % kChains] = pairs(four[p], a, t[m][p][i % kChains]);
+            for (int p = 0; p < kSums; p++) t[m][p][i % kChains] = pairs(four[p], a, t[m][p][i % kChains]);
           }
         }
       }
     }
-    Floats s[kParts];
-    for (int p = 0; p < kParts; p++)
-      s[p] = half_scales ? halves_at(scale + 2 * p * kLanes) : floats_at(scale + 4 * p * kLanes);
+    Floats s[kSums];
+    for (int p = 0; p < kSums; p++)
+      s[p] = half_scales ? halves_at(at(scale, p, 2 * kLanes)) : floats_at(at(scale, p, kVector));
     for (int m = 0; m < kRows; m++)
-      for (int p = 0; p < kParts; p++) {
+      for (int p = 0; p < kSums; p++) {
         Integers sum = t[m][p][0];
         if (kChains == 2) sum += t[m][p][kChains - 1];
         total[m][p] = fma(as_floats(sum), s[p] * every(scales[m * blocks + b]), total[m][p]);
@@ -238,7 +259,7 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
     q += block;
   }
   for (int m = 0; m < kRows; m++)
-    for (int p = 0; p < kParts; p++) std::memcpy(y + m * stride + p * kLanes, &total[m][p], kVector);
+    for (int p = 0; p < kSums; p++) std::memcpy(y + m * stride + p * kLanes, &total[m][p], kVector);
 }
 
 // A row of a tile. With AVX-512, columns of bfloat16 are in the order 0, 8, 1, 9, …
@@ -287,9 +308,11 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   };
   int k = 0;
   for (; k + 2 <= depth; k += 2) {
+    const size_t at = size_t(k) * kStep;
+    const size_t ahead = at + distance<kTiles>(kFloatsAhead, size_t(span.from) * kStep + at, tile_bytes);
     for (int t = 0; t < kTiles; t++) {
-      prefetch_floats(tile + size_t(t) * tile_bytes + size_t(k) * kStep);
-      if (kStep == 64) prefetch_floats(tile + size_t(t) * tile_bytes + size_t(k + 1) * kStep);
+      fetch<true>(tile + size_t(t) * tile_bytes + ahead);
+      if (kStep == 64) fetch<true>(tile + size_t(t) * tile_bytes + ahead + kStep);
     }
     add(k);
     add(k + 1);
@@ -309,21 +332,19 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
       }
 }
 
-// How many of the `left` tiles to multiply a number of rows by at once.
+// Multiplies a number of rows by some of the `left` tiles at once, and returns by how many.
 template <WeightKind kKind, int kRows>
 int multiply(const PackedWeights& w, const uint8_t* tile, int left, const Activations& x, int row, Span span, float* y,
              ptrdiff_t stride) {
-  if constexpr (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt4) {
-    multiply_integers<kKind, kRows>(w, tile, x, row, y, stride);
-  } else {
-    constexpr int kTiles = tiles_at_once(kRows);
-    if (kTiles > 1 && left >= kTiles) {
-      multiply_floats<kKind, kRows, kTiles>(w, tile, x, row, span, y, stride);
-      return kTiles;
-    }
-    multiply_floats<kKind, kRows, 1>(w, tile, x, row, span, y, stride);
-  }
-  return 1;
+  constexpr int kTiles = tiles_at_once(kKind, kRows);
+  auto by = [&](auto tiles) {
+    if constexpr (is_quantized(kKind))
+      multiply_integers<kKind, kRows, tiles.value>(w, tile, x, row, y, stride);
+    else
+      multiply_floats<kKind, kRows, tiles.value>(w, tile, x, row, span, y, stride);
+    return tiles.value;
+  };
+  return left >= kTiles ? by(std::integral_constant<int, kTiles>()) : by(std::integral_constant<int, 1>());
 }
 
 }  // namespace

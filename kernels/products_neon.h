@@ -53,7 +53,7 @@ constexpr int kQuads = kTile / 4;
 // Tiles at once: all sums must fit into 32 registers.
 constexpr int most_rows(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4 ? 3 : 5; }
 constexpr int rows_of_many(WeightKind kind) { return most_rows(kind); }
-constexpr int tiles_at_once(int) { return 1; }
+constexpr int tiles_at_once(WeightKind, int) { return 1; }
 
 // Adds the products of eight rows of the weights with eight numbers; w: as the layout has them, 128 bytes.
 #if defined(__ARM_FEATURE_MATMUL_INT8)

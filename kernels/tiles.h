@@ -31,7 +31,7 @@ void product_of(const PackedWeights& w, const Activations& x, int first, int las
   // A few passes wait for memory anyway; more of them are faster with slices.
   const bool sliced = !w.quantized() && x.rows > 3 * kMost;
   const int most = sliced ? rows_of_many(kKind) : kMost, slice = sliced ? kSlice : w.depth;
-  const int panel = sliced ? tiles_at_once(most) : kTilesOfPanel, full = std::min(last, w.columns / kTile);
+  const int panel = sliced ? tiles_at_once(kKind, most) : kTilesOfPanel, full = std::min(last, w.columns / kTile);
   const size_t tile_bytes = w.tile_bytes();
   for (Span span{0, 0}; span.from < w.depth; span.from = span.to) {
     span.to = std::min(span.from + slice, w.depth);
