@@ -10,6 +10,7 @@ this environment.
 from __future__ import annotations
 
 import argparse
+import platform
 import subprocess
 import sys
 import tarfile
@@ -61,6 +62,9 @@ def build_llama(python: Path) -> None:
     cmake, build = str(python.with_name("cmake")), str(LLAMA_SOURCE / "build")
     off = ("LLAMA_OPENSSL", "LLAMA_USE_PREBUILT_UI", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP")
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-D{name}=OFF" for name in off)]
+    if platform.machine() == "x86_64":
+        # Where the processor has AMX, this version ends as it loads quantized weights for it.
+        options += [f"-DCMAKE_{language}_FLAGS=-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" for language in ("C", "CXX")]
     ninja = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.with_name('ninja')}"]
     subprocess.run([cmake, "-S", str(LLAMA_SOURCE), "-B", build, *ninja, *options], check=True)
     subprocess.run([cmake, "--build", build, "--target", *LLAMA_TOOLS], check=True)
