@@ -58,8 +58,9 @@ def option(metavar: str | None = None, **about: Any) -> Meta:
         about: ``ge``, ``gt``, ``le`` and ``lt``, limits of its numbers, and ``min_length`` of its texts, as of
             ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
             ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
-            taking several values; ``parse``, which reads the flag's text; ``expected``, its values in words, where its
-            type says too little; ``hidden``, if it is no flag; and ``unchecked``, if it is checked where it is used.
+            taking several values; ``once``, for one that is refused a second time; ``parse``, which reads the flag's
+            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it is no flag; and
+            ``unchecked``, if it is checked where it is used.
     """
     return Meta(extra={"metavar": metavar, **about})
 

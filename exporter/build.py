@@ -63,8 +63,8 @@ def build(
         BuildError: something about the checkpoints, the options or the output folder is wrong.
     """
     report = progress or (lambda *_: None)
+    _require_output(options)  # before anything is downloaded
     options = for_checkpoint(options)
-    _require_output(options)
     if options.engines is not None and options.engines.backend in COMPILERS:
         library = load_library(options.engines.backend)  # at once: a build takes long
         if options.tensor_parallel > 1:

@@ -70,7 +70,7 @@ class BuildOptions(BuildSettings, frozen=True):
     """What to build.
 
     Attributes:
-        target: Hugging Face folder or hub id.
+        target: a model: Hugging Face folder, hub id or .gguf file.
         output: folder to write.
         tensor_parallel: processes of one host that share the target; on GPUs each has one of its own.
         max_seq_len: tokens of the longest prompt and its output (default: the model's, at most 2048).
@@ -84,7 +84,7 @@ class BuildOptions(BuildSettings, frozen=True):
             for all that goes into them, and one process at a time.
     """
 
-    target: Annotated[str, option("DIR_OR_ID")]
+    target: Annotated[str, option("MODEL")]
     output: Annotated[Path, option("BUNDLE", short="-o")]
     methods: Annotated[tuple[MethodOptions, ...], option(hidden=True, unchecked=True)] = ()
     tensor_parallel: Annotated[int, _device("N", short="-tp", ge=1, le=16)] = 1

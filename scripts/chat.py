@@ -22,19 +22,19 @@ _SECONDS = 15
 def main() -> None:
     """Downloads and builds what is missing, and starts the chat."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="where to build"
-    )
+    where = "where to build (default: build/chat, for another model build/ and its file's name)"
+    parser.add_argument("-o", "--output", type=Path, metavar="BUNDLE", help=where)
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="another model (default: SmolLM2, downloaded)")
     arguments, flags = parser.parse_known_args()
-    if not _is_built(arguments.output):
-        model = arguments.model or _downloaded(arguments.output.parent / "models")
-        words = ["build", "--target", str(model), "-o", str(arguments.output), "--overwrite"]
+    output = arguments.output or Path("build") / (arguments.model.stem if arguments.model else "chat")
+    if not _is_built(output):
+        model = arguments.model or _downloaded(output.parent / "models")
+        words = ["build", "--target", str(model), "-o", str(output), "--overwrite"]
         print("$ specexport", *words, file=sys.stderr)
         if code := specexport(words):
             sys.exit(code)
     # In a new process, which frees the memory of the build.
-    words = ["chat", str(arguments.output), *flags]
+    words = ["chat", str(output), *flags]
     print("$ specexport", *words, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "specexport", *words])
 

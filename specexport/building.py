@@ -42,7 +42,7 @@ from specexport.runtime.machine import cache_folder
 
 _BYTES = 1 << 20
 """Progress with larger totals counts bytes."""
-_BAR = "{desc:36} {percentage:3.0f}% {elapsed} {bar}"
+_BAR = "{desc:38} {percentage:3.0f}% {elapsed} {bar}"
 _FINISHED_BAR = _BAR + " {n_fmt}B of {total_fmt}B"
 _RUNNING_BAR = _FINISHED_BAR + ", {remaining} left"
 _READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")

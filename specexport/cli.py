@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specexport.building import needs_extra
 from specexport.commands import Command, bench, build, chat, inspect, plan, run, serve, tune
@@ -74,6 +74,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.set_defaults(parser=self)  # the innermost command's parser wins
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with what is wrong alone: the usage of some commands fills a screen."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class _Version(argparse.Action):
@@ -147,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unshown()
     try:
         words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+        if not words:
+            parser(["--help"]).print_help(sys.stderr)
+            return 2
         arguments, unknown = parser(words).parse_known_args(words)
         if unknown:  # parse_args would print the usage of all commands
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

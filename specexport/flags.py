@@ -106,6 +106,8 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
             help += f": {', '.join(map(str, option.choices))}"
         if option.several and "parse" not in about:
             how |= {"action": "append"} if about.get("repeat") else {"nargs": "+"}
+        if about.get("once"):
+            how["action"] = _Once
         if about.get("repeat"):
             help += "; repeatable"
         help += f" (default: {default})" if default and not required and "(default" not in help else ""
@@ -116,6 +118,15 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
         return
     how |= {"dest": option.name, "required": required}
     group.add_argument(*filter(None, (about.get("short"), flag(option))), **how)
+
+
+class _Once(argparse.Action):
+    """Keeps a value and refuses a second one, of which argparse would ignore the first."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise argparse.ArgumentError(self, "it was given twice; give it once")
+        setattr(namespace, self.dest, values)
 
 
 class _Remember(argparse.Action):
@@ -140,7 +151,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
         help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
-        "are short forms (default: none, plain decoding)",
+        "are short forms (default: none; draft tokens are then looked up in the text)",
     )
     for _, flag in _flags():
         if flag.key is None:

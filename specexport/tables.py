@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TextIO
 
 from tabulate import SEPARATING_LINE, tabulate
 
@@ -75,12 +75,21 @@ class Table:
 
 
 def show(*parts: Table | Styled | str) -> None:
-    """Prints parts one below the other; on a terminal wrapped to its width, and coloured unless ``NO_COLOR`` is set."""
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
+    """Prints parts one below the other; on a terminal wrapped to its width, and :func:`coloured`."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for part in parts:
         drawn = Styled(part) if isinstance(part, str) else part
-        print(drawn.drawn(width, terminal and not os.environ.get("NO_COLOR")))
+        print(drawn.drawn(width, coloured(sys.stdout)))
+
+
+def capable() -> bool:
+    """Whether terminals understand escape sequences."""
+    return os.environ.get("TERM", "dumb" if os.name == "posix" else "") != "dumb"
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether to write colours: to terminals that understand them, unless ``NO_COLOR`` is set."""
+    return stream.isatty() and capable() and not os.environ.get("NO_COLOR")
 
 
 def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | None) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.contract.values import require_text
-from specexport.tables import Styled, Table
+from specexport.tables import Styled, Table, capable, coloured
 
 _PROMPT, _CONTINUED = "> ", ". "
 _BLOCK = '"""'
@@ -80,16 +80,15 @@ class Terminal:
 
     def __init__(self, history: Path | None = None, words: Sequence[str] = ()) -> None:
         self.interactive = sys.stdin.isatty()
-        capable = os.environ.get("TERM", "dumb" if os.name == "posix" else "") != "dumb"
-        self.underlines = capable and sys.stdout.isatty()
-        self._coloured = capable and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self.underlines = capable() and sys.stdout.isatty()
+        self._coloured = coloured(sys.stderr)
         self._plain = sys.stdout.isatty()
         self._read: Read = _piped
         if self.interactive:
             stored = _History(history)
-            editable = capable and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
+            editable = capable() and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
             self._read = _edited(stored, words) if editable else _typed(stored)
-            if capable and not editable and sys.stdout.isatty():
+            if capable() and not editable and sys.stdout.isatty():
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
     def message(self) -> str:

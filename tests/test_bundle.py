@@ -664,7 +664,7 @@ build(BuildOptions(target={str(checkpoint)!r}, output=Path({str(tmp_path / "bund
 def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint: Path, copy: Path) -> None:
     before = contents(copy)
     with pytest.raises(BuildError, match=r"exists already.*--overwrite"):
-        build(checkpoint, copy)
+        build(Path("nowhere"), copy)  # before the target is looked for, and perhaps downloaded
     with pytest.raises(Interrupted):
         build(checkpoint, copy, stop_at="loading the target", overwrite=True)
     assert contents(copy) == before

@@ -245,9 +245,14 @@ def test_a_model_that_knows_no_messages_is_named(
     assert "specexport run" in err
 
 
-def test_run_answers_a_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(folder), "--chat", "--prompt", "one two three", "-n", "16", *GREEDY]) == 0
-    assert capsys.readouterr().out == f"{answers(folder, ['one two three'], 16)[0]}\n"
+def test_run_answers_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = answers(folder, ["one two three"], 16)[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n"))
+    for words in (["--prompt", "one two three"], []):
+        assert main(["run", str(folder), "--chat", *words, "-n", "16", *GREEDY]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
     assert main(["run", str(folder), "--chat", "--prompt", "one", "--json", "--ignore-eos", *GREEDY]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["stats"]["prompt_tokens"] + len(result["token_ids"]) == 512  # to the end of the context

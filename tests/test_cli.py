@@ -84,7 +84,8 @@ def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[s
         (["--top-p", "3"], "--top-p is 3.0; expected a number in (0, 1]"),
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
-        (["--prompt", "word " * 3000], "the context holds"),
+        (["--method", "magic"], "method is 'magic'; the bundle has draft_model"),
+        (["--chat"], "has no chat template; leave it out"),
     ],
 )
 def test_a_bad_request_is_explained_in_one_line(
@@ -159,15 +160,29 @@ def test_flags_are_written_out(words: list[str], capsys: pytest.CaptureFixture[s
         (["export", "triton", "x", "-o", "y", "too much"], "export"),
     ],
 )
-def test_an_unknown_flag_shows_its_commands_usage(
-    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_flag_names_its_command(words: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
     errors = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert errors.startswith(f"usage: specexport {command} [-h]")
-    assert f"specexport {command}: error: unrecognized arguments: {words[-1]}" in errors
+    name = f"specexport {command}"
+    assert errors == f"{name}: error: unrecognized arguments: {words[-1]}; see {name} --help\n"
+
+
+def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Show what is in a bundle." in capsys.readouterr().err
+
+
+def test_a_second_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "x", "-p", "one", "--prompt", "two"])
+    assert "--prompt: it was given twice" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_context_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", folder, "--prompt", "word " * 3000]) == 1
+    assert "the context holds" in capsys.readouterr().err
 
 
 # --- methods: one spelling, and flags that stand for it --------------------------------------------------------------

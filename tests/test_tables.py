@@ -29,7 +29,7 @@ def on_terminal(program: str, columns: int = 80, **environment: str) -> str:
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     setting = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    setting |= {"COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment}
+    setting |= {"COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", "TERM": "xterm", **environment}
     subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=setting, check=True, timeout=60)
     output = os.read(ours, 1 << 16).decode()
     os.close(theirs)
@@ -92,6 +92,7 @@ def test_a_terminal_shows_styles_and_its_width() -> None:
     assert "\x1b[1;31m[b]x[/b]\x1b[0m  word" in output
     assert output.endswith("\x1b[32mfine\x1b[0m\n")
     plain = on_terminal(program, 40, NO_COLOR="1")
+    assert on_terminal(program, 40, TERM="dumb") == plain
     assert re.sub("\x1b\\[[0-9;]*m", "", output) == plain
     assert max(map(len, plain.splitlines())) <= 40
 

@@ -139,8 +139,8 @@ def chat_flags(parser: argparse.ArgumentParser) -> None:
     add_sampling(
         parser,
         length="what the context holds",
-        seed="gives each answer a seed of its own, the same again in the next session; what it fixes says "
-        "'specexport run --help' (default: new ones each time)",
+        seed="gives each answer a seed of its own, the same again in the next session; 'specexport run --help' says "
+        "what it fixes (default: new ones each time)",
     )
     add_speculation(parser)
     add_engine(parser)

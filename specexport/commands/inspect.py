@@ -69,7 +69,7 @@ def inspect_command(command: InspectOptions) -> int:
     if command.json:
         print(json.dumps(msgspec.to_builtins(manifest), indent=2))
         return 0
-    show(*summary(command.bundle, manifest), _files(manifest))
+    show(*summary(command.bundle, manifest), "", _files(manifest))
     return 0
 
 
@@ -119,16 +119,16 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
     for label, cell in _ROWS:
         table.add_row(label, *(cell(model) for model in models.values()))
     size = sum(entry.size for entry in manifest.files)
-    embeds = manifest.target.embedding_size
+    embeds, slots = manifest.target.embedding_size, manifest.batch_sizes[-1]
     lines = {
         "speculation": "\n".join(map(_speculation, manifest.methods))
         or "built without a method: looked up in the text, where that pays",
-        "and without a graph": ", ".join(
+        "in every bundle": ", ".join(
             name for kind in text_methods() if manifest.method(name := method_name(kind)) is None
         ),
         "context": f"{manifest.max_seq_len} tokens, prefill in chunks of {manifest.prefill_chunk}",
         "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
-        "batch": f"up to {manifest.batch_sizes[-1]} requests at once",
+        "batch": f"up to {slots} requests at once" if slots > 1 else "one request at a time",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
         **({"kernels here": kernels_described()} if manifest.backend == "onnxruntime" else {}),
         "sampling": _sampling(manifest.generation),

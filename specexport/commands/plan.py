@@ -45,7 +45,7 @@ class _PlanOptions(Options, frozen=True, kw_only=True):
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
-    add_target(parser, "bundle, folder with a config.json, or hub id")
+    add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     draft.add_argument(
@@ -138,7 +138,7 @@ class _SuggestOptions(Options, frozen=True, kw_only=True):
 
 def suggest_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    add_target(parser, "bundle, Hugging Face folder or hub id")
+    add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
     add_flags(parser, _SuggestOptions)
 
 

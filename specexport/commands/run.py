@@ -47,7 +47,7 @@ class _RunOptions(Options, frozen=True, kw_only=True):
         hypothesis: the expected output, verified instead of a draft (default: none).
     """
 
-    prompt: Annotated[str | None, option("TEXT", short="-p", group="the prompt")] = None
+    prompt: Annotated[str | None, option("TEXT", short="-p", group="the prompt", once=True)] = None
     chat: Annotated[bool, option(group="the prompt")] = False
     prompt_embeds: Annotated[Path | None, option("FILE", group="the prompt")] = None
     json: Annotated[bool, option(group="output")] = False
@@ -65,7 +65,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
         seed="gives the same sampled text again with --num-speculative-tokens, --no-calibrate or --no-speculation; "
         "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
     )
-    add_flags(parser, SamplingParams, ("ignore_eos",), group="output")
+    add_flags(parser, SamplingParams, ("ignore_eos",), group="text")
     add_flags(parser, _RunOptions, ("json", "stats"))
     add_speculation(parser)
     add_flags(parser, _RunOptions, ("hypothesis",))
@@ -75,7 +75,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Generate text from a bundle.
+    """Generate text from a bundle or a model.
 
     Examples:
         specexport run qwen3/ --prompt "def fibonacci(n):" --temperature 0 --stats
@@ -95,12 +95,17 @@ def run_command(arguments: argparse.Namespace) -> int:
     hypothesis = _hypothesis(command.hypothesis) if command.hypothesis is not None else None
     keys = speculation(arguments, hypothesis=hypothesis)
     embeds = _embeds(command.prompt_embeds) if command.prompt_embeds is not None else None
-    text = _prompt(command.prompt) if embeds is None or command.prompt is not None else ""
+    text = _prompt(command.prompt, command.chat) if embeds is None or command.prompt is not None else ""
     from specexport.frontend import Frontend
 
     with closing(Frontend.open(**engine_options)) as frontend:
         prompt: Prompt = text if embeds is None else EmbedsPrompt([embeds, text])
         if command.chat:
+            if frontend.engine.chat_template is None:
+                raise RequestError(
+                    f"--chat was given, but {engine_options['model']} has no chat template; leave it out to "
+                    "continue the text"
+                )
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
         params = frontend.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
@@ -120,12 +125,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(text: str | None) -> str:
+def _prompt(text: str | None, message: bool) -> str:
+    """The prompt, perhaps from standard input; the line end that closes a message is no part of it, as in ``chat``."""
     if text is not None and text != "-":
         return text
     if text is None and sys.stdin.isatty():
         print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-    return from_standard_input(sys.stdin.read)
+    text = from_standard_input(sys.stdin.read)
+    return text.removesuffix("\n") if message else text
 
 
 def _embeds(path: Path) -> npt.NDArray[Any]:
