@@ -155,7 +155,11 @@ def choose(
             param="num_speculative_tokens",
         )
     if name not in methods:
-        raise RequestError(f"method is {name!r}; the bundle has {', '.join(methods) or 'none'}", param="method")
+        raise RequestError(
+            f"method is {name!r}; the bundle has {', '.join(methods) or 'none'}; "
+            "num_speculative_tokens 0 decodes plainly",
+            param="method",
+        )
     if name not in able:
         raise RequestError(
             f"method is {name!r}, whose model reads tokens alone, and the prompt has embeddings; leave it out or "
