@@ -384,6 +384,4 @@ def as_checkpoint(
     ``source`` is the user's name for it.
     """
     cache = outline.cache(draft)
-    return Checkpoint.of_draft(
-        source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions
-    )
+    return Checkpoint(source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions)

@@ -87,6 +87,14 @@ class SpeculatorStages(torch.nn.Module):
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
         return F.gelu(self.ln[stage](mixed))
 
+    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits ``[D,V]`` of the first D stages, from the target's hidden state ``[H]`` and tokens ``[D]``."""
+        state, logits = self.first_state(hidden), []
+        for stage, token in enumerate(tokens):
+            state = self.advance(stage, state, token)
+            logits.append(self.head[stage](state))
+        return torch.stack(logits)
+
 
 class SpeculatorModule(torch.nn.Module):
     """The propose graph: every node of a token tree that has children gets its candidates, level by level."""
