@@ -27,14 +27,8 @@ _AT_ONCE = 32
 def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in z-lab's layout, without the embedding and head, which are the target's.
 
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``: ``accuracy``, for each drafted position the share of tokens
-        that were the draft's candidate of each rank, and ``acceptance_length`` of a chain.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
+    The record has ``accuracy``, for each drafted position the share of tokens that were the draft's candidate of each
+    rank, and ``acceptance_length`` of a chain.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)

@@ -30,14 +30,7 @@ _REPORTED_DEPTH = 4
 def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``; ``acceptance`` has the mean tokens a step for one to six
-        draft tokens, before and after training.
-
-    Raises:
-        SpecExportError: an option, the data, a model or a checkpoint is invalid; names it.
+    ``acceptance`` in the record has the mean tokens a step for one to six draft tokens, before and after training.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)

@@ -33,16 +33,7 @@ _NOISE = 0.01
 
 
 def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
-    """Trains heads, or a model with heads, and writes the output.
-
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
-    """
+    """Trains heads, or a model with heads."""
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
     with open_run("train medusa", options, place, base, log) as run:
