@@ -29,7 +29,7 @@ from specexport.exporter.checkpoints.stored import (
     stand_for,
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
-from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
+from specexport.exporter.quantize import Blocks, RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
 from specexport.exporter.storage import block_for
 
 _WINDOW = 256
@@ -143,32 +143,26 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     first and last layers, then every third, then the others.
     """
     model = checkpoint.model
-    width, widest = (
-        model.get_input_embeddings().weight.shape[1],
-        max(matrix.in_features for matrix in matrices.values()),
-    )
-    return_from = [
-        name
-        for name, matrix in matrices.items()
-        if matrix.in_features == widest > width and matrix.out_features == width
-    ]
-    count = len(return_from)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    width, widest = table.shape[1], max(matrix.in_features for matrix in matrices.values())
+    down = [name for name, matrix in matrices.items() if (matrix.out_features, matrix.in_features) == (width, widest)]
+    down = down if widest > width else []
+    count = len(down)
     eighth = count // 8
     first = [at for at in range(count) if at < eighth or at >= count - eighth]
     third = [at for at in range(count) if at not in first and (at - eighth) % 3 == 2]
     order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
     more = set(first + third)
     sizes = {name: matrix.weight.numel() for name, matrix in matrices.items()}
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     spare = head.numel() * (_q4_k_m(head.shape[1], more=True) - 8 - 16 / block_size)
     if table is not head:  # then llama.cpp gives the embedding no more bits than others
         spare += table.numel() * (_q4_k_m(table.shape[1], more=False) - 8 - 16 / block_size)
     for name, matrix in matrices.items():
-        like = return_from.index(name) in more if name in return_from else False
-        spare += sizes[name] * (_q4_k_m(matrix.in_features, more=like) - 4 - 20 / block_size)
+        wider = name in down and down.index(name) in more
+        spare += sizes[name] * (_q4_k_m(matrix.in_features, more=wider) - 4 - 20 / block_size)
     chosen = set[str]()
     for at in order:
-        name = return_from[at]
+        name = down[at]
         if (spare := spare - sizes[name] * (4 - 4 / block_size)) < 0:
             break
         chosen.add(name)
@@ -294,11 +288,7 @@ def _tensor(
 
     def read() -> torch.Tensor:
         numbers = unpack_int4(held, shape) if kind == "int4" else held
-        restored = numbers.astype(np.float32)
-        if zero is not None:
-            restored -= np.repeat(zero, block, axis=0)
-        restored *= np.repeat(scale, block, axis=0)
-        return torch.from_numpy(restored).T
+        return torch.from_numpy(Blocks(numbers, scale, zero).restored(0)).T
 
     factors = Factors(scale.astype(np.float16) if fits_half(scale) else scale)
     error = float((read() - weight).square_().sum(dtype=torch.float64))

@@ -157,7 +157,8 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     """Downloads a hub id: the model's description and its weights in one format, without other programs' files."""
-    source, _, file = source.partition("/")[0] + "/" + source.split("/")[1], "", "/".join(source.split("/")[2:])
+    owner, name, *inside = source.split("/")
+    source, file = f"{owner}/{name}", "/".join(inside)
     try:
         from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
