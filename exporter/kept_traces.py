@@ -92,8 +92,8 @@ def _read(path: Path, weights: Container[str]) -> ir.Model | None:
     except OSError:
         return None
     outside = (value.const_value for value in graph.graph.initializers.values())
-    known = all(str(tensor.location) in weights for tensor in outside if isinstance(tensor, ir.ExternalTensor))
-    return graph if known else None
+    complete = all(str(tensor.location) in weights for tensor in outside if isinstance(tensor, ir.ExternalTensor))
+    return graph if complete else None
 
 
 def _write(path: Path, graph: ir.Model) -> None:

@@ -13,7 +13,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
-from specexport.contract.model import Model, RankFiles, with_rows
+from specexport.contract.model import Model, RankFiles, StateLayer, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
@@ -48,9 +48,9 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
     path = locate(options.target)
     format_and_kind = quantized_in(path)
     halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    rest = halves.get(read_model_config(path).dtype, "fp32")
+    unquantized = halves.get(read_model_config(path).dtype, "fp32")
     if format_and_kind is None:
-        return msgspec.structs.replace(options, precision=rest if options.precision == "stored" else "fp32")
+        return msgspec.structs.replace(options, precision=unquantized if options.precision == "stored" else "fp32")
     kind = format_and_kind[1]
     if kind == "stored":
         if options.on_cpu:
@@ -62,7 +62,7 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
             )
         return msgspec.structs.replace(options, precision="int8")
     kind = "int8" if options.lowering == "portable" and kind == "int4" else kind
-    return msgspec.structs.replace(options, precision=kind, rest=rest)
+    return msgspec.structs.replace(options, precision=kind, rest=unquantized)
 
 
 @dataclass
@@ -97,6 +97,11 @@ class TargetBuild:
         if not self.options.inputs_embeds:
             return None
         return int(self.checkpoint.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def state_layers(self) -> tuple[StateLayer, ...]:
+        """Layers without attention, with room for the widest step's rows."""
+        return with_rows(list(self.checkpoint.states.values()), self.plan.widths[-1])
 
 
 def build_target(build: Build) -> WrittenTarget:
@@ -204,11 +209,10 @@ def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
     """The step graph of the target, or of a rank's part."""
     additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
-    whole = target.checkpoint
-    states = dict(zip(whole.states, with_rows(list(whole.states.values()), target.plan.widths[-1]), strict=True))
+    states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
     module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
     graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
-    return Part("step", graph, target.plan.target_points(), checkpoint.cache, whole.parameters)
+    return Part("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
 
 
 def round_for_text(target: TargetBuild) -> None:
@@ -230,9 +234,8 @@ def write(target: TargetBuild) -> None:
         with_draft(method, next(models)) if isinstance(added, Part) else method
         for method, added in zip(target.plan.methods, target.added, strict=True)
     )
-    states = with_rows(list(checkpoint.states.values()), target.plan.widths[-1])
     target.written = WrittenTarget(
-        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=states),
+        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=target.state_layers),
         plan=msgspec.structs.replace(target.plan, methods=methods),
         eos_token_ids=checkpoint.eos_token_ids,
         generation=checkpoint.generation,

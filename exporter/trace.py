@@ -100,8 +100,8 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
     signature, count = fill_signature(candidates, stages), len(tensors.DRAFTED)
     inputs: Inputs = signature.inputs
     if stages:  # a list of each kind
-        drafted, rest = signature.inputs[: count * stages], signature.inputs[count * stages :]
-        inputs = [*(drafted[kind::count] for kind in range(count)), *rest]
+        drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
+        inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
     module = StagesFillModule() if stages else FillModule()
     return trace_module(module, module, inputs, signature.outputs, "native", PROGRAM_OPSET)
 

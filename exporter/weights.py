@@ -237,10 +237,10 @@ class WeightsFile(DataFile):
 
     def _scales_of(self, name: str) -> Scales | None:
         """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
-        stack, bracket, rest = name.partition("[")
+        stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
-        return scales.of_expert(int(rest.removesuffix("]"))) if scales is not None and bracket else scales
+        return scales.of_expert(int(index.removesuffix("]"))) if scales is not None and bracket else scales
 
     def _store(
         self,

@@ -169,9 +169,9 @@ class DraftPass(torch.nn.Module):
         states = StepStates(self.states, past, past_length, rows)
         count = len(past) - states.input_count
         two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
-        known = input_ids.clamp(max=self.input_vocab - 1)
+        read_ids = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):
-            logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
-        known_logits = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(known_logits, uniform, *sampling)
+            logits, _ = run_model(self.model, two_part, read_ids, position_ids, logits_row[:, None])
+        proposable = logits[:, 0, : self.vocab_size]
+        token, ids, probs = draw_candidate(proposable, uniform, *sampling)
         return (token, ids, probs, *flat(two_part.returned), *states.returned)

@@ -97,9 +97,9 @@ def _through_lowering(
     ):
         ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
-        known = count if done == 0 else 1  # the tokens after these count as draft tokens
+        known_tokens = count if done == 0 else 1  # the tokens after these count as draft tokens
         cells = kept.cells(slot, [done], count)
-        state_inputs = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
+        state_inputs = {tensors.KNOWN_TOKENS: np.array([known_tokens]), **cells} if cells else {}
         state_inputs |= {name: kept.arrays[name].copy() for name in signature.states(layers)}
         out = step(
             ids,
@@ -116,7 +116,7 @@ def _through_lowering(
         blocks, parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
             parts[name][:] = new.numpy()
-        kept.ran(slot, [done], [known])
+        kept.ran(slot, [done], [known_tokens])
         kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
     return torch.cat(logits)

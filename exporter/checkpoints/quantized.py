@@ -308,8 +308,8 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
     parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
     # The last block may be smaller, so the shapes alone do not determine the block size.
     declared = [(min(high, columns), min(long, rows)) for high, long in sorted(blocks)]
-    whole, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
-    even = [(columns // tall, rows // wide)] if whole or grouped else []
+    one_scale, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
+    even = [(columns // tall, rows // wide)] if one_scale or grouped else []
     fitting = [size for size in (*declared, *even) if (tall, wide) == (-(-columns // size[0]), -(-rows // size[1]))]
     parts.need(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
     high, long = fitting[0]

@@ -77,25 +77,25 @@ class _Part:
         )  # the modules, with the same tensors
         self._made: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
 
-    def share(self, whole: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
+    def share(self, parameter: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
         """This rank's slice of a parameter; ``packed`` parameters are two concatenated matrices, sliced separately."""
-        known = self._made.get((id(whole), axis, packed))
-        if known is not None:  # tied weights stay tied
-            return known
+        shared = self._made.get((id(parameter), axis, packed))
+        if shared is not None:  # tied weights stay tied
+            return shared
 
         def cut(numbers: torch.Tensor) -> torch.Tensor:
             halves = numbers.chunk(2, axis) if packed else (numbers,)
             return torch.cat([half.chunk(self.ranks, axis)[self.rank] for half in halves], axis)
 
-        stored = stored_tensor(whole)
+        stored = stored_tensor(parameter)
         if stored is None:
-            part = torch.nn.Parameter(cut(whole.detach()), requires_grad=False)
+            part = torch.nn.Parameter(cut(parameter.detach()), requires_grad=False)
         else:
-            shape = torch.Size(cut(whole.detach()).shape)
+            shape = torch.Size(cut(parameter.detach()).shape)
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
             stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
-        self._made[id(whole), axis, packed] = part
+        self._made[id(parameter), axis, packed] = part
         return part
 
     def require(self, count: int, name: str) -> None:
@@ -120,16 +120,16 @@ class _Part:
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
         """Keeps a share of each expert's columns, as of any other product's."""
-        for key, whole in list(module.named_parameters(recurse=False)):
+        for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
                 raise BuildError(f"its experts have {key}, of which transformers does not say how to split it")
-            axis = (-1 if style == "rowwise" else -2) % whole.dim()
+            axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
-                axis = 2 * whole.dim() - 3 - axis
+                axis = 2 * parameter.dim() - 3 - axis
             packed = style == "packed_colwise"
-            self.require(whole.shape[axis] // (2 if packed else 1), f"columns of {name}")
-            setattr(module, key, self.share(whole, axis, packed))
+            self.require(parameter.shape[axis] // (2 if packed else 1), f"columns of {name}")
+            setattr(module, key, self.share(parameter, axis, packed))
         return _Summed(module)
 
 
@@ -176,37 +176,41 @@ def split(model: Any, rank: int, ranks: int) -> Any:
     return model_part
 
 
-def split_checkpoint(whole: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
     """One rank's share of a loaded target; see :func:`split`.
 
     Raises:
         BuildError: it cannot be split; names the family.
     """
-    refused = f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: "
-    if whole.states:
+    refused = _refused(checkpoint, ranks)
+    if checkpoint.states:
         raise BuildError(f"{refused}it has layers without attention")
-    if whole.quantized_in:
-        raise BuildError(f"{refused}its matrices are quantized already ({whole.quantized_in})")
-    heads = {layer.heads for layer in whole.cache}
+    if checkpoint.quantized_in:
+        raise BuildError(f"{refused}its matrices are quantized already ({checkpoint.quantized_in})")
+    heads = {layer.heads for layer in checkpoint.cache}
     if uneven := sorted(count for count in heads if count % ranks):
         raise BuildError(f"{refused}it has {uneven[0]} key/value heads; choose a number that divides them")
-    cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in whole.cache)
+    cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in checkpoint.cache)
     try:
-        return dataclasses.replace(whole, model=split(whole.model, rank, ranks), cache=cache)
+        return dataclasses.replace(checkpoint, model=split(checkpoint.model, rank, ranks), cache=cache)
     except BuildError as error:
         raise BuildError(f"{refused}{error}") from error
 
 
-def same_when_split(whole: Checkpoint, ranks: int) -> None:
+def _refused(checkpoint: Checkpoint, ranks: int) -> str:
+    return f"{checkpoint.source}: model family '{checkpoint.family}' cannot be split among {ranks} ranks: "
+
+
+def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
     """Compares the logits of a model with those of its ranks, each in a thread.
 
     Raises:
         BuildError: they differ, so transformers' plan for the family is wrong; or see :func:`split_checkpoint`.
     """
     generator = torch.Generator().manual_seed(0)
-    vocab = min(whole.vocab_size, whole.input_vocab)
+    vocab = min(checkpoint.vocab_size, checkpoint.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)
-    parts = [split_checkpoint(whole, rank, ranks).model for rank in range(ranks)]
+    parts = [split_checkpoint(checkpoint, rank, ranks).model for rank in range(ranks)]
     barrier, parts_by_rank = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def logits(rank: int) -> torch.Tensor:
@@ -226,8 +230,8 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
             barrier.abort()
             raise
 
-    with torch.no_grad(), quiet(), plain_transformers(whole.model), read_weights(whole.model):
-        expected = whole.model(ids, use_cache=False).logits.float()
+    with torch.no_grad(), quiet(), plain_transformers(checkpoint.model), read_weights(checkpoint.model):
+        expected = checkpoint.model(ids, use_cache=False).logits.float()
     with quiet(), contextlib.ExitStack() as stack, ThreadPoolExecutor(ranks) as pool:
         for part in parts:
             stack.enter_context(plain_transformers(part))
@@ -236,12 +240,11 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
             split_logits, *_ = pool.map(logits, range(ranks))
         except Exception as error:  # model code raises exceptions of any kind
             raise BuildError(
-                f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: its ranks failed "
-                f"in transformers ({type(error).__name__}: {error})"
+                f"{_refused(checkpoint, ranks)}its ranks failed in transformers ({type(error).__name__}: {error})"
             ) from error
     worst = float((split_logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not worst <= TOLERANCE:
         raise BuildError(
-            f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: their logits are "
-            f"{worst:.2g} (relative) away from the whole model's, more than {TOLERANCE:g}"
+            f"{_refused(checkpoint, ranks)}their logits are {worst:.2g} (relative) away from the whole model's, more "
+            f"than {TOLERANCE:g}"
         )

@@ -188,9 +188,9 @@ class _Compiler:
             profiles=job.profiles,
         )
 
-    def _cut(self, engine: CompiledEngine, job: CompileJob, known: tuple[CompiledEngine, ...]) -> CompiledEngine:
+    def _cut(self, engine: CompiledEngine, job: CompileJob, engines: tuple[CompiledEngine, ...]) -> CompiledEngine:
         """A rank's graph with its segments: as another engine's, or written."""
-        segments = next((other.segments for other in known if other.source == engine.source and other.segments), ())
+        segments = next((other.segments for other in engines if other.source == engine.source and other.segments), ())
         if not segments:
             written = write_segments(self.folder / engine.source, job.fixed)
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
@@ -250,14 +250,14 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         check_stored(stored, (here,))
         return (here,)
     members = library.trt.ComputeCapability.__members__
-    known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
+    supported = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
     least = FP8_CAPABILITY if "fp8" in stored else (8, 0)
-    chosen = options.compute_capability or tuple(device for device in known if device >= least)
-    unknown = [device for device in chosen if device not in known]
-    if unknown:
+    chosen = options.compute_capability or tuple(device for device in supported if device >= least)
+    unsupported = [device for device in chosen if device not in supported]
+    if unsupported:
         raise BuildError(
-            f"compute_capability is {dotted(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
-            f"{', '.join(map(dotted, known))}. Use --backend tensorrt on that device, or ONNX Runtime"
+            f"compute_capability is {dotted(unsupported[0])}, which TensorRT-RTX {library.version} does not know; it "
+            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime"
         )
     check_stored(stored, chosen)
     return tuple(sorted(set(chosen)))

@@ -127,17 +127,17 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
     """The nodes, in their order, that compute one value from another and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
-    known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
+    depends_on_rows = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 
     def depends(value: ir.Value | None) -> bool:
         node = value.producer() if value is not None else None
-        if value is not None and value not in known and node is not None:
+        if value is not None and value not in depends_on_rows and node is not None:
             gathered = _stack(value) is not None
             read = [] if gathered else [depends(source) for source in node.inputs]
-            known[value] = gathered or any(read)
+            depends_on_rows[value] = gathered or any(read)
             if any(read):
                 nodes[node] = None
-        return value is not None and known.get(value, False)
+        return value is not None and depends_on_rows.get(value, False)
 
     depends(outputs)
     return list(nodes)

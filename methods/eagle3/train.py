@@ -143,7 +143,7 @@ def _losses(
     number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(
         0, target_ids, torch.arange(vocab).to(target_ids)
     )
-    known = number[logits.argmax(-1)] >= 0
+    in_vocab = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
     hidden = draft.fused(target_states)
@@ -156,7 +156,7 @@ def _losses(
         labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
 
         def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
-            return logits[targets[rows]].float().softmax(-1) * known[targets[rows], None]
+            return logits[targets[rows]].float().softmax(-1) * in_vocab[targets[rows], None]
 
         total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
         yield total, torch.where(labels >= 0, ranks, vocab)

@@ -160,19 +160,19 @@ class LookaheadProposer(SlotProposer[_Slot]):
                 first, *rest = prompt[end - N : end]
                 if not any(map(is_embedding, rest)):
                     pool.add(first, tuple(rest))
-        known = [token for token in prompt if not is_embedding(token)] or [_SPARE]
-        first_level = random.choice(np.array(known), W + N - 3).tolist()
+        vocabulary = [token for token in prompt if not is_embedding(token)] or [_SPARE]
+        first_level = random.choice(np.array(vocabulary), W + N - 3).tolist()
         return _Slot(pool, Trajectory(W, N, first_level))
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        known = self._slots.get(slot)
-        if known is None or known.pending is None:  # prefill, or a step of only the root
+        state = self._slots.get(slot)
+        if state is None or state.pending is None:  # prefill, or a step of only the root
             return
-        first_token, rows = known.pending
-        known.pending = None
+        first_token, rows = state.pending
+        state.pending = None
         predicted = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
-        for first, rest in known.trajectory.advance(first_token, predicted):
-            known.pool.add(first, rest)
+        for first, rest in state.trajectory.advance(first_token, predicted):
+            state.pool.add(first, rest)
 
 
 def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -70,13 +70,13 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
             )
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
-        known = min(MAX_TOP_K, vocab)
+        count = min(MAX_TOP_K, vocab)
         points = self.points(method, build.plan)
-        candidates = HeadCandidates(heads, draft.model, known, vocab, depth_1=True)
+        candidates = HeadCandidates(heads, draft.model, count, vocab, depth_1=True)
         outputs = [tensors.CANDIDATES]
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
         model = write_draft(draft, build, lambda: trace.trace_step(step, draft.cache), points, name="step")
-        return msgspec.structs.replace(method, candidates=known, draft=model, model=model.source)
+        return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()

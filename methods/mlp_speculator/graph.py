@@ -124,9 +124,9 @@ class SpeculatorModule(torch.nn.Module):
             if stage:
                 parents = level_parents[:, stage]
                 drawn, ids, _ = drafted[-3:]
-                known = _of_parents(ids, parents)
-                place = place_of_rank(known, drawn.gather(1, parents), level_ranks[:, stage])
-                tokens = known.gather(2, place[..., None])[..., 0]
+                candidates = _of_parents(ids, parents)
+                place = place_of_rank(candidates, drawn.gather(1, parents), level_ranks[:, stage])
+                tokens = candidates.gather(2, place[..., None])[..., 0]
                 state = _of_parents(state, parents)
             state = self.speculator.advance(stage, state, tokens)
             logits = self.speculator.head[stage](state).float()

@@ -88,8 +88,8 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
         """The target's tokens of a drafted text, from the draft's tokens before it and the drafted ones."""
-        known = drafted_after[-_OVERLAP:]
-        old, new = self._decoded(self._draft, known), self._decoded(self._draft, [*known, *drafted])
+        context = drafted_after[-_OVERLAP:]
+        old, new = self._decoded(self._draft, context), self._decoded(self._draft, [*context, *drafted])
         text = new[len(old) :] if new.startswith(old) else ""
         text = text.rstrip(_UNFINISHED)
         if not text:

@@ -111,13 +111,13 @@ def _reason(error: Exception) -> str:
 
 def _generation(header: Header) -> dict[str, Any]:
     """Writes the tokens that end a text, and the file's sampling settings."""
-    stated = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
+    declared = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
     tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
-    known = [
+    turn_ends = [
         number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == _CONTROL and token in _TURN_ENDS
     ]  # fmt: skip
-    ends = list(dict.fromkeys([*(end for end in stated if end is not None), *known]))
+    ends = list(dict.fromkeys([*(end for end in declared if end is not None), *turn_ends]))
     settings: dict[str, Any] = {"eos_token_id": ends} if ends else {}
     for name, key in _SAMPLING.items():
         value = header.get(f"general.sampling.{name}", (int, float))

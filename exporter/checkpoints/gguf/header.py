@@ -229,8 +229,8 @@ class _Reading:
             try:
                 stored = GGMLQuantizationType(kind)
             except ValueError:
-                known = "a type that the gguf library knows"
-                raise self._refuse(f"the type of {label}", kind, known) from None
+                expected = "a type that the gguf library knows"
+                raise self._refuse(f"the type of {label}", kind, expected) from None
             block = GGML_QUANT_SIZES[stored][0]
             if sizes[0] % block:
                 raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")
