@@ -38,9 +38,15 @@ from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.pipeline import run_passes
-from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.ops import translations
-from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
+from specexport.graphs.program import (
+    AcceptModule,
+    CommitModule,
+    FillModule,
+    GreedyModule,
+    StagesFillModule,
+    TypicalModule,
+)
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
@@ -82,7 +88,7 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
-    """The accept graph of a rule (see ``specexport.graphs.accept``).
+    """The accept graph of a rule (see ``specexport.graphs.program``).
 
     Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
     """
