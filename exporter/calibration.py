@@ -29,8 +29,15 @@ from specexport.exporter.checkpoints.stored import (
     stand_for,
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
-from specexport.exporter.quantize import Blocks, RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
-from specexport.exporter.storage import block_for
+from specexport.exporter.quantize import (
+    Blocks,
+    RoundedTensor,
+    block_for,
+    fit_scales,
+    fits_half,
+    quantize_blocks,
+    to_integers,
+)
 
 _WINDOW = 256
 _TOKENS = 4096

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales
-from specexport.exporter.storage import SMALLEST_BLOCK, Storage
+from specexport.exporter.options import Storage
 
+SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
 _LARGEST_FLOAT8 = np.float32(448)
@@ -233,13 +234,16 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
         return bool(np.array_equal(scale.astype(np.float16).astype(np.float32), scale))
 
 
-def scales_of_rows(
-    array: npt.NDArray[_Scalar], start: int, end: int, axis: int, block: int | None
-) -> npt.NDArray[_Scalar]:
-    """Scales or zero points of some rows of a matrix, one for each of its weights along ``axis``."""
-    if block is None:
-        return array
-    return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
+def factors_of_rows(factors: BlockFactors, start: int, end: int, axis: int, block: int | None) -> BlockFactors:
+    """Those of some rows of a matrix, one for each of its weights along ``axis``."""
+
+    def spread(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        if block is None:
+            return array
+        return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
+
+    scale, zero, offset = factors
+    return spread(scale), None if zero is None else spread(zero), None if offset is None else spread(offset)
 
 
 def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.NDArray[_Scalar]]:
@@ -340,3 +344,13 @@ def kept_scales(
     if columns != shape[-1] or (any(rest) and not storage.any_scales) or (zeros and columns % 2):
         return None
     return KeptScales(block, scale, zero, offset, any(rest) or (storage.kind == "fp8" and block is not None))
+
+
+def block_for(length: int, preferred: int | None) -> int | None:
+    """The preferred block size, or the largest half of it that divides ``length``; None below the smallest block."""
+    block = preferred or 0
+    while block >= SMALLEST_BLOCK:
+        if length % block == 0:
+            return block
+        block //= 2
+    return None

@@ -13,7 +13,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
-from specexport.contract.model import Model, RankFiles, StateLayer, with_rows
+from specexport.contract.model import Model, RankFiles, StateLayer, StoredAs, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
@@ -24,10 +24,9 @@ from specexport.exporter.checkpoints.config import quantized_in, read_model_conf
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
 from specexport.exporter.method import TargetOutline, exporter_of
-from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.storage import QUANTIZED, Precision
 from specexport.exporter.writing import Part, traced, write_models
 from specexport.graphs.step import Addition, StepModule
 
@@ -47,7 +46,7 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
         return options
     path = locate(options.target)
     format_and_kind = quantized_in(path)
-    halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    halves: dict[object, StoredAs] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     unquantized = halves.get(read_model_config(path).dtype, "fp32")
     if format_and_kind is None:
         return msgspec.structs.replace(options, precision=unquantized if options.precision == "stored" else "fp32")

@@ -18,9 +18,9 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
+from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.pipeline import run_passes, written
-from specexport.exporter.storage import QUANTIZED, Storage, WeightsReport
-from specexport.exporter.weights import WeightsFile
+from specexport.exporter.weights import WeightsFile, WeightsReport
 
 
 @dataclass(frozen=True)
