@@ -221,10 +221,10 @@ class Run(Generic[O]):
     work: Path
     record: dict[str, Any] = field(default_factory=dict)
 
-    def prepare(self, target: TrainingModel, texts: int) -> None:
-        """Samples that many texts of a target, logs the training data and seeds torch's generator."""
+    def prepare(self, texts: int) -> None:
+        """Samples that many texts of the target, logs the training data and seeds torch's generator."""
         if texts:
-            self.self_distill(target, texts)
+            self.self_distill(self.target, texts)
         self.describe_data()
         torch.manual_seed(self.options.seed)
 

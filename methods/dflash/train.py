@@ -37,7 +37,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     within("states", min(states), 1, layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
-        run.prepare(target, options.self_distill)
+        run.prepare(options.self_distill)
         draft = new_draft(options, target, states)
 
         def loss_of(batch: Windows, number: int) -> Loss:

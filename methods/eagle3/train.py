@@ -37,7 +37,7 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
-        run.prepare(target, options.self_distill)
+        run.prepare(options.self_distill)
         draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]
 
         train_and_write(
