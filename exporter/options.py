@@ -45,7 +45,7 @@ class Storage:
             ``stored`` takes for each matrix what holds it as the checkpoint does, or else ``int8``.
         block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
             column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
-        rest: how matrices are that a quantized checkpoint has not quantized; None for ``kind``.
+        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``kind``.
         any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
             two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as
             TensorRT refuses some, and ONNX Runtime was not tried with them on GPUs. int4 then has zero points.
@@ -103,7 +103,7 @@ class BuildOptions(BuildSettings, frozen=True):
         overwrite: replace an existing bundle.
         methods: the default first, each with its options: methods, mappings with their keys, or texts as ``--method``
             takes. Those that need no graph work in every bundle and need not be named.
-        rest: how matrices are stored that a quantized checkpoint holds in floating point; None for ``precision``.
+        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``precision``.
         engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
             for all that goes into them, and one process at a time.

@@ -126,8 +126,8 @@ class WeightsFile(DataFile):
 
         Args:
             model: changed in place.
-            stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
-            heads: how Medusa heads are; None for ``stored``.
+            stored: how matrices that are multiplied or looked up are stored; all else (norms, biases) is in fp32.
+            heads: how those of Medusa heads are; None for ``stored``.
             checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
         """
         self._tensors = checkpoint or {}

@@ -19,7 +19,7 @@ _ROUNDS, _PARTS = 5, 8
 """Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
 _CHUNK, _BLOCK = 4096, 512
 _NOTHING = 1e-30
-"""What nothing weighs beside a token, where there is any."""
+"""Weight of p itself beside what is left of it: p is drawn from where nothing is left."""
 _FAR = 2.0**20
 """Added to the level of a node for each ancestor that does not stay: above all depths."""
 
@@ -31,13 +31,13 @@ def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
 
 
 def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Of ``[B,R,...]`` the rows ``[B,I,...]`` that an index ``[B,I]`` names in the second axis."""
+    """The rows ``[B,I,...]`` of ``[B,R,...]`` that an index ``[B,I]`` names in the second axis."""
     flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
     return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
 
 
 def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
-    """What those weigh that are not below each of some thresholds ``[B,N,J]``."""
+    """The total weight of scores that are not below each of the thresholds ``[B,N,J]``."""
     above = scores[:, :, None] >= thresholds[..., None]
     return torch.where(above, weights[:, :, None], 0.0).sum(-1)
 

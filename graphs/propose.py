@@ -20,9 +20,9 @@ MAX_CANDIDATES = 64
 drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
 saves moving K vocabularies of probabilities."""
 MAX_TOP_K = 10
-"""Ranks a head's candidates have; published trees go no further."""
+"""Candidates of a head; published trees use no more."""
 _LARGE = 1 << 14
-"""Of smaller vocabularies the plain TopK is faster."""
+"""For smaller vocabularies a plain TopK is faster."""
 _BLOCKS = range(128, 15, -1)
 
 

@@ -1,8 +1,8 @@
 """Lowers layers without attention: short convolutions, and recurrent states with a decay.
 
 transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
-of the layer's module. Both come here, so no model code of ours is needed. What a step keeps of them says
-:mod:`specexport.runtime.states`.
+of the layer's module. Both come here, so no model code of ours is needed. :mod:`specexport.runtime.states` says what
+a step keeps of them.
 
 The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
 
@@ -112,7 +112,7 @@ def _convolution(
     activation: str | None = None,
     **__: Any,
 ) -> torch.Tensor:
-    """Of inputs ``[B,C,W-1+T]`` the last T outputs; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
+    """The last T outputs for inputs ``[B,C,W-1+T]``; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
     width = weight.shape[1]
     tokens = hidden_states.shape[2] - width + 1
     convolved = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
@@ -284,7 +284,7 @@ class StepStates:
 
 
 def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Of tables ``[B,N,W]`` the rows at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
+    """The rows of tables ``[B,N,W]`` at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
     first = torch.arange(table.shape[0])[:, None] * table.shape[1]
     picked = table.reshape(-1, table.shape[2]).index_select(0, (first + places).reshape(-1))
     return picked.reshape(*places.shape, table.shape[2])

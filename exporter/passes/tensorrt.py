@@ -77,7 +77,7 @@ def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _describe(node: ir.Node, dtype: ir.DataType | None, *shape: int | None) -> None:
-    """What later rewrites ask of the node's output."""
+    """Sets the type and shape of a node's output, which later rewrites read."""
     node.outputs[0].shape = ir.Shape(shape)
     node.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
 
