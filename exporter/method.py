@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
     from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions
-    from specexport.exporter.writing import Part
+    from specexport.exporter.writing import TracedGraph
     from specexport.graphs.step import Addition
     from specexport.runtime.bundle import Bundle
 
@@ -142,7 +142,7 @@ class MethodExporter(Generic[O, M]):
 
     def add_to_target(
         self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
-    ) -> Addition | Part | None:
+    ) -> Addition | TracedGraph | None:
         """What it adds to the target, and is written together with it: outputs of its graph, or a graph that reads the
         same weights and becomes the method's model. None for nothing.
 

@@ -27,7 +27,7 @@ from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.writing import Part, traced, write_models
+from specexport.exporter.writing import TracedGraph, traced, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -73,7 +73,7 @@ class TargetBuild:
         calibration: the text that it is rounded for, in tokens; empty where it is not.
         sample: the checkpoint's logits over a sample text; None where nothing is rounded.
         added: what each method adds, in the order of the plan's methods.
-        parts: the step graph, and graphs of methods that share its weights; none of a target that is split.
+        graphs: the step graph, and those of methods that share its weights; none of a target that is split.
     """
 
     build: Build
@@ -81,8 +81,8 @@ class TargetBuild:
     calibration: list[int] = field(init=False)
     plan: BuildPlan = field(init=False)
     sample: graph_checks.Reference | None = field(init=False)
-    added: list[Addition | Part | None] = field(init=False)
-    parts: list[Part] = field(init=False)
+    added: list[Addition | TracedGraph | None] = field(init=False)
+    graphs: list[TracedGraph] = field(init=False)
     written: WrittenTarget = field(init=False)
 
     @property
@@ -195,23 +195,23 @@ def trace_target(target: TargetBuild) -> None:
         exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
         for method in target.plan.methods
     ]
-    graphs = [added for added in target.added if isinstance(added, Part)]
-    if graphs and options.tensor_parallel > 1:
+    drafts = [added for added in target.added if isinstance(added, TracedGraph)]
+    if drafts and options.tensor_parallel > 1:
         raise BuildError(
             f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
             "split; choose a draft of its own"
         )
-    target.parts = [_step(target, target.checkpoint), *graphs] if options.tensor_parallel == 1 else []
+    target.graphs = [_step(target, target.checkpoint), *drafts] if options.tensor_parallel == 1 else []
 
 
-def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
+def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
     """The step graph of the target, or of a rank's part."""
     additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
     states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
     module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
     graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
-    return Part("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
+    return TracedGraph("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
 
 
 def round_for_text(target: TargetBuild) -> None:
@@ -227,10 +227,12 @@ def write(target: TargetBuild) -> None:
     if options.tensor_parallel > 1:
         models = iter([_write_ranks(target)])
     else:
-        models = iter(write_models(target.build, "target", target.parts, checkpoint, options.stored, options.proposing))
+        models = iter(
+            write_models(target.build, "target", target.graphs, checkpoint, options.stored, options.proposing)
+        )
     model = next(models)
     methods = tuple(
-        with_draft(method, next(models)) if isinstance(added, Part) else method
+        with_draft(method, next(models)) if isinstance(added, TracedGraph) else method
         for method, added in zip(target.plan.methods, target.added, strict=True)
     )
     target.written = WrittenTarget(
@@ -247,9 +249,9 @@ def _write_ranks(target: TargetBuild) -> Model:
     build, options = target.build, target.options
     for rank in range(options.tensor_parallel):
         role = f"target/rank-{rank}"
-        part = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [part], target.checkpoint, options.stored, options.proposing)
-        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(part.model))}
+        graph = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
+        (model,) = write_models(build, role, [graph], target.checkpoint, options.stored, options.proposing)
+        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
         models.append(model)
@@ -259,7 +261,7 @@ def _write_ranks(target: TargetBuild) -> Model:
 
 def release(target: TargetBuild) -> None:
     """Releases the checkpoint: its graph, and drafts, are loaded next."""
-    del target.checkpoint, target.added, target.parts
+    del target.checkpoint, target.added, target.graphs
     gc.collect()
 
 
@@ -280,9 +282,9 @@ STAGES: tuple[Stage[TargetBuild], ...] = (
     Stage(plan, needs=("checkpoint",), ensures=("plan",)),
     Stage(run_sample, needs=("checkpoint",), ensures=("sample",)),
     Stage(check, needs=("checkpoint",), title="checking the target's lowering"),
-    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "parts"), title="tracing the target"),
+    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "graphs"), title="tracing the target"),
     Stage(round_for_text, needs=("checkpoint", "calibration"), ensures=("checkpoint",)),
-    Stage(write, needs=("checkpoint", "plan", "added", "parts"), ensures=("written",)),
-    Stage(release, needs=("checkpoint", "added", "parts")),
+    Stage(write, needs=("checkpoint", "plan", "added", "graphs"), ensures=("written",)),
+    Stage(release, needs=("checkpoint", "added", "graphs")),
     Stage(measure, needs=("written", "sample"), ensures=("written",)),
 )

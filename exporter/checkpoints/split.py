@@ -65,8 +65,8 @@ class _SplitEmbedding(torch.nn.Module):
         return output
 
 
-class _Part:
-    """One rank's share of a model; see :func:`split`."""
+class _Splitter:
+    """Splits a copy of a model's modules for one rank; see :func:`split`."""
 
     def __init__(self, model: Any, rank: int, ranks: int) -> None:
         self.rank = rank
@@ -142,14 +142,14 @@ def split(model: Any, rank: int, ranks: int) -> Any:
     Raises:
         BuildError: transformers does not tell how to split the family, or a number is not divisible.
     """
-    part = _Part(model, rank, ranks)
-    model_part = part.model
-    embedding, head = model_part.get_input_embeddings(), model_part.get_output_embeddings()
+    splitter = _Splitter(model, rank, ranks)
+    rank_model = splitter.model
+    embedding, head = rank_model.get_input_embeddings(), rank_model.get_output_embeddings()
     layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
     if not layers:
         raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
-    for name, module in list(model_part.named_modules()):
+    for name, module in list(rank_model.named_modules()):
         split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
         if split_kind is None or split_kind[1] in ("replicated_with_grad_allreduce", "replicate"):
             continue
@@ -157,23 +157,23 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         above, _, leaf = name.rpartition(".")
         short = re.sub(r"^.*\.\d+\.", "", name)
         if style == "colwise" and isinstance(module, torch.nn.Linear):
-            part.columns(module, short)
+            splitter.columns(module, short)
         elif style == "rowwise" and isinstance(module, torch.nn.Linear):
-            setattr(model_part.get_submodule(above), leaf, part.rows(module, short))
+            setattr(rank_model.get_submodule(above), leaf, splitter.rows(module, short))
         elif style == "moe_tp_experts":
             inner = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
-            setattr(model_part.get_submodule(above), leaf, part.experts(module, short, inner))
+            setattr(rank_model.get_submodule(above), leaf, splitter.experts(module, short, inner))
         else:
             raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
     if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:
         rows = embedding.weight.shape[0] // ranks
-        embedding.weight = part.share(embedding.weight, 0)
-        head.weight = part.share(head.weight, 0)
+        embedding.weight = splitter.share(embedding.weight, 0)
+        head.weight = splitter.share(head.weight, 0)
         if getattr(head, "bias", None) is not None:
-            head.bias = part.share(head.bias, 0)
-        model_part.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
-        model_part.set_output_embeddings(_Joined(head, ranks))
-    return model_part
+            head.bias = splitter.share(head.bias, 0)
+        rank_model.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
+        rank_model.set_output_embeddings(_Joined(head, ranks))
+    return rank_model
 
 
 def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
@@ -210,7 +210,7 @@ def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab = min(checkpoint.vocab_size, checkpoint.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)
-    parts = [split_checkpoint(checkpoint, rank, ranks).model for rank in range(ranks)]
+    models = [split_checkpoint(checkpoint, rank, ranks).model for rank in range(ranks)]
     barrier, parts_by_rank = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def logits(rank: int) -> torch.Tensor:
@@ -224,7 +224,7 @@ def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
         combine_by(combine)
         try:
             with torch.no_grad():
-                output: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()
+                output: torch.Tensor = models[rank](ids, use_cache=False).logits.float()
                 return output
         except BaseException:
             barrier.abort()
@@ -233,7 +233,7 @@ def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
     with torch.no_grad(), quiet(), plain_transformers(checkpoint.model), read_weights(checkpoint.model):
         expected = checkpoint.model(ids, use_cache=False).logits.float()
     with quiet(), contextlib.ExitStack() as stack, ThreadPoolExecutor(ranks) as pool:
-        for part in parts:
+        for part in models:
             stack.enter_context(plain_transformers(part))
             stack.enter_context(read_weights(part))
         try:
