@@ -216,9 +216,8 @@ class WeightsFile(DataFile):
             # A tied head reads Transpose(embedding). It is stored as the embedding is, which is in int8 whatever the
             # precision, as rows are looked up; elsewhere again, transposed, so that blocks lie along K.
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
-            matrix, axis = (
-                (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
-            )
+            matrix = array.T if role == "tied" and not by_rows else array
+            axis = int(by_rows or role == "experts")
             scales = [self._scales_of(name) for name in names_in(_name(value))]
             kept = quantize.kept_scales(scales, role, matrix.shape, storage)
             block = None if by_column else block_for(matrix.shape[axis], block_size)

@@ -63,11 +63,10 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
     # With another shape, the logits bypass the head's forward, where the requested rows are selected.
     worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
     if not worst <= TOLERANCE:
-        refused, through = (
-            ("does not read its own embeddings as it reads tokens, so build it without --inputs-embeds", "embeddings")
-            if embeds
-            else ("is not supported", "specexport's attention")
-        )
+        refused, through = "is not supported", "specexport's attention"
+        if embeds:
+            refused = "does not read its own embeddings as it reads tokens, so build it without --inputs-embeds"
+            through = "embeddings"
         raise BuildError(
             f"{checkpoint.source}: model family '{checkpoint.family}' {refused}: through {through} its logits are "
             f"{worst:.2g} (relative) away from transformers' own, more than {TOLERANCE:g}"

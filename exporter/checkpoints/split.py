@@ -71,15 +71,13 @@ class _Splitter:
     def __init__(self, model: Any, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks
-        tensors = [*model.parameters(), *model.buffers()]
-        self.model = copy.deepcopy(
-            model, {id(tensor): tensor for tensor in tensors}
-        )  # the modules, with the same tensors
-        self._made: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
+        # The modules are copied, their tensors are shared.
+        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        self._shares: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
 
     def share(self, parameter: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
         """This rank's slice of a parameter; ``packed`` parameters are two concatenated matrices, sliced separately."""
-        shared = self._made.get((id(parameter), axis, packed))
+        shared = self._shares.get((id(parameter), axis, packed))
         if shared is not None:  # tied weights stay tied
             return shared
 
@@ -95,7 +93,7 @@ class _Splitter:
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
             stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
-        self._made[id(parameter), axis, packed] = part
+        self._shares[id(parameter), axis, packed] = part
         return part
 
     def require(self, count: int, name: str) -> None:
