@@ -48,9 +48,9 @@ def fast_trace() -> Iterator[None]:
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
-        inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        has_submodules = len(list(program.graph_module.modules())) > 1  # of cond and its like
         composites = torch.export.default_decompositions()
-        if inner or not all(_stays(node, registry, composites) for node in graph.nodes):
+        if has_submodules or not all(_stays(node, registry, composites) for node in graph.nodes):
             decomposed: torch.export.ExportedProgram = decompose(program, registry)
             return decomposed
         for node in list(graph.nodes):

@@ -130,8 +130,8 @@ class MethodExporter(Generic[O, M]):
             BuildError: a tree is one that it cannot fill; says why.
         """
         method = self.outline(options, target)
-        asked = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
-        trees = _distinct(method.name, asked) or self.default_trees(method)
+        requested = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
+        trees = _distinct(method.name, requested) or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
                 raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")

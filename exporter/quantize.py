@@ -104,8 +104,8 @@ def apply_scales(
         numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
         return numbers.view(np.int8), numbers.astype(np.float32) * scale
     moved = np.rint(divided) if zero is None else np.rint(divided) + zero
-    least, most = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
-    integers = moved.clip(least, most).astype(np.int8)
+    least, greatest = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
+    integers = moved.clip(least, greatest).astype(np.int8)
     restored = (integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero) * scale
     return integers, restored if offset is None else restored + offset
 
@@ -160,19 +160,19 @@ def fit_blocks(
     Returns:
         Scales are numbers that fp16 holds exactly (:func:`in_half`), which integers are rounded by.
     """
-    before, after = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
-    x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, after)
+    leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
+    x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
     integers = torch.empty(x.shape, dtype=torch.int8)
-    scale, zero = (torch.empty((len(x), after), dtype=dtype) for dtype in (torch.float32, torch.int8))
-    columns = min(after, max(1, _PIECE // block))
+    scale, zero = (torch.empty((len(x), trailing), dtype=dtype) for dtype in (torch.float32, torch.int8))
+    columns = min(trailing, max(1, _PIECE // block))
     rows = max(1, _PIECE // (block * columns))
-    for at in itertools.product(range(0, len(x), rows), range(0, after, columns)):
+    for at in itertools.product(range(0, len(x), rows), range(0, trailing, columns)):
         part = tuple(slice(start, start + length) for start, length in zip(at, (rows, columns), strict=True))
         piece = x[part[0], :, part[1]].contiguous()
         scales, zeros = fit_scales(piece, 1, least, largest, zero_points=zero_points)
         integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, largest).to(torch.int8)
         scale[part], zero[part] = scales[:, 0], zeros[:, 0].to(torch.int8)
-    shape = (*matrix.shape[:axis], len(x) // before, *matrix.shape[axis + 1 :])
+    shape = (*matrix.shape[:axis], len(x) // leading, *matrix.shape[axis + 1 :])
     return Blocks(
         integers.reshape(matrix.shape).numpy(),
         scale.reshape(shape).numpy(),
@@ -317,8 +317,8 @@ def kept_scales(
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
     if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
         return None
-    rest = (zeros or offsets, *(part.scale.fine is not None for part in scales))
-    if role == "experts" and any(rest):
+    only_cpu = (zeros or offsets, *(part.scale.fine is not None for part in scales))
+    if role == "experts" and any(only_cpu):
         return None
 
     def joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -326,12 +326,12 @@ def kept_scales(
         wide = [np.repeat(array, part.group // size, -2) for array, part in zip(arrays, scales, strict=True)]
         return np.concatenate(wide, axis=-1)
 
-    def factors(each: list[Factors]) -> Factors:
-        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, each, strict=True)}
+    def factors(parts_factors: list[Factors]) -> Factors:
+        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, parts_factors, strict=True)}
         if not storage.any_scales or len(kinds) > 1 or not kinds.pop()[0]:
-            return Factors(joined([value.values() for value in each]))
-        fine = [value.fine for value in each if value.fine is not None]
-        coarse = np.concatenate([value.coarse for value in each], axis=-1)
+            return Factors(joined([value.values() for value in parts_factors]))
+        fine = [value.fine for value in parts_factors if value.fine is not None]
+        coarse = np.concatenate([value.coarse for value in parts_factors], axis=-1)
         return Factors(coarse, np.concatenate(fine, axis=-1) if fine else None)
 
     def zeros_like(part: Scales, dtype: type[np.generic]) -> npt.NDArray[Any]:
@@ -341,9 +341,9 @@ def kept_scales(
     zero = joined([zeros_like(part, np.int8) if part.zero is None else part.zero for part in scales]) if zeros else None
     offset = factors([part.offset or Factors(zeros_like(part, np.float32)) for part in scales]) if offsets else None
     columns = scale.coarse.shape[-1]
-    if columns != shape[-1] or (any(rest) and not storage.any_scales) or (zeros and columns % 2):
+    if columns != shape[-1] or (any(only_cpu) and not storage.any_scales) or (zeros and columns % 2):
         return None
-    return KeptScales(block, scale, zero, offset, any(rest) or (storage.kind == "fp8" and block is not None))
+    return KeptScales(block, scale, zero, offset, any(only_cpu) or (storage.kind == "fp8" and block is not None))
 
 
 def block_for(length: int, preferred: int | None) -> int | None:

@@ -142,14 +142,14 @@ def plan(target: TargetBuild) -> None:
     target.plan = BuildPlan.of(methods, options, _max_seq_len(options, checkpoint))
 
 
-def _chains(method: Method, asked: MethodOptions, target: Checkpoint) -> Method:
+def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
     """A method for a target whose states go through a text token by token: with chains instead of trees.
 
     Raises:
         BuildError: trees with branches were asked for, or it has no others.
     """
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
-    if (branching and asked.trees) or method.own_widths:
+    if (branching and options.trees) or method.own_widths:
         raise BuildError(
             f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
             f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "

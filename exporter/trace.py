@@ -215,8 +215,8 @@ def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
 
 
 def _root_cause(error: BaseException) -> BaseException:

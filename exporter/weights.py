@@ -381,9 +381,8 @@ class WeightsFile(DataFile):
             coarse = np.expand_dims(coarse, 2)
         if fine is not None and not gathered:
             blocks = coarse.shape[1 if by_rows else 0]
-            each = fine.shape[1 if by_rows else 0] // blocks
             coarse = np.expand_dims(coarse, 2 if by_rows else 1)
-            fine = fine.reshape(len(fine), blocks, each) if by_rows else fine.reshape(blocks, each, fine.shape[1])
+            fine = fine.reshape(len(fine), blocks, -1) if by_rows else fine.reshape(blocks, -1, fine.shape[1])
         dtype = ir.DataType.FLOAT16 if coarse.dtype == np.float16 else ir.DataType.FLOAT
         first = self._initializer(graph, name, dtype, coarse.shape, iter([coarse]))
         if fine is None:

@@ -90,9 +90,9 @@ def write_models(
 def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
     quantized = stored.kind in QUANTIZED
     block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
-    before = None
+    quantized_before = None
     if checkpoint.quantized_in:
-        before = QuantizedBefore(
+        quantized_before = QuantizedBefore(
             format=checkpoint.quantized_in,
             kept=len(report.kept),
             converted=len(report.converted),
@@ -106,7 +106,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         block_size=block if quantized else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.not_quantized,
-        quantized_before=before,
+        quantized_before=quantized_before,
         only_cpu=report.any_scales,
     )
 

@@ -42,13 +42,13 @@ def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch
     return torch.where(above, weights[:, :, None], 0.0).sum(-1)
 
 
-def _bracket(scores: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds ``[B,N,1]`` of the greatest score such that those not below it weigh at least ``wanted`` ``[B,N,1]``."""
     low, step = torch.full((1, 1, 1), _LOWEST), _RANGE
     for _ in range(_ROUNDS):
         step /= _PARTS
         pivots = low + torch.arange(1, _PARTS) * step
-        enough = _weight_above(scores, weights, pivots) >= wanted
+        enough = _weight_above(scores, weights, pivots) >= target
         low = low + torch.where(enough, step, 0.0).sum(-1, keepdim=True)
     return low, low + step
 
@@ -84,15 +84,15 @@ def target_weights(
     weights = scores.exp()
     low, high = _bracket(scores, weights, share * weights.sum(-1, keepdim=True))
     # The tokens that top-k leaves are sorted all; of a whole vocabulary those are that lie below the upper bound.
-    few = k > 0
-    below = torch.where(few, _RANGE, high)
+    top_k_set = k > 0
+    below = torch.where(top_k_set, _RANGE, high)
     ordered = _largest(torch.where(scores < below, scores, float("-inf")))
     kth = torch.where(k == torch.arange(1, LARGEST_TOP_K + 1), ordered, 0.0).sum(-1, keepdim=True)
-    kth = torch.where(few, kth, float("-inf"))
-    total, before = _weight_above(scores, weights, torch.cat([kth, below], -1)).chunk(2, -1)
-    short = before + ordered.exp().cumsum(-1) < share * total
+    kth = torch.where(top_k_set, kth, float("-inf"))
+    total, above = _weight_above(scores, weights, torch.cat([kth, below], -1)).chunk(2, -1)
+    short = above + ordered.exp().cumsum(-1) < share * total
     last = torch.where(short, 1, 0).sum(-1, keepdim=True)
-    nucleus = torch.cat([ordered, torch.where(few, kth, low)], -1).gather(2, last)
+    nucleus = torch.cat([ordered, torch.where(top_k_set, kth, low)], -1).gather(2, last)
     nucleus = torch.where(share < 1, nucleus, float("-inf"))
     lowest = torch.maximum(torch.maximum(nucleus, kth), min_p.log()[:, None, None])
     weights = torch.where(scores >= lowest, weights, 0.0)
@@ -137,12 +137,12 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     blocks = _chunks(weights, _BLOCK, 0.0)
     sums = blocks.sum(-1)
     through = sums.cumsum(-1)
-    wanted = uniform * through[:, -1:]  # rounded or not, less than all there is
-    beyond = through > wanted
+    threshold = uniform * through[:, -1:]  # rounded or not, less than all there is
+    beyond = through > threshold
     block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
-    before = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
+    earlier = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
     within = _rows(blocks, block).squeeze(1).cumsum(-1)
-    below = (within <= wanted - before) & (within < within[:, -1:])
+    below = (within <= threshold - earlier) & (within < within[:, -1:])
     return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
 
 

@@ -83,8 +83,8 @@ def summed_loss(
 
     def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = project(states).float()
-        wanted = labels if taught is None else taught(rows)
-        return F.cross_entropy(logits, wanted, reduction="sum"), _ranks(logits, labels)
+        targets = labels if taught is None else taught(rows)
+        return F.cross_entropy(logits, targets, reduction="sum"), _ranks(logits, labels)
 
     # The distributions to learn are kept too, for every drafted token.
     at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))

@@ -115,10 +115,10 @@ def muon_and_adamw(
     """Muon for the matrices, and AdamW for norms, biases and the ``outer`` ones: embedding and output projection."""
     outside = {id(module.weight) for module in outer}
     matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
+    adamw_parameters: list[torch.nn.Parameter] = []
     for parameter in parameters:
-        (matrices if parameter.ndim == 2 and id(parameter) not in outside else others).append(parameter)
-    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(others, rate)])]
+        (matrices if parameter.ndim == 2 and id(parameter) not in outside else adamw_parameters).append(parameter)
+    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(adamw_parameters, rate)])]
 
 
 def optimizers(

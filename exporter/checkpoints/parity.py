@@ -146,8 +146,9 @@ def _through_eager(
 ) -> torch.Tensor:
     """The same logits from one run over a separate text for each path of the tree to a leaf."""
     start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
-    after = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]  # padding after a leaf is not compared
-    texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(after)]], dim=1)
+    # Padding after a leaf is not compared.
+    padded_paths = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]
+    texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(padded_paths)]], dim=1)
     logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
     place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
     return torch.cat(

@@ -123,21 +123,23 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
     if document_ is None or config is None:
         yield from tensors
         return
-    held = {tensor.name: tensor for tensor in tensors}
+    stored = {tensor.name: tensor for tensor in tensors}
     used: set[str] = set()
-    for name in held:
+    for name in stored:
         stem, _, last = name.rpartition(".")
-        parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", held, used)
+        parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", stored, used)
         if last == "qweight":
             yield _awq(parts) if document_[0] == "AWQ" else _gptq(parts, config)
         elif last == "weight_packed":
             yield _packed(parts)
-        elif last == "weight" and held[name].dtype in ("F8_E4M3", "I8"):
+        elif last == "weight" and stored[name].dtype in ("F8_E4M3", "I8"):
             yield _scaled(parts, config.blocks)
         elif last.endswith("_blocks") and document_[0] == "MXFP4":
             matrix = name.removesuffix("_blocks")
-            yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, held, used))
-    yield from (tensor for name, tensor in held.items() if name not in used and name.rpartition(".")[2] not in _UNREAD)
+            yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, stored, used))
+    for name, tensor in stored.items():
+        if name not in used and name.rpartition(".")[2] not in _UNREAD:
+            yield tensor
 
 
 @dataclass(frozen=True)
@@ -252,18 +254,18 @@ def _awq(parts: _Parts) -> QuantizedTensor:
 def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     """GPTQ: words of neighbouring rows; zero points minus one in the first version of the format (AutoGPTQ)."""
     bits = config.bits or 4
-    each = 32 // bits
+    per_word = 32 // bits
     words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
     scales = parts.take("scales", *_SCALES, rank=2)
-    rows, columns, groups = each * words.shape[0], words.shape[1], scales.shape[0]
+    rows, columns, groups = per_word * words.shape[0], words.shape[1], scales.shape[0]
     index = parts.optional("g_idx", (rows,), *_INDICES)
     fits = groups <= rows if index is not None else rows % groups == 0
     parts.need(scales.shape[1] == columns and fits, scales, f"[groups of {rows} rows, {columns}]")
-    parts.need(zeros.shape == (groups, -(-columns // each)), zeros, [groups, -(-columns // each)])
-    less, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
+    parts.need(zeros.shape == (groups, -(-columns // per_word)), zeros, [groups, -(-columns // per_word)])
+    stored_offset, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
 
     def read() -> _Read:
-        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + less
+        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + stored_offset
         zero = ((unsigned & (2 * half - 1)) - half).astype(np.int8)
         numbers = _unpack(words, bits, 0)
         kind: Kind = "int8" if bits == 8 else "int4"
@@ -332,8 +334,8 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
 def _mxfp4(parts: _Parts) -> QuantizedTensor:
     """gpt-oss's MXFP4 experts: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
     blocks, scales = parts.take("blocks", "U8", rank=4), parts.take("scales", "U8", rank=3)
-    experts, columns, groups, held = blocks.shape
-    parts.need(held == 16, blocks, "blocks of 16 bytes")
+    experts, columns, groups, block_bytes = blocks.shape
+    parts.need(block_bytes == 16, blocks, "blocks of 16 bytes")
     parts.need(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
 
     def read() -> _Read:

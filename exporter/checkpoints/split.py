@@ -159,8 +159,8 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         elif style == "rowwise" and isinstance(module, torch.nn.Linear):
             setattr(rank_model.get_submodule(above), leaf, splitter.rows(module, short))
         elif style == "moe_tp_experts":
-            inner = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
-            setattr(rank_model.get_submodule(above), leaf, splitter.experts(module, short, inner))
+            styles = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
+            setattr(rank_model.get_submodule(above), leaf, splitter.experts(module, short, styles))
         else:
             raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
     if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:

@@ -162,8 +162,8 @@ class _Compiler:
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
-        mine = (self.options.backend, self.capabilities)
-        return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
+        replaced = (self.options.backend, self.capabilities)
+        return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != replaced)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         """Compiles a graph; without a library, its source is what onnxruntime opens."""
@@ -218,14 +218,14 @@ def default_compute(weights: StoredAs) -> ComputedIn:
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
-def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
+def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
     """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
     # By default, the type that a method's own model computes in follows from its own matrices.
     in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
-    stored = _stored(manifest) if asked else {weights, *in_target}
+    stored = _stored(manifest) if compute else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
-    if (asked or default_compute(weights)) == "bf16" and blocks:
+    if (compute or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
             f"bf16 is computed in with {min(blocks)} matrices, for which onnxruntime has no kernels on GPUs; pass "
             "--compute fp16 or fp32"
@@ -296,9 +296,9 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
     """The new manifest with entries of its engines' files, without files that only the old one used."""
-    before, used = (_files(folder, manifest) for manifest in (old, new))
-    kept = tuple(entry for entry in old.files if entry.path not in before | used)
-    return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(used))))
+    old_files, new_files = (_files(folder, manifest) for manifest in (old, new))
+    kept = tuple(entry for entry in old.files if entry.path not in old_files | new_files)
+    return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(new_files))))
 
 
 def _files(folder: Path, manifest: Manifest) -> set[str]:

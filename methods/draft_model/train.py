@@ -44,7 +44,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
         run.describe_data()
         parameters = dict(draft.model.requires_grad_(True).named_parameters())
         outer = (draft.model.get_input_embeddings(), draft.model.get_output_embeddings())
-        chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
+        optimizer_list = optimizers(options.optimizer, parameters.values(), outer, options.lr)
         keep = run.window - 1 if options.samples == "data" else run.window - run.prompt
 
         def loss_at(number: int) -> Loss:
@@ -58,7 +58,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
         run.train(
             "draft",
             parameters,
-            chosen,
+            optimizer_list,
             options.total_steps(len(run.windows)),
             loss_at,
             lambda: f"greedy acceptance length {acceptance.length(0.0, _REPORTED_DEPTH):.2f}",

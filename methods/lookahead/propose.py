@@ -132,8 +132,8 @@ class LookaheadProposer(SlotProposer[_Slot]):
         slot = self._slots.get(view.slot)
         if slot is None:
             slot = self._slots[view.slot] = self._begin(view.tokens)
-        root, each = view.tokens[-1], self._method.ngram - 1
-        guesses = slot.pool.guesses(root, (len(view.tree) - 1) // each)
+        root, guess_length = view.tokens[-1], self._method.ngram - 1
+        guesses = slot.pool.guesses(root, (len(view.tree) - 1) // guess_length)
         tokens, parents = merged(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)

@@ -155,16 +155,16 @@ def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[s
     outline = _outline(folder, stored, file)
     with torch.device("meta"):
         heads = MedusaHeads(outline.count, outline.layers, hidden, vocab, tied=outline.tied)
-    for name, wanted in heads.state_dict().items():
+    for name, parameter in heads.state_dict().items():
         if name not in stored:
             raise BuildError(
                 f"{file}: no tensor {name!r}; {folder / CONFIG} says {outline.count} heads of {outline.layers} layers"
                 + (" that share the model's head" if outline.tied else "")
             )
-        if stored[name].shape != tuple(wanted.shape):
+        if stored[name].shape != tuple(parameter.shape):
             raise BuildError(
-                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(wanted.shape)} for a model of "
-                f"hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
+                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(parameter.shape)} for a model "
+                f"of hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
             )
     return heads, stored, file
 
@@ -179,8 +179,8 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
     elif pickled.is_file():
         stored, file = pickled_tensors(pickled), pickled
     else:
-        every = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
-        stored = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
+        tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
+        stored = [tensor for tensor in tensors if tensor.name.startswith(_PREFIX)]
     if not stored:
         raise BuildError(
             f"{file}: no Medusa heads; expected {WEIGHTS}.safetensors, {WEIGHTS}.pt, or a full model whose "

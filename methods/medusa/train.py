@@ -155,8 +155,8 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
             hidden, logits = run_model(model, batch.ids, learnt)
             if kind == "kl":
                 with torch.no_grad(), original() as teacher:
-                    _, wanted = run_model(teacher, batch.ids, learnt)
-                distillation = divergence(logits, wanted, "forward_kl")
+                    _, teacher_logits = run_model(teacher, batch.ids, learnt)
+                distillation = divergence(logits, teacher_logits, "forward_kl")
             else:
                 distillation = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
             of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)

@@ -140,8 +140,8 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
     if "rope_freqs.weight" in header.tensors:
         factors = np.ascontiguousarray(header.tensors["rope_freqs.weight"].data).view(np.float32).astype(np.float64)
         scaling = {"rope_type": "llama3", "factor": float(factors.max(initial=1.0)), **_LLAMA3}
-        wanted = _llama3_factors(theta, len(factors), scaling)
-        if not np.allclose(factors, wanted, rtol=1e-3):
+        expected = _llama3_factors(theta, len(factors), scaling)
+        if not np.allclose(factors, expected, rtol=1e-3):
             raise BuildError(
                 f"{header.path}: tensor 'rope_freqs.weight' holds other factors than Llama 3's scaling by "
                 f"{scaling['factor']:g} makes; build from the model that the file was made of"

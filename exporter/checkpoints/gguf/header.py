@@ -82,8 +82,8 @@ class Header:
             return default
         value = self.fields[key].value
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            wanted = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
-            raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {wanted}; {_FETCH}")
+            expected = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
+            raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {expected}; {_FETCH}")
         return value
 
     @property
