@@ -21,6 +21,8 @@ from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
+_MEASURED_AT_ONCE = 8
+"""Windows of a batch that is measured."""
 _LOGITS_AT_ONCE = 1 << 27
 """Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
 
@@ -192,8 +194,6 @@ def measured(
     count: int,
     windows: Windows,
     place: Place,
-    *,
-    batch_size: int = 8,
 ) -> HeadAccuracy:
     """Measures a predictor of several tokens ahead, over windows that it was not trained on.
 
@@ -203,7 +203,7 @@ def measured(
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
     positions = 0
-    for rows in windows.in_order(batch_size):
+    for rows in windows.in_order(_MEASURED_AT_ONCE):
         batch = windows.rows(rows).to(place.device)
         at = [batch.learnt_from(2 + ahead) for ahead in range(count)]
         true_ranks = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)

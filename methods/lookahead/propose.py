@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,11 +119,10 @@ class LookaheadProposer(SlotProposer[_Slot]):
 
     observes = frozenset({tensors.LOGITS})
 
-    def __init__(self, method: Lookahead, pool: Callable[[int], NgramPool] = NgramPool) -> None:
+    def __init__(self, method: Lookahead) -> None:
         super().__init__()
         self._method = method
         self._widths = sorted(method.widths())
-        self._pool = pool
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         return {view.slot: self._propose(view) for view in views}
@@ -154,7 +153,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
     def _begin(self, prompt: Sequence[int]) -> _Slot:
         method, random = self._method, np.random.default_rng(_SEED)
         W, N, G = method.window, method.ngram, method.guesses
-        pool = self._pool(G)
+        pool = NgramPool(G)
         if method.prompt_seeding:
             for end in range(N, len(prompt) + 1):
                 first, *rest = prompt[end - N : end]
