@@ -236,27 +236,8 @@ class WeightsFile(DataFile):
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            again = kept is None and self._quantized_before(value)
-            rounded = self._rounded(value) if kept is not None else []
-            if again or (kept is not None and not rounded):
-                (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
-            gathered = role in GATHERED
-            # int8 stays what every backend reads: its scales are a ninth of it at most.
-            any_scales = storage.any_scales and storage.kind != "int8"
-            stored = self._store(
-                graph,
-                name,
-                matrix,
-                axis,
-                block,
-                width,
-                kept,
-                again=again,
-                gathered=gathered,
-                any_scales=any_scales,
-                rounded=rounded,
-            )
-            if gathered:
+            stored = self._store(graph, value, name, role, matrix, axis, block, width, kept, storage)
+            if role in GATHERED:
                 replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
@@ -283,22 +264,26 @@ class WeightsFile(DataFile):
     def _store(
         self,
         graph: ir.Graph,
+        value: ir.Value,
         name: str,
+        role: str,
         matrix: _Matrix,
         axis: int,
         block: int | None,
         kind: _Quantized,
         kept: KeptScales | None,
-        *,
-        again: bool,
-        gathered: bool,
-        any_scales: bool,
-        rounded: list[RoundedTensor],
+        storage: Storage,
     ) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are some.
 
         A scale is for ``block`` weights along ``axis``, or, without, for a column.
         """
+        gathered, again = role in GATHERED, kept is None and self._quantized_before(value)
+        rounded = self._rounded(value) if kept is not None else []
+        if again or (kept is not None and not rounded):
+            (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
+        # int8 stays what every backend reads: its scales are a ninth of it at most.
+        any_scales = storage.any_scales and storage.kind != "int8"
         for tensor in rounded:
             self.report.add(tensor.error, tensor.energy)
         scales: list[_Matrix] = []
