@@ -127,7 +127,7 @@ class _Nodes:
         return self.op("Transpose", [product], f"{name}.turned", perm=[1, 0]) if turned else product
 
     def rows(self, stored: StoredFactors, ids: ir.Value, name: str) -> ir.Value:
-        """Those of rows that are looked up, ``[B,T,G,1]``."""
+        """The factors of rows that are looked up, ``[B,T,G,1]``."""
         coarse = self.op("Gather", [self.wide(stored.coarse, f"{name}.wide"), ids], f"{name}.rows", axis=0)
         _, blocks = _shape(stored.coarse)
         product = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")

@@ -249,7 +249,7 @@ def _planned(
 def _model(
     source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
-    """What a model needs; ``nodes`` are those of all trees that acceptance is decided for, of a target."""
+    """The plan of one model; ``nodes`` are those of all trees that a target's acceptance is decided for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
             f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "

@@ -23,7 +23,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
-"""Of powers of two that fp16 holds."""
+"""Exponents of the powers of two that fp16 holds."""
 _LARGEST_KEPT_BLOCK = 128
 _PIECE = 1 << 17
 """Weights that are fitted at once, so that intermediate results stay in a core's cache."""
@@ -235,7 +235,7 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
 
 
 def factors_of_rows(factors: BlockFactors, start: int, end: int, axis: int, block: int | None) -> BlockFactors:
-    """Those of some rows of a matrix, one for each of its weights along ``axis``."""
+    """The factors of some rows of a matrix, one for each of its weights along ``axis``."""
 
     def spread(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         if block is None:

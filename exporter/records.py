@@ -1,4 +1,4 @@
-"""What earlier work a build may reuse: a hash of the exporter, and records of finished stages. Imports little."""
+"""Reuse of earlier builds: a hash of the exporter, and records of finished stages. Imports little."""
 
 from __future__ import annotations
 

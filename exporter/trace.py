@@ -52,8 +52,8 @@ from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
-"""Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
-of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
+"""Opset of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and has those of all
+their operators for this one; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
 _FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
@@ -119,7 +119,7 @@ def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
-    """What a pass reads of the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
+    """A pass's inputs for the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
 
     Of layers without attention these are rows and states as that pass returned them.
     """
@@ -220,7 +220,7 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """What torch's exporter wraps in advice to people who call it themselves."""
+    """The cause of an error, which torch's exporter wraps in advice to its own users."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -21,7 +21,7 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 Log = Callable[[str], None]
 """Receives lines about the progress of a training."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: they drive singular values towards 1 fastest, and leave them between 0.7 and 1.2."""
+"""Of the quintic iteration that drives singular values towards 1 fastest, and leaves them between 0.7 and 1.2."""
 _ITERATIONS = 5
 _EPSILON = 1e-7
 _ANEW = "delete it to train from the start"

@@ -69,7 +69,7 @@ class _Narrowing:
         # Positions times frequencies need every bit of a float32.
         self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
         self.is_narrow: dict[ir.Value, bool] = {}
-        """Of every float value that depends on an input, and of constants made narrow."""
+        """Whether a value is narrow: float values that depend on an input, and converted constants."""
         self._converted: dict[tuple[ir.Value, bool], ir.Value] = {}
 
     def run(self, caches: set[str]) -> None:

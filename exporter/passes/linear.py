@@ -16,7 +16,7 @@ from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, needed_only_for, op
 
 FORM = "form"
-"""Of a weight's metadata: how the checkpoint stores it, where it cannot be joined with others."""
+"""Key of a weight's metadata: how the checkpoint stores it, if it cannot be joined with others."""
 
 
 def canonical_weights(model: ir.Model) -> None:
