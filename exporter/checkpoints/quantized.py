@@ -71,8 +71,10 @@ def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | Non
         BuildError: the format is unsupported.
     """
     config = _config(path, document)
-    if config is None:
-        return None
+    return None if config is None else _format(path, config)
+
+
+def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     method, bits = config.quant_method, config.bits or 4
     if config.transform_config:
         raise BuildError(
@@ -119,22 +121,23 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
         BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
             are not finite or groups do not exist.
     """
-    document_, config = quantization(path, document), _config(path, document)
-    if document_ is None or config is None:
+    config = _config(path, document)
+    if config is None:
         yield from tensors
         return
+    layout, _ = _format(path, config)
     stored = {tensor.name: tensor for tensor in tensors}
     used: set[str] = set()
     for name in stored:
         stem, _, last = name.rpartition(".")
         parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", stored, used)
         if last == "qweight":
-            yield _awq(parts) if document_[0] == "AWQ" else _gptq(parts, config)
+            yield _awq(parts) if layout == "AWQ" else _gptq(parts, config)
         elif last == "weight_packed":
             yield _packed(parts)
         elif last == "weight" and stored[name].dtype in ("F8_E4M3", "I8"):
             yield _scaled(parts, config.blocks)
-        elif last.endswith("_blocks") and document_[0] == "MXFP4":
+        elif last.endswith("_blocks") and layout == "MXFP4":
             matrix = name.removesuffix("_blocks")
             yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, stored, used))
     for name, tensor in stored.items():
