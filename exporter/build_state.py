@@ -90,12 +90,12 @@ class BuildPlan(Strict, frozen=True):
 
     # --- shape points -------------------------------------------------------------------------------------------------
     def target_points(self) -> tuple[ShapePoint, ...]:
-        """Of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
+        """Those of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
         steps = ((batch, width, width, 0) for width in self.widths for batch in self.batches)
         return self.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
     def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
-        """Of a propose graph: every depth of the method's trees, and the shorter chains."""
+        """Those of a propose graph: every depth of the method's trees, and the shorter chains."""
         runs = [(batch, method.catch_up, 0, depth) for depth in self.depths(method) for batch in self.batches]
         return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
 

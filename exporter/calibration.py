@@ -29,8 +29,15 @@ from specexport.exporter.checkpoints.stored import (
     stand_for,
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
-from specexport.exporter.quantize import RoundedTensor, fit_scales, fits_half, quantize_blocks, to_integers
-from specexport.exporter.storage import block_for
+from specexport.exporter.quantize import (
+    Blocks,
+    RoundedTensor,
+    block_for,
+    fit_scales,
+    fits_half,
+    quantize_blocks,
+    to_integers,
+)
 
 _WINDOW = 256
 _TOKENS = 4096
@@ -143,43 +150,37 @@ def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: in
     first and last layers, then every third, then the others.
     """
     model = checkpoint.model
-    width, widest = (
-        model.get_input_embeddings().weight.shape[1],
-        max(matrix.in_features for matrix in matrices.values()),
-    )
-    return_from = [
-        name
-        for name, matrix in matrices.items()
-        if matrix.in_features == widest > width and matrix.out_features == width
-    ]
-    count = len(return_from)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    width, widest = table.shape[1], max(matrix.in_features for matrix in matrices.values())
+    down = [name for name, matrix in matrices.items() if (matrix.out_features, matrix.in_features) == (width, widest)]
+    down = down if widest > width else []
+    count = len(down)
     eighth = count // 8
     first = [at for at in range(count) if at < eighth or at >= count - eighth]
     third = [at for at in range(count) if at not in first and (at - eighth) % 3 == 2]
     order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
-    more = set(first + third)
+    six_bit = set(first + third)
     sizes = {name: matrix.weight.numel() for name, matrix in matrices.items()}
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    spare = head.numel() * (_q4_k_m(head.shape[1], more=True) - 8 - 16 / block_size)
+    spare = head.numel() * (_q4_k_m(head.shape[1], six_bit=True) - 8 - 16 / block_size)
     if table is not head:  # then llama.cpp gives the embedding no more bits than others
-        spare += table.numel() * (_q4_k_m(table.shape[1], more=False) - 8 - 16 / block_size)
+        spare += table.numel() * (_q4_k_m(table.shape[1], six_bit=False) - 8 - 16 / block_size)
     for name, matrix in matrices.items():
-        like = return_from.index(name) in more if name in return_from else False
-        spare += sizes[name] * (_q4_k_m(matrix.in_features, more=like) - 4 - 20 / block_size)
-    chosen = set[str]()
+        wider = name in down and down.index(name) in six_bit
+        spare += sizes[name] * (_q4_k_m(matrix.in_features, six_bit=wider) - 4 - 20 / block_size)
+    int8 = set[str]()
     for at in order:
-        name = return_from[at]
+        name = down[at]
         if (spare := spare - sizes[name] * (4 - 4 / block_size)) < 0:
             break
-        chosen.add(name)
-    return chosen
+        int8.add(name)
+    return int8
 
 
-def _q4_k_m(depth: int, *, more: bool) -> float:
+def _q4_k_m(depth: int, *, six_bit: bool) -> float:
     """Bits of a weight in llama.cpp's Q4_K_M: Q6_K or Q4_K; where blocks of 256 do not divide a row, Q8_0 or Q5_0."""
     if depth % 256:
-        return 8.5 if more else 5.5
-    return 6.5625 if more else 4.5
+        return 8.5 if six_bit else 5.5
+    return 6.5625 if six_bit else 4.5
 
 
 @dataclass
@@ -201,16 +202,16 @@ class _Calibration:
         for name, module in self.matrices.items():
             weight = module._parameters["weight"]
 
-            def before(module: Any, inputs: tuple[torch.Tensor, ...], name: str = name) -> None:
+            def round_and_load(module: Any, inputs: tuple[torch.Tensor, ...], name: str = name) -> None:
                 if name not in self.rounded:
                     self._round(name, module, inputs[0])
                 module._parameters["weight"] = nn.Parameter(self.rounded[name].read(), requires_grad=False)
 
-            def after(module: Any, *_: Any, weight: Any = weight) -> None:
+            def unload(module: Any, *_: Any, weight: Any = weight) -> None:
                 module._parameters["weight"] = weight
 
-            handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after, always_call=True))
+            handles.append(module.register_forward_pre_hook(round_and_load))
+            handles.append(module.register_forward_hook(unload, always_call=True))
         try:
             yield
         finally:
@@ -289,16 +290,12 @@ def _tensor(
 ) -> RoundedTensor:
     """A matrix ``[N,K]`` that was rounded, from integers ``[K,N]``, which are kept as a file would hold them."""
     shape = integers.shape
-    held: npt.NDArray[Any] = pack_int4(integers) if kind == "int4" else integers
+    stored: npt.NDArray[Any] = pack_int4(integers) if kind == "int4" else integers
     scale = np.where(scale == 0, np.float32(1), scale)  # then its weights are 0 at any scale
 
     def read() -> torch.Tensor:
-        numbers = unpack_int4(held, shape) if kind == "int4" else held
-        restored = numbers.astype(np.float32)
-        if zero is not None:
-            restored -= np.repeat(zero, block, axis=0)
-        restored *= np.repeat(scale, block, axis=0)
-        return torch.from_numpy(restored).T
+        numbers = unpack_int4(stored, shape) if kind == "int4" else stored
+        return torch.from_numpy(Blocks(numbers, scale, zero).restored(0)).T
 
     factors = Factors(scale.astype(np.float16) if fits_half(scale) else scale)
     error = float((read() - weight).square_().sum(dtype=torch.float64))

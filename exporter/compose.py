@@ -71,8 +71,8 @@ def propose_graph(
             first.append(inputs[at_first])
             continue
         assert shape is not None
-        rest = constant(graph, f"{name}.rest", np.array([d if isinstance(d, int) else 0 for d in shape[1:]], np.int64))
-        extent = tape.op("Concat", [batch, rest], {"axis": 0}, output=ir.val(f"{name}.shape"))
+        sizes = constant(graph, f"{name}.rest", np.array([d if isinstance(d, int) else 0 for d in shape[1:]], np.int64))
+        extent = tape.op("Concat", [batch, sizes], {"axis": 0}, output=ir.val(f"{name}.shape"))
         first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
     always = constant(graph, "always", np.array(True))
     read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]

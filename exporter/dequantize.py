@@ -127,7 +127,7 @@ class _Nodes:
         return self.op("Transpose", [product], f"{name}.turned", perm=[1, 0]) if turned else product
 
     def rows(self, stored: StoredFactors, ids: ir.Value, name: str) -> ir.Value:
-        """Those of rows that are looked up, ``[B,T,G,1]``."""
+        """The factors of rows that are looked up, ``[B,T,G,1]``."""
         coarse = self.op("Gather", [self.wide(stored.coarse, f"{name}.wide"), ids], f"{name}.rows", axis=0)
         _, blocks = _shape(stored.coarse)
         product = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
@@ -182,7 +182,7 @@ def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *,
     """
     nodes, ids = _Nodes(graph, matrix.name), gather.inputs[1]
     assert ids is not None
-    _, blocks, held, *columns = _shape(matrix.numbers)
+    _, blocks, stored_block, *columns = _shape(matrix.numbers)
     wide = nodes.wide(nodes.op("Gather", [matrix.numbers, ids], "rows", axis=0), "wide")
     if pairs:
         sixteen, sixteenth = (constant(graph, f"int4.{n}", np.array(n, np.float32)) for n in (16.0, 1 / 16))
@@ -196,7 +196,7 @@ def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *,
     rows = nodes.op("Mul", [wide, scale], "scaled")
     if matrix.offset is not None:
         rows = nodes.op("Add", [rows, nodes.rows(matrix.offset, ids, "offset")], "moved")
-    length = blocks * held * (2 if pairs else 1)
+    length = blocks * stored_block * (2 if pairs else 1)
     rows = nodes.reshape(rows, [0, length, *columns] if columns else [0, 0, length], "found")
     graph.insert_before(gather, nodes.list)
     return rows

@@ -48,9 +48,9 @@ def fast_trace() -> Iterator[None]:
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         graph = program.graph_module.graph
-        inner = len(list(program.graph_module.modules())) > 1  # of cond and its like
-        whole = torch.export.default_decompositions()
-        if inner or not all(_stays(node, registry, whole) for node in graph.nodes):
+        has_submodules = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        composites = torch.export.default_decompositions()
+        if has_submodules or not all(_stays(node, registry, composites) for node in graph.nodes):
             decomposed: torch.export.ExportedProgram = decompose(program, registry)
             return decomposed
         for node in list(graph.nodes):
@@ -60,8 +60,8 @@ def fast_trace() -> Iterator[None]:
 
     def promote(self: Any, node: torch.fx.Node) -> Any:
         rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
-        known = node.op == "call_function" and "val" in node.meta
-        return node.meta["val"] if known and rule is None else run_node(self, node)
+        has_value = node.op == "call_function" and "val" in node.meta
+        return node.meta["val"] if has_value and rule is None else run_node(self, node)
 
     _Passes.decompose_with_registry, _Promotion.run_node = spare, promote
     _Registry.from_torchlib = staticmethod(_registry)
@@ -76,7 +76,7 @@ def _registry(opset_version: int) -> Any:
     """The translations of an opset, to which the caller may add."""
     registry = _Registry()
     vars(registry).update(vars(_known_registry(opset_version)))
-    registry.functions = {target: [*known] for target, known in registry.functions.items()}
+    registry.functions = {target: [*overloads] for target, overloads in registry.functions.items()}
     return registry
 
 
@@ -85,8 +85,8 @@ def _known_registry(opset_version: int) -> Any:
     return _read_registry(opset_version=opset_version)
 
 
-def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
-    """Whether decomposing a node would have the effect of :func:`_lower`; ``whole`` are composite operators to keep."""
+def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:
+    """Whether decomposing a node would have the effect of :func:`_lower`; ``composites`` are to stay whole."""
     target = _SAME.get(node.target, node.target)
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_own(node):
         target = _functional(target)
@@ -98,7 +98,7 @@ def _stays(node: torch.fx.Node, registry: Any, whole: Container[Any]) -> bool:
         return False
     if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
         return False  # ONNX's Split has a fixed number of parts
-    return target in whole or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
+    return target in composites or target in _WHOLE or not target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _functional(target: torch._ops.OpOverload) -> Any:
@@ -136,8 +136,8 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         node.target = _functional(node.target)
     if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
         source, sizes = node.args
-        known = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
-        node.args = (source, [number if isinstance(number, int) else size for size, number in known])
+        dims = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
+        node.args = (source, [number if isinstance(number, int) else size for size, number in dims])
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)

@@ -119,8 +119,8 @@ class StepSession:
             self._states.ran(range(1), [past], inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = past, blocks
         for name, cache in self._caches.items():
-            if (whole := outputs.get(name.replace("past_", "present_", 1))) is not None:
-                self._caches[name] = whole
+            if (updated := outputs.get(name.replace("past_", "present_", 1))) is not None:
+                self._caches[name] = updated
             else:  # lowered portably: new rows alone
                 rows = outputs[name.replace("past_", "new_", 1)]
                 cache[:, :, past : past + rows.shape[2]] = rows

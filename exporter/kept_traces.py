@@ -67,10 +67,10 @@ def _name_weights(graph: ir.Graph, weights: Mapping[str, torch.Tensor]) -> None:
     """Replaces large weights by references to their names."""
     names = {weight.data_ptr(): name for name, weight in weights.items()}
     for value in graph.initializers.values():
-        held: Any = getattr(value.const_value, "raw", None)
-        name = names.get(held.data_ptr()) if isinstance(held, torch.Tensor) else None
-        if name is not None and held.shape == weights[name].shape:
-            shape, length = ir.Shape(held.shape), 4 * held.numel()
+        tensor: Any = getattr(value.const_value, "raw", None)
+        name = names.get(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) else None
+        if name is not None and tensor.shape == weights[name].shape:
+            shape, length = ir.Shape(tensor.shape), 4 * tensor.numel()
             value.const_value = ir.ExternalTensor(name, 0, length, ir.DataType.FLOAT, shape=shape, name=str(value.name))
 
 
@@ -92,8 +92,8 @@ def _read(path: Path, weights: Container[str]) -> ir.Model | None:
     except OSError:
         return None
     outside = (value.const_value for value in graph.graph.initializers.values())
-    known = all(str(tensor.location) in weights for tensor in outside if isinstance(tensor, ir.ExternalTensor))
-    return graph if known else None
+    complete = all(str(tensor.location) in weights for tensor in outside if isinstance(tensor, ir.ExternalTensor))
+    return graph if complete else None
 
 
 def _write(path: Path, graph: ir.Model) -> None:
@@ -115,13 +115,13 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
     """A hash of a trace's inputs: settings and small weights of the module, ``about``, and the exporter's code."""
     parts = hashlib.sha256(fingerprint().encode())
     tensors: dict[str, torch.Tensor] = {}
-    for name, inner in module.named_modules(remove_duplicate=False):
-        settings = {key: value for key, value in vars(inner).items() if _plain(value) and key != "name_or_path"}
-        parts.update(repr((name, type(inner), inner.extra_repr(), sorted(settings.items()))).encode())
-        config = vars(inner).get("config")
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        settings = {key: value for key, value in vars(submodule).items() if _plain(value) and key != "name_or_path"}
+        parts.update(repr((name, type(submodule), submodule.extra_repr(), sorted(settings.items()))).encode())
+        config = vars(submodule).get("config")
         parts.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
-        held = (vars(inner), inner._parameters, inner._buffers)
-        tensors |= {f"{name}.{key}": value for of in held for key, value in of.items() if torch.is_tensor(value)}
+        namespaces = (vars(submodule), submodule._parameters, submodule._buffers)
+        tensors |= {f"{name}.{key}": value for of in namespaces for key, value in of.items() if torch.is_tensor(value)}
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         # Tied weights are stored once, equal ones are not.

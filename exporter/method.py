@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
     from specexport.exporter.checkpoints.outline import ModelOutline
     from specexport.exporter.options import BuildOptions
-    from specexport.exporter.writing import Part
+    from specexport.exporter.writing import TracedGraph
     from specexport.graphs.step import Addition
     from specexport.runtime.bundle import Bundle
 
@@ -130,8 +130,8 @@ class MethodExporter(Generic[O, M]):
             BuildError: a tree is one that it cannot fill; says why.
         """
         method = self.outline(options, target)
-        asked = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
-        trees = _distinct(method.name, asked) or self.default_trees(method)
+        requested = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
+        trees = _distinct(method.name, requested) or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
                 raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")
@@ -142,7 +142,7 @@ class MethodExporter(Generic[O, M]):
 
     def add_to_target(
         self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
-    ) -> Addition | Part | None:
+    ) -> Addition | TracedGraph | None:
         """What it adds to the target, and is written together with it: outputs of its graph, or a graph that reads the
         same weights and becomes the method's model. None for nothing.
 

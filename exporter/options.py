@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,16 +14,15 @@ from specexport.contract.engines import COMPILERS, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.methods import MethodOptions, read_methods
-from specexport.contract.model import LoweredAs, Probability
+from specexport.contract.model import LoweredAs, Probability, StoredAs
 from specexport.contract.options import Options, option
 from specexport.contract.shapes import batch_points
 from specexport.exporter.engines.options import CompileOptions, check_batches, check_stored
-from specexport.exporter.storage import Precision, Storage
 
 PREFILL_CHUNK = 64
-
-
 DEFAULT_BLOCK_SIZE = 32
+QUANTIZED: tuple[StoredAs, ...] = ("int8", "int4", "fp8", "stored")
+"""Precisions that round more than half precision does; builds report by how much."""
 _DEFAULTS = GenerationDefaults()
 _methods, _sizes, _weights, _device = (
     partial(option, group=group)
@@ -33,6 +33,31 @@ _methods, _sizes, _weights, _device = (
         "device",
     )
 )
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How matrices are stored.
+
+    Attributes:
+        kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` are symmetric, in blocks along
+            the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
+            ``stored`` takes for each matrix what holds it as the checkpoint does, or else ``int8``.
+        block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
+            column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
+        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``kind``.
+        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
+            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as
+            TensorRT refuses some, and ONNX Runtime was not tried with them on GPUs. int4 then has zero points.
+        branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
+            captured graphs know no control flow.
+    """
+
+    kind: StoredAs
+    block_size: int | None
+    rest: StoredAs | None = None
+    any_scales: bool = False
+    branches: bool = False
 
 
 class BuildSettings(Options, frozen=True, kw_only=True):
@@ -59,8 +84,8 @@ class BuildSettings(Options, frozen=True, kw_only=True):
     posterior_alpha: Annotated[Probability, _methods("A")] = _DEFAULTS.posterior_alpha
     max_batch_size: Annotated[int, _sizes("B", ge=1, le=64)] = 8
     inputs_embeds: Annotated[bool, _sizes()] = False
-    precision: Annotated[Precision | None, _weights()] = None
-    draft_precision: Annotated[Precision | None, _weights()] = None
+    precision: Annotated[StoredAs | None, _weights()] = None
+    draft_precision: Annotated[StoredAs | None, _weights()] = None
     block_size: Annotated[Literal[16, 32, 64, 128, 256] | None, _weights("N")] = None
     calibration_data: Annotated[Path | None, _weights("FILE")] = None
     lowering: Annotated[LoweredAs, _device()] = "native"
@@ -78,7 +103,7 @@ class BuildOptions(BuildSettings, frozen=True):
         overwrite: replace an existing bundle.
         methods: the default first, each with its options: methods, mappings with their keys, or texts as ``--method``
             takes. Those that need no graph work in every bundle and need not be named.
-        rest: how matrices are stored that a quantized checkpoint holds in floating point; None for ``precision``.
+        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``precision``.
         engines: how to compile them; None to leave that to ``specexport compile`` on the device.
         resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
             for all that goes into them, and one process at a time.
@@ -89,7 +114,7 @@ class BuildOptions(BuildSettings, frozen=True):
     methods: Annotated[tuple[MethodOptions, ...], option(hidden=True, unchecked=True)] = ()
     tensor_parallel: Annotated[int, _device("N", short="-tp", ge=1, le=16)] = 1
     max_seq_len: Annotated[int | None, _sizes("S", ge=2)] = None
-    rest: Annotated[Precision | None, option(hidden=True)] = None
+    rest: Annotated[StoredAs | None, option(hidden=True)] = None
     backend: Annotated[BackendName, _device()] = "onnxruntime"
     engines: Annotated[CompileOptions | None, option(hidden=True)] = None
     overwrite: bool = False

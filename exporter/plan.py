@@ -26,12 +26,12 @@ EFFICIENCY = 0.7
 MOST_DRAFTS = 8
 _DEFAULT_TREES = (5, 7, 9)
 """Nodes of a draft's default chains."""
-_DECIDING = 18
+_ACCEPT_ARRAYS = 18
 """Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
 _SCALE_BYTES = 2
-_UNDONE = {"int8": 5, "int4": 16}
-"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more it undoes a matrix, gate and up as one, into
-16 bits in every run; over null CUDA it was seen to take memory for two such."""
+_DEQUANTIZED_ABOVE = {"int8": 5, "int4": 16}
+"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more it dequantizes a matrix, gate and up as one,
+into 16 bits in every run; over null CUDA it was seen to take memory for two such."""
 _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
@@ -78,7 +78,7 @@ DEVICES: dict[str, DeviceLimits] = {
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What one model takes, in bytes.
+    """Memory of one model, and what its steps read, in bytes.
 
     Attributes:
         source: folder or hub id; of a draft of the target's also its method.
@@ -249,7 +249,7 @@ def _planned(
 def _model(
     source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
-    """What a model needs; ``nodes`` are those of all trees that acceptance is decided for, of a target."""
+    """The plan of one model; ``nodes`` are those of all trees that a target's acceptance is decided for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
             f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
@@ -266,7 +266,7 @@ def _model(
             read_per_token += parameter.share * 2 * numel
             continue
         if parameter.table:
-            by_block = by_onnxruntime and precision in _UNDONE  # else looked up in 16 bits
+            by_block = by_onnxruntime and precision in _DEQUANTIZED_ABOVE  # else looked up in 16 bits
             weights += _stored(parameter, "int8") if by_block else 2 * numel
         if parameter.head or not parameter.table:
             stored = _stored(parameter, precision)
@@ -277,9 +277,9 @@ def _model(
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
     scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MOST_DRAFTS + 1) * model.vocab * 4
     if by_onnxruntime:
-        scratch += _DECIDING * nodes * model.vocab * 4
-    if by_onnxruntime and precision in _UNDONE:
-        widest = max(2 * wide, model.vocab if _UNDONE[precision] <= MOST_DRAFTS else 0)
+        scratch += _ACCEPT_ARRAYS * nodes * model.vocab * 4
+    if by_onnxruntime and precision in _DEQUANTIZED_ABOVE:
+        widest = max(2 * wide, model.vocab if _DEQUANTIZED_ABOVE[precision] <= MOST_DRAFTS else 0)
         scratch += 2 * 2 * widest * model.hidden
     return ModelPlan(
         source=source,

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales
-from specexport.exporter.storage import SMALLEST_BLOCK, Storage
+from specexport.exporter.options import Storage
 
+SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
 _LARGEST_INT8 = np.float32(127)
 _LARGEST_FLOAT8 = np.float32(448)
@@ -22,7 +23,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
-"""Of powers of two that fp16 holds."""
+"""Exponents of the powers of two that fp16 holds."""
 _LARGEST_KEPT_BLOCK = 128
 _PIECE = 1 << 17
 """Weights that are fitted at once, so that intermediate results stay in a core's cache."""
@@ -103,8 +104,8 @@ def apply_scales(
         numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
         return numbers.view(np.int8), numbers.astype(np.float32) * scale
     moved = np.rint(divided) if zero is None else np.rint(divided) + zero
-    least, most = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
-    integers = moved.clip(least, most).astype(np.int8)
+    least, greatest = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
+    integers = moved.clip(least, greatest).astype(np.int8)
     restored = (integers.astype(np.float32) if zero is None else integers.astype(np.float32) - zero) * scale
     return integers, restored if offset is None else restored + offset
 
@@ -159,19 +160,19 @@ def fit_blocks(
     Returns:
         Scales are numbers that fp16 holds exactly (:func:`in_half`), which integers are rounded by.
     """
-    before, after = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
-    x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, after)
+    leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
+    x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
     integers = torch.empty(x.shape, dtype=torch.int8)
-    scale, zero = (torch.empty((len(x), after), dtype=dtype) for dtype in (torch.float32, torch.int8))
-    columns = min(after, max(1, _PIECE // block))
+    scale, zero = (torch.empty((len(x), trailing), dtype=dtype) for dtype in (torch.float32, torch.int8))
+    columns = min(trailing, max(1, _PIECE // block))
     rows = max(1, _PIECE // (block * columns))
-    for at in itertools.product(range(0, len(x), rows), range(0, after, columns)):
+    for at in itertools.product(range(0, len(x), rows), range(0, trailing, columns)):
         part = tuple(slice(start, start + length) for start, length in zip(at, (rows, columns), strict=True))
         piece = x[part[0], :, part[1]].contiguous()
         scales, zeros = fit_scales(piece, 1, least, largest, zero_points=zero_points)
         integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, largest).to(torch.int8)
         scale[part], zero[part] = scales[:, 0], zeros[:, 0].to(torch.int8)
-    shape = (*matrix.shape[:axis], len(x) // before, *matrix.shape[axis + 1 :])
+    shape = (*matrix.shape[:axis], len(x) // leading, *matrix.shape[axis + 1 :])
     return Blocks(
         integers.reshape(matrix.shape).numpy(),
         scale.reshape(shape).numpy(),
@@ -233,13 +234,16 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
         return bool(np.array_equal(scale.astype(np.float16).astype(np.float32), scale))
 
 
-def scales_of_rows(
-    array: npt.NDArray[_Scalar], start: int, end: int, axis: int, block: int | None
-) -> npt.NDArray[_Scalar]:
-    """Scales or zero points of some rows of a matrix, one for each of its weights along ``axis``."""
-    if block is None:
-        return array
-    return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
+def factors_of_rows(factors: BlockFactors, start: int, end: int, axis: int, block: int | None) -> BlockFactors:
+    """The factors of some rows of a matrix, one for each of its weights along ``axis``."""
+
+    def spread(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        if block is None:
+            return array
+        return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
+
+    scale, zero, offset = factors
+    return spread(scale), None if zero is None else spread(zero), None if offset is None else spread(offset)
 
 
 def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.NDArray[_Scalar]]:
@@ -313,8 +317,8 @@ def kept_scales(
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
     if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
         return None
-    rest = (zeros or offsets, *(part.scale.fine is not None for part in scales))
-    if role == "experts" and any(rest):
+    only_cpu = (zeros or offsets, *(part.scale.fine is not None for part in scales))
+    if role == "experts" and any(only_cpu):
         return None
 
     def joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -322,12 +326,12 @@ def kept_scales(
         wide = [np.repeat(array, part.group // size, -2) for array, part in zip(arrays, scales, strict=True)]
         return np.concatenate(wide, axis=-1)
 
-    def factors(each: list[Factors]) -> Factors:
-        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, each, strict=True)}
+    def factors(parts_factors: list[Factors]) -> Factors:
+        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, parts_factors, strict=True)}
         if not storage.any_scales or len(kinds) > 1 or not kinds.pop()[0]:
-            return Factors(joined([value.values() for value in each]))
-        fine = [value.fine for value in each if value.fine is not None]
-        coarse = np.concatenate([value.coarse for value in each], axis=-1)
+            return Factors(joined([value.values() for value in parts_factors]))
+        fine = [value.fine for value in parts_factors if value.fine is not None]
+        coarse = np.concatenate([value.coarse for value in parts_factors], axis=-1)
         return Factors(coarse, np.concatenate(fine, axis=-1) if fine else None)
 
     def zeros_like(part: Scales, dtype: type[np.generic]) -> npt.NDArray[Any]:
@@ -337,6 +341,16 @@ def kept_scales(
     zero = joined([zeros_like(part, np.int8) if part.zero is None else part.zero for part in scales]) if zeros else None
     offset = factors([part.offset or Factors(zeros_like(part, np.float32)) for part in scales]) if offsets else None
     columns = scale.coarse.shape[-1]
-    if columns != shape[-1] or (any(rest) and not storage.any_scales) or (zeros and columns % 2):
+    if columns != shape[-1] or (any(only_cpu) and not storage.any_scales) or (zeros and columns % 2):
         return None
-    return KeptScales(block, scale, zero, offset, any(rest) or (storage.kind == "fp8" and block is not None))
+    return KeptScales(block, scale, zero, offset, any(only_cpu) or (storage.kind == "fp8" and block is not None))
+
+
+def block_for(length: int, preferred: int | None) -> int | None:
+    """The preferred block size, or the largest half of it that divides ``length``; None below the smallest block."""
+    block = preferred or 0
+    while block >= SMALLEST_BLOCK:
+        if length % block == 0:
+            return block
+        block //= 2
+    return None

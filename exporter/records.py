@@ -1,4 +1,4 @@
-"""What earlier work a build may reuse: a hash of the exporter, and records of finished stages. Imports little."""
+"""Reuse of earlier builds: a hash of the exporter, and records of finished stages. Imports little."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Result = TypeVar("Result")
 
 @functools.cache
 def fingerprint() -> str:
-    """SHA-256 of the exporter's source files and of its libraries' versions, in hexadecimal."""
+    """SHA-256 of the exporter's source files and texts, and of its libraries' versions, in hexadecimal."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for folder in _folders(package):
-            for file in sorted(folder.rglob("*.py")):
+            for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".txt")):
                 content = hashlib.sha256(file.read_bytes()).hexdigest()
                 digest.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
     for library in LIBRARIES:

@@ -59,7 +59,7 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         return new
 
 
-def _with_points(model: Model, wanted: Sequence[ShapePoint]) -> Model:
+def _with_points(model: Model, added: Sequence[ShapePoint]) -> Model:
     """A model that also runs at these points."""
-    points = tuple(dict.fromkeys((*model.graph.points, *wanted)))
+    points = tuple(dict.fromkeys((*model.graph.points, *added)))
     return msgspec.structs.replace(model, graph=msgspec.structs.replace(model.graph, points=points))

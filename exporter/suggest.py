@@ -26,7 +26,7 @@ _USABLE = (3.0, 50.0)
 
 @dataclass(frozen=True)
 class Advice:
-    """What suits a target, the better ones first, and why drafts that were offered do not do, by name.
+    """Suggestions for a target, the best first, and why offered drafts are refused, by name.
 
     Attributes:
         active: parameters that one token uses, which sizes are compared by.

@@ -13,7 +13,7 @@ import torch
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
-from specexport.contract.model import Model, RankFiles, with_rows
+from specexport.contract.model import Model, RankFiles, StateLayer, StoredAs, with_rows
 from specexport.contract.tree import TokenTree
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
@@ -24,11 +24,10 @@ from specexport.exporter.checkpoints.config import quantized_in, read_model_conf
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
 from specexport.exporter.method import TargetOutline, exporter_of
-from specexport.exporter.options import DEFAULT_BLOCK_SIZE, BuildOptions
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.storage import QUANTIZED, Precision
-from specexport.exporter.writing import Part, traced, write_models
+from specexport.exporter.writing import TracedGraph, traced, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -47,10 +46,10 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
         return options
     path = locate(options.target)
     format_and_kind = quantized_in(path)
-    halves: dict[object, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    rest = halves.get(read_model_config(path).dtype, "fp32")
+    halves: dict[object, StoredAs] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    unquantized = halves.get(read_model_config(path).dtype, "fp32")
     if format_and_kind is None:
-        return msgspec.structs.replace(options, precision=rest if options.precision == "stored" else "fp32")
+        return msgspec.structs.replace(options, precision=unquantized if options.precision == "stored" else "fp32")
     kind = format_and_kind[1]
     if kind == "stored":
         if options.on_cpu:
@@ -62,7 +61,7 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
             )
         return msgspec.structs.replace(options, precision="int8")
     kind = "int8" if options.lowering == "portable" and kind == "int4" else kind
-    return msgspec.structs.replace(options, precision=kind, rest=rest)
+    return msgspec.structs.replace(options, precision=kind, rest=unquantized)
 
 
 @dataclass
@@ -74,7 +73,7 @@ class TargetBuild:
         calibration: the text that it is rounded for, in tokens; empty where it is not.
         sample: the checkpoint's logits over a sample text; None where nothing is rounded.
         added: what each method adds, in the order of the plan's methods.
-        parts: the step graph, and graphs of methods that share its weights; none of a target that is split.
+        graphs: the step graph, and those of methods that share its weights; none of a target that is split.
     """
 
     build: Build
@@ -82,8 +81,8 @@ class TargetBuild:
     calibration: list[int] = field(init=False)
     plan: BuildPlan = field(init=False)
     sample: graph_checks.Reference | None = field(init=False)
-    added: list[Addition | Part | None] = field(init=False)
-    parts: list[Part] = field(init=False)
+    added: list[Addition | TracedGraph | None] = field(init=False)
+    graphs: list[TracedGraph] = field(init=False)
     written: WrittenTarget = field(init=False)
 
     @property
@@ -97,6 +96,11 @@ class TargetBuild:
         if not self.options.inputs_embeds:
             return None
         return int(self.checkpoint.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def state_layers(self) -> tuple[StateLayer, ...]:
+        """Layers without attention, with room for the widest step's rows."""
+        return with_rows(list(self.checkpoint.states.values()), self.plan.widths[-1])
 
 
 def build_target(build: Build) -> WrittenTarget:
@@ -138,14 +142,14 @@ def plan(target: TargetBuild) -> None:
     target.plan = BuildPlan.of(methods, options, _max_seq_len(options, checkpoint))
 
 
-def _chains(method: Method, asked: MethodOptions, target: Checkpoint) -> Method:
+def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
     """A method for a target whose states go through a text token by token: with chains instead of trees.
 
     Raises:
         BuildError: trees with branches were asked for, or it has no others.
     """
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
-    if (branching and asked.trees) or method.own_widths:
+    if (branching and options.trees) or method.own_widths:
         raise BuildError(
             f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
             f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "
@@ -191,24 +195,23 @@ def trace_target(target: TargetBuild) -> None:
         exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
         for method in target.plan.methods
     ]
-    graphs = [added for added in target.added if isinstance(added, Part)]
-    if graphs and options.tensor_parallel > 1:
+    drafts = [added for added in target.added if isinstance(added, TracedGraph)]
+    if drafts and options.tensor_parallel > 1:
         raise BuildError(
             f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
             "split; choose a draft of its own"
         )
-    target.parts = [_step(target, target.checkpoint), *graphs] if options.tensor_parallel == 1 else []
+    target.graphs = [_step(target, target.checkpoint), *drafts] if options.tensor_parallel == 1 else []
 
 
-def _step(target: TargetBuild, checkpoint: Checkpoint) -> Part:
+def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
     """The step graph of the target, or of a rank's part."""
     additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
-    whole = target.checkpoint
-    states = dict(zip(whole.states, with_rows(list(whole.states.values()), target.plan.widths[-1]), strict=True))
+    states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
     module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
     graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
-    return Part("step", graph, target.plan.target_points(), checkpoint.cache, whole.parameters)
+    return TracedGraph("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
 
 
 def round_for_text(target: TargetBuild) -> None:
@@ -224,15 +227,16 @@ def write(target: TargetBuild) -> None:
     if options.tensor_parallel > 1:
         models = iter([_write_ranks(target)])
     else:
-        models = iter(write_models(target.build, "target", target.parts, checkpoint, options.stored, options.proposing))
+        models = iter(
+            write_models(target.build, "target", target.graphs, checkpoint, options.stored, options.proposing)
+        )
     model = next(models)
     methods = tuple(
-        with_draft(method, next(models)) if isinstance(added, Part) else method
+        with_draft(method, next(models)) if isinstance(added, TracedGraph) else method
         for method, added in zip(target.plan.methods, target.added, strict=True)
     )
-    states = with_rows(list(checkpoint.states.values()), target.plan.widths[-1])
     target.written = WrittenTarget(
-        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=states),
+        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=target.state_layers),
         plan=msgspec.structs.replace(target.plan, methods=methods),
         eos_token_ids=checkpoint.eos_token_ids,
         generation=checkpoint.generation,
@@ -245,9 +249,9 @@ def _write_ranks(target: TargetBuild) -> Model:
     build, options = target.build, target.options
     for rank in range(options.tensor_parallel):
         role = f"target/rank-{rank}"
-        part = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [part], target.checkpoint, options.stored, options.proposing)
-        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(part.model))}
+        graph = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
+        (model,) = write_models(build, role, [graph], target.checkpoint, options.stored, options.proposing)
+        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
         models.append(model)
@@ -257,7 +261,7 @@ def _write_ranks(target: TargetBuild) -> Model:
 
 def release(target: TargetBuild) -> None:
     """Releases the checkpoint: its graph, and drafts, are loaded next."""
-    del target.checkpoint, target.added, target.parts
+    del target.checkpoint, target.added, target.graphs
     gc.collect()
 
 
@@ -278,9 +282,9 @@ STAGES: tuple[Stage[TargetBuild], ...] = (
     Stage(plan, needs=("checkpoint",), ensures=("plan",)),
     Stage(run_sample, needs=("checkpoint",), ensures=("sample",)),
     Stage(check, needs=("checkpoint",), title="checking the target's lowering"),
-    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "parts"), title="tracing the target"),
+    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "graphs"), title="tracing the target"),
     Stage(round_for_text, needs=("checkpoint", "calibration"), ensures=("checkpoint",)),
-    Stage(write, needs=("checkpoint", "plan", "added", "parts"), ensures=("written",)),
-    Stage(release, needs=("checkpoint", "added", "parts")),
+    Stage(write, needs=("checkpoint", "plan", "added", "graphs"), ensures=("written",)),
+    Stage(release, needs=("checkpoint", "added", "graphs")),
     Stage(measure, needs=("written", "sample"), ensures=("written",)),
 )

@@ -38,16 +38,22 @@ from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.pipeline import run_passes
-from specexport.graphs.accept import AcceptModule, GreedyModule, TypicalModule
 from specexport.graphs.ops import translations
-from specexport.graphs.program import CommitModule, FillModule, StagesFillModule
+from specexport.graphs.program import (
+    AcceptModule,
+    CommitModule,
+    FillModule,
+    GreedyModule,
+    StagesFillModule,
+    TypicalModule,
+)
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
-"""Of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and of this one it has those
-of all their operators; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
+"""Opset of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and has those of all
+their operators for this one; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
 _FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
@@ -82,7 +88,7 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
-    """The accept graph of a rule (see ``specexport.graphs.accept``).
+    """The accept graph of a rule (see ``specexport.graphs.program``).
 
     Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
     """
@@ -100,8 +106,8 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
     signature, count = fill_signature(candidates, stages), len(tensors.DRAFTED)
     inputs: Inputs = signature.inputs
     if stages:  # a list of each kind
-        drafted, rest = signature.inputs[: count * stages], signature.inputs[count * stages :]
-        inputs = [*(drafted[kind::count] for kind in range(count)), *rest]
+        drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
+        inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
     module = StagesFillModule() if stages else FillModule()
     return trace_module(module, module, inputs, signature.outputs, "native", PROGRAM_OPSET)
 
@@ -113,7 +119,7 @@ def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
-    """What a pass reads of the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
+    """A pass's inputs for the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
 
     Of layers without attention these are rows and states as that pass returned them.
     """
@@ -209,12 +215,12 @@ def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """What torch's exporter wraps in advice to people who call it themselves."""
+    """The cause of an error, which torch's exporter wraps in advice to its own users."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.contract import tensors
+from specexport.contract.model import StoredAs
+from specexport.exporter import quantize
 from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import (
     GATHERED,
@@ -24,27 +26,15 @@ from specexport.exporter.dequantize import (
     routers,
 )
 from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
+from specexport.exporter.options import Storage
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
-from specexport.exporter.quantize import (
-    KeptScales,
-    RoundedTensor,
-    apply_scales,
-    column_scales,
-    fit_blocks,
-    fits_half,
-    kept_scales,
-    quantize_blocks,
-    quantize_columns,
-    row_chunks,
-    scales_of_rows,
-)
-from specexport.exporter.storage import SMALLEST_BLOCK, Precision, Storage, WeightsReport, block_for
+from specexport.exporter.quantize import SMALLEST_BLOCK, KeptScales, RoundedTensor, block_for, row_chunks
 
 _EXACT = Storage("fp32", None)
 
-_STORED: dict[str, Precision] = {"F16": "fp16", "BF16": "bf16"}
-_WIDTHS: tuple[Precision, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
+_STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
+_WIDTHS: tuple[StoredAs, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
 """Precisions that ``stored`` may become, the fewest bits first."""
 
 _Half = Literal["fp16", "bf16"]
@@ -59,6 +49,55 @@ _DTYPES: dict[_Quantized, ir.DataType] = {
     "fp8": ir.DataType.FLOAT8E4M3FN,
 }
 _Matrix = npt.NDArray[np.float32]
+
+
+@dataclass
+class WeightsReport:
+    """The result of writing a model: quantized matrices by name, and those stored in fp32, with the reason.
+
+    Attributes:
+        quantized: names in the graph.
+        not_quantized: names, and why.
+        kept: names in the checkpoint of matrices that kept its own integers and scales.
+        converted: those that were quantized there, and rounded again.
+        kept_block: weights that share a scale in what was kept, at most.
+        any_scales: whether one was kept with zero points, or in fp8 with blocks.
+    """
+
+    quantized: list[str] = field(default_factory=list)
+    not_quantized: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    kept_block: int | None = None
+    any_scales: bool = False
+    _error: float = 0.0
+    _energy: float = 0.0
+    _second_error: float = 0.0
+    _second_energy: float = 0.0
+
+    @property
+    def rms_error(self) -> float:
+        """Root of the summed squared error over the root of the summed squared weights, of all quantized matrices."""
+        return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
+
+    @property
+    def converted_error(self) -> float:
+        """:attr:`rms_error` of the matrices that were rounded again."""
+        return float(np.sqrt(self._second_error / self._second_energy)) if self._second_energy else 0.0
+
+    def add(self, error: float, energy: float) -> None:
+        """Adds squares to :attr:`rms_error`."""
+        self._error, self._energy = self._error + error, self._energy + energy
+
+    def add_error(
+        self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32], *, again: bool = False
+    ) -> None:
+        """Adds one chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
+        error = float(np.square(original - restored, dtype=np.float64).sum())
+        energy = float(np.square(original, dtype=np.float64).sum())
+        self.add(error, energy)
+        if again:
+            self._second_error, self._second_energy = self._second_error + error, self._second_energy + energy
 
 
 class WeightsFile(DataFile):
@@ -87,8 +126,8 @@ class WeightsFile(DataFile):
 
         Args:
             model: changed in place.
-            stored: how matrices are that are multiplied or looked up; everything else (norms, biases) is in fp32.
-            heads: how Medusa heads are; None for ``stored``.
+            stored: how matrices that are multiplied or looked up are stored; all else (norms, biases) is in fp32.
+            heads: how those of Medusa heads are; None for ``stored``.
             checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
         """
         self._tensors = checkpoint or {}
@@ -128,9 +167,9 @@ class WeightsFile(DataFile):
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
-    def _as_stored(self, value: ir.Value) -> Precision:
+    def _as_stored(self, value: ir.Value) -> StoredAs:
         """The precision that holds a matrix as the checkpoint does; of several joined ones, the widest."""
-        kinds: list[Precision] = []
+        kinds: list[StoredAs] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
             if isinstance(tensor, QuantizedTensor):
@@ -177,11 +216,10 @@ class WeightsFile(DataFile):
             # A tied head reads Transpose(embedding). It is stored as the embedding is, which is in int8 whatever the
             # precision, as rows are looked up; elsewhere again, transposed, so that blocks lie along K.
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
-            matrix, axis = (
-                (array.T, 0) if role == "tied" and not by_rows else (array, int(by_rows or role == "experts"))
-            )
+            matrix = array.T if role == "tied" and not by_rows else array
+            axis = int(by_rows or role == "experts")
             scales = [self._scales_of(name) for name in names_in(_name(value))]
-            kept = kept_scales(scales, role, matrix.shape, storage)
+            kept = quantize.kept_scales(scales, role, matrix.shape, storage)
             block = None if by_column else block_for(matrix.shape[axis], block_size)
             if kept is not None:
                 block = kept.block
@@ -198,27 +236,8 @@ class WeightsFile(DataFile):
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            again = kept is None and self._quantized_before(value)
-            rounded = self._rounded(value) if kept is not None else []
-            if again or (kept is not None and not rounded):
-                (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
-            gathered = role in GATHERED
-            # int8 stays what every backend reads: its scales are a ninth of it at most.
-            any_scales = storage.any_scales and storage.kind != "int8"
-            stored = self._store(
-                graph,
-                name,
-                matrix,
-                axis,
-                block,
-                width,
-                kept,
-                again=again,
-                gathered=gathered,
-                any_scales=any_scales,
-                rounded=rounded,
-            )
-            if gathered:
+            stored = self._store(graph, value, name, role, matrix, axis, block, width, kept, storage)
+            if role in GATHERED:
                 replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
@@ -237,38 +256,43 @@ class WeightsFile(DataFile):
 
     def _scales_of(self, name: str) -> Scales | None:
         """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
-        stack, bracket, rest = name.partition("[")
+        stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
-        return scales.of_expert(int(rest.removesuffix("]"))) if scales is not None and bracket else scales
+        return scales.of_expert(int(index.removesuffix("]"))) if scales is not None and bracket else scales
 
     def _store(
         self,
         graph: ir.Graph,
+        value: ir.Value,
         name: str,
+        role: str,
         matrix: _Matrix,
         axis: int,
         block: int | None,
         kind: _Quantized,
         kept: KeptScales | None,
-        *,
-        again: bool,
-        gathered: bool,
-        any_scales: bool,
-        rounded: list[RoundedTensor],
+        storage: Storage,
     ) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are some.
 
         A scale is for ``block`` weights along ``axis``, or, without, for a column.
         """
+        gathered, again = role in GATHERED, kept is None and self._quantized_before(value)
+        rounded = self._rounded(value) if kept is not None else []
+        if again or (kept is not None and not rounded):
+            (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
+        # int8 stays what every backend reads: its scales are a ninth of it at most.
+        any_scales = storage.any_scales and storage.kind != "int8"
         for tensor in rounded:
             self.report.add(tensor.error, tensor.energy)
         scales: list[_Matrix] = []
         zeros: list[npt.NDArray[np.int8]] = []
         zero_points = any_scales and block is not None and axis == 0 and matrix.size // block % 2 == 0
+        by_columns: Literal["int8", "fp8"] = "fp8" if kind == "fp8" else "int8"
         if kept is None and block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in row_chunks(matrix)], axis=0)
-            scales.append(column_scales(largest, "fp8" if kind == "fp8" else "int8"))
+            scales.append(quantize.column_scales(largest, by_columns))
         by_rows = axis == 1 and matrix.ndim == 2
         of_block = None if kept is None else kept.for_rows() if by_rows else kept.values()
         # Integers without a sign, where offsets say what they begin at.
@@ -280,22 +304,22 @@ class WeightsFile(DataFile):
             for chunk in row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
                 end = start + len(chunk)
                 if of_block is not None:
-                    scale = scales_of_rows(of_block[0], start, end, axis, block)
-                    zero = None if of_block[1] is None else scales_of_rows(of_block[1], start, end, axis, block)
-                    offset = None if of_block[2] is None else scales_of_rows(of_block[2], start, end, axis, block)
-                    integers, restored = apply_scales(chunk, scale, zero, kind, offset)
+                    scale, zero, offset = quantize.factors_of_rows(of_block, start, end, axis, block)
+                    integers, restored = quantize.apply_scales(chunk, scale, zero, kind, offset)
                     if not rounded:
                         self.report.add_error(chunk, restored)
                     yield pack_int4(integers) if kind == "int4" else integers
                 elif block is None:
-                    quantized, scale = quantize_columns(chunk, scales[0], "fp8" if kind == "fp8" else "int8"), scales[0]
-                    self.report.add_error(chunk, quantized.astype(np.float32) * scale, again=again)
+                    quantized = quantize.quantize_columns(chunk, scales[0], by_columns)
+                    self.report.add_error(chunk, quantized.astype(np.float32) * scales[0], again=again)
                     yield quantized.view(np.uint8)
                 else:
                     if kind == "int8":
-                        blocks = quantize_blocks(chunk, axis, block, 127)
+                        blocks = quantize.quantize_blocks(chunk, axis, block, 127)
                     else:
-                        blocks = fit_blocks(chunk, axis, block, -8 if zero_points else -7, 7, zero_points=zero_points)
+                        blocks = quantize.fit_blocks(
+                            chunk, axis, block, -8 if zero_points else -7, 7, zero_points=zero_points
+                        )
                     scales.append(blocks.scale)
                     if blocks.zero is not None:
                         zeros.append(blocks.zero)
@@ -318,7 +342,7 @@ class WeightsFile(DataFile):
 
         if kept is None:
             joined = np.concatenate(scales)
-            halved = any_scales and block is not None and matrix.ndim == 2 and fits_half(joined)
+            halved = any_scales and block is not None and matrix.ndim == 2 and quantize.fits_half(joined)
             stored_scales = Factors(joined.astype(np.float16) if halved else joined)
             self.report.any_scales |= halved
         elif block is None:
@@ -342,9 +366,8 @@ class WeightsFile(DataFile):
             coarse = np.expand_dims(coarse, 2)
         if fine is not None and not gathered:
             blocks = coarse.shape[1 if by_rows else 0]
-            each = fine.shape[1 if by_rows else 0] // blocks
             coarse = np.expand_dims(coarse, 2 if by_rows else 1)
-            fine = fine.reshape(len(fine), blocks, each) if by_rows else fine.reshape(blocks, each, fine.shape[1])
+            fine = fine.reshape(len(fine), blocks, -1) if by_rows else fine.reshape(blocks, -1, fine.shape[1])
         dtype = ir.DataType.FLOAT16 if coarse.dtype == np.float16 else ir.DataType.FLOAT
         first = self._initializer(graph, name, dtype, coarse.shape, iter([coarse]))
         if fine is None:

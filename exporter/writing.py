@@ -18,14 +18,14 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
+from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.pipeline import run_passes, written
-from specexport.exporter.storage import QUANTIZED, Storage, WeightsReport
-from specexport.exporter.weights import WeightsFile
+from specexport.exporter.weights import WeightsFile, WeightsReport
 
 
 @dataclass(frozen=True)
-class Part:
-    """A traced graph of a checkpoint: all of its layers or the first ones.
+class TracedGraph:
+    """A graph of a checkpoint's layers, all or the first ones.
 
     Attributes:
         points: the shapes it runs at.
@@ -39,14 +39,19 @@ class Part:
 
 
 def write_models(
-    build: Build, role: str, parts: list[Part], checkpoint: Checkpoint, stored: Storage, heads: Storage | None = None
+    build: Build,
+    role: str,
+    graphs: list[TracedGraph],
+    checkpoint: Checkpoint,
+    stored: Storage,
+    heads: Storage | None = None,
 ) -> list[Model]:
     """Writes one weights file and the graphs that share it, which are rewritten in place, into the folder ``role``.
 
     ``heads`` is how matrices of Medusa heads are stored; None for ``stored``.
 
     Returns:
-        The manifest's entry of each part.
+        The manifest's entry of each.
     """
     folder, title = build.folder / role, f"writing the {role}'s weights ({stored.kind})"
     folder.mkdir(parents=True)
@@ -60,22 +65,22 @@ def write_models(
 
     models: list[Model] = []
     with WeightsFile(folder / "weights.bin", advance) as weights:
-        for part in parts:
+        for graph in graphs:
             weights.report = WeightsReport()
             store = partial(weights.externalize, stored=stored, heads=heads, checkpoint=checkpoint.tensors)
-            run_passes(part.model, written(store, branches=stored.branches))
-            ir.save(part.model, folder / f"{part.name}.onnx")
+            run_passes(graph.model, written(store, branches=stored.branches))
+            ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(
                     family=checkpoint.family,
                     source=_absolute(checkpoint.source),
-                    parameters=part.parameters,
+                    parameters=graph.parameters,
                     vocab_size=checkpoint.vocab_size,
                     max_positions=checkpoint.max_positions,
                     precision=_precision_info(stored, weights.report, checkpoint),
-                    cache=part.cache,
+                    cache=graph.cache,
                     weights=f"{role}/weights.bin",
-                    graph=GraphFiles(master=f"{role}/{part.name}.onnx", points=part.points),
+                    graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
                 )
             )
     build.progress(title, total, total)
@@ -85,9 +90,9 @@ def write_models(
 def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
     quantized = stored.kind in QUANTIZED
     block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
-    before = None
+    quantized_before = None
     if checkpoint.quantized_in:
-        before = QuantizedBefore(
+        quantized_before = QuantizedBefore(
             format=checkpoint.quantized_in,
             kept=len(report.kept),
             converted=len(report.converted),
@@ -101,7 +106,7 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
         block_size=block if quantized else None,
         weight_rms_error=report.rms_error if quantized else None,
         not_quantized=report.not_quantized,
-        quantized_before=before,
+        quantized_before=quantized_before,
         only_cpu=report.any_scales,
     )
 
@@ -157,8 +162,8 @@ def write_draft(
         BuildError: torch cannot trace it.
     """
     with build.during(f"tracing the {title}"):
-        part = Part(name, traced(draft, tracer), points, draft.cache, draft.parameters)
-    (model,) = write_models(build, role, [part], draft, build.options.proposing)
+        graph = TracedGraph(name, traced(draft, tracer), points, draft.cache, draft.parameters)
+    (model,) = write_models(build, role, [graph], draft, build.options.proposing)
     return model
 
 

@@ -36,7 +36,7 @@ _HARMLESS = {
 }  # fmt: skip
 
 KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer its keys and values."""
+"""The keys and values of each layer."""
 
 
 class AttentionCall(NamedTuple):

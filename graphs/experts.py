@@ -45,8 +45,8 @@ def apply_experts(
     count = first.shape[0]
     # Chosen experts come first; which others fill up does not matter, as their outputs are not read.
     one_hot = (top_k_index.reshape(-1, 1) == torch.arange(count)).float()
-    most = torch.sym_min(count, tokens * chosen)  # type: ignore[no-untyped-call]
-    used = torch.topk(one_hot.amax(0), most).indices  # [L]
+    used_count = torch.sym_min(count, tokens * chosen)  # type: ignore[no-untyped-call]
+    used = torch.topk(one_hot.amax(0), used_count).indices  # [L]
     # onnxruntime multiplies a single row with another kernel than several, whose sums round differently.
     rows = torch.cat([hidden_states, hidden_states[:1]])[None]
     products = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)

@@ -103,14 +103,11 @@ def _(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(total)
 
 
-def _op(domain: str, name: str, whole: str, **kinds: str) -> onnxscript.values.Op:
+def _op(domain: str, name: str, output: str, **kinds: str) -> onnxscript.values.Op:
     """An operator that no runtime knows, of inputs by name and type."""
     parameter = onnx.defs.OpSchema.FormalParameter
-    inputs, outputs = (
-        [parameter(key, f"tensor({kind})") for key, kind in kinds.items()],
-        [parameter(whole, "tensor(float)")],
-    )
-    schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=outputs)
+    inputs = [parameter(key, f"tensor({kind})") for key, kind in kinds.items()]
+    schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=[parameter(output, "tensor(float)")])
     return onnxscript.values.Op(onnxscript.values.Opset(domain, 1), name, schema)
 
 

@@ -1,11 +1,307 @@
-"""Graphs of a step on the device besides its models and acceptance: fill a tree, commit the accepted path."""
+"""A step's graphs on the device besides its models: fill a tree, decide which draft tokens stay, commit their path.
+
+On a GPU every operator is a launch, and each over ``[B,N,V]`` moves tens of megabytes: the accept graphs have few of
+both. Nothing is sorted, summed up or searched over a whole vocabulary at once, since TensorRT's TopK stops at 3840
+elements, and ONNX Runtime gives a row's TopK to one block and takes quadratic time for a CumSum.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from specexport.contract.engines import LARGEST_TOP_K
 from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.propose import place_of_rank
+
+_LOWEST, _RANGE = -39.0, 40.0
+"""Logits this far below the best are never told apart: together they hold less than 1e-11 of the probability."""
+_ROUNDS, _PARTS = 5, 8
+"""Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
+_CHUNK, _BLOCK = 4096, 512
+_NOTHING = 1e-30
+"""Weight of p itself beside what is left of it: p is drawn from where nothing is left."""
+_FAR = 2.0**20
+"""Added to the level of a node for each ancestor that does not stay: above all depths."""
+
+
+def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
+    """``[...,V]`` as ``[...,C,size]``, filled up."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
+    return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows ``[B,I,...]`` of ``[B,R,...]`` that an index ``[B,I]`` names in the second axis."""
+    flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
+    return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
+
+
+def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """The total weight of scores that are not below each of the thresholds ``[B,N,J]``."""
+    above = scores[:, :, None] >= thresholds[..., None]
+    return torch.where(above, weights[:, :, None], 0.0).sum(-1)
+
+
+def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds ``[B,N,1]`` of the greatest score such that those not below it weigh at least ``wanted`` ``[B,N,1]``."""
+    low, step = torch.full((1, 1, 1), _LOWEST), _RANGE
+    for _ in range(_ROUNDS):
+        step /= _PARTS
+        pivots = low + torch.arange(1, _PARTS) * step
+        enough = _weight_above(scores, weights, pivots) >= target
+        low = low + torch.where(enough, step, 0.0).sum(-1, keepdim=True)
+    return low, low + step
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; minus infinity where there are no more."""
+    winners = _chunks(values, _CHUNK, float("-inf")).topk(LARGEST_TOP_K).values
+    return winners.flatten(2).topk(LARGEST_TOP_K).values
+
+
+def target_weights(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P after temperature, top-k, top-p and min-p, times a weight of each row.
+
+    ``runtime.sampling.target_distribution`` is its NumPy twin. Tokens tied at a threshold are kept together. So are
+    those within 0.0012 of top-p's (their probability is off by that factor at most) where they are more than
+    ``LARGEST_TOP_K``.
+
+    Args:
+        logits: float32 ``[B,N,V]``.
+        temperature: float32 ``[B]``, above 0.
+        top_k: int64 ``[B]``, at most ``LARGEST_TOP_K``; 0 keeps all.
+        top_p: float32 ``[B]``.
+        min_p: float32 ``[B]``, relative to the most probable token.
+
+    Returns:
+        Weights float32 ``[B,N,V]``, what each row weighs, ``[B,N,1]``, and the most probable tokens, int64 ``[B,N,1]``.
+    """
+    k, share = top_k[:, None, None], top_p[:, None, None]
+    best = logits.argmax(-1, keepdim=True)
+    scores = (logits - logits.gather(2, best)) / temperature[:, None, None]
+    weights = scores.exp()
+    low, high = _bracket(scores, weights, share * weights.sum(-1, keepdim=True))
+    # The tokens that top-k leaves are sorted all; of a whole vocabulary those are that lie below the upper bound.
+    top_k_set = k > 0
+    below = torch.where(top_k_set, _RANGE, high)
+    ordered = _largest(torch.where(scores < below, scores, float("-inf")))
+    kth = torch.where(k == torch.arange(1, LARGEST_TOP_K + 1), ordered, 0.0).sum(-1, keepdim=True)
+    kth = torch.where(top_k_set, kth, float("-inf"))
+    total, above = _weight_above(scores, weights, torch.cat([kth, below], -1)).chunk(2, -1)
+    short = above + ordered.exp().cumsum(-1) < share * total
+    last = torch.where(short, 1, 0).sum(-1, keepdim=True)
+    nucleus = torch.cat([ordered, torch.where(top_k_set, kth, low)], -1).gather(2, last)
+    nucleus = torch.where(share < 1, nucleus, float("-inf"))
+    lowest = torch.maximum(torch.maximum(nucleus, kth), min_p.log()[:, None, None])
+    weights = torch.where(scores >= lowest, weights, 0.0)
+    return weights, weights.sum(-1, keepdim=True), best
+
+
+def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
+    """The children of every node in order, int64 ``[B,N,C]``; 0 where it has fewer. Parents are int64 ``[B,N]``."""
+    nodes, place = torch.arange(parents.shape[1]), parents
+    if most > 1:
+        earlier = torch.where(nodes < nodes[:, None], 1, 0)
+        rank = torch.where(parents[:, :, None] == parents[:, None, :], earlier, 0).sum(-1)
+        place = parents * most + rank
+    matches = place[:, None, :] == torch.arange(parents.shape[1] * most)[:, None]
+    return torch.where(matches, 1.0, 0.0).argmax(-1).reshape(*parents.shape, most)
+
+
+def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
+    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
+    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _FAR))
+    return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
+
+
+def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many draft tokens were accepted, int64 ``[B,1]``, and the nodes, int64 ``[B,N+1]``: root, those, then 0."""
+    depth = torch.arange(1, levels.shape[1] + 2)
+    # The same token twice below a node would stay twice: the first one counts.
+    path = torch.where(levels[:, None, :] == depth[:, None], 1.0, 0.0).argmax(-1)
+    return path.clamp(max=1).sum(-1, keepdim=True), path
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative weight first exceeds ``uniform`` of all; never one that weighs nothing.
+
+    Args:
+        weights: float32 ``[B,V]``.
+        uniform: float32 ``[B,1]`` noise in [0,1).
+
+    Returns:
+        int64 ``[B,1]``.
+    """
+    blocks = _chunks(weights, _BLOCK, 0.0)
+    sums = blocks.sum(-1)
+    through = sums.cumsum(-1)
+    threshold = uniform * through[:, -1:]  # rounded or not, less than all there is
+    beyond = through > threshold
+    block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
+    earlier = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
+    within = _rows(blocks, block).squeeze(1).cumsum(-1)
+    below = (within <= threshold - earlier) & (within < within[:, -1:])
+    return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
+
+
+def _outcome(
+    draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of a step, from those of :func:`_walk` and the bonus token, int64 ``[B,1]``."""
+    following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
+    depth = torch.arange(following.shape[1])
+    return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]
+
+
+class GreedyModule(torch.nn.Module):
+    """Greedy acceptance over token trees; ``runtime.sampling.accept_greedy`` is the NumPy twin."""
+
+    def forward(
+        self, logits: torch.Tensor, parents: torch.Tensor, tree_mask: torch.Tensor, draft_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`AcceptModule.forward`. A node that is its own parent never stays."""
+        best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
+        predicted = best.gather(1, parents.clamp(min=0))
+        drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's is never looked at
+        accepted, path = _walk(_levels((drafted == predicted) & (parents < nodes), tree_mask))
+        path = path[:, :-1]
+        return accepted.squeeze(1), torch.where(nodes <= accepted, best.gather(1, path), 0), path
+
+
+class AcceptModule(torch.nn.Module):
+    """Greedy and lossless acceptance over token trees by multi-round rejection (SpecInfer, arXiv 2305.09781).
+
+    At each node the children are tried in order; a child x ~ q stays with probability min(1, p(x)/q(x)), else p becomes
+    norm(max(0, p - q)) for the next. Where no child stays, the next token is drawn from what is left of p. All nodes
+    are decided at once, and the walk from the root is read off afterwards. ``runtime.sampling.accept_sampled`` is the
+    NumPy twin: same noise, same tokens.
+
+    Args:
+        max_children: most children a node of any tree has; 1 for chains.
+    """
+
+    def __init__(self, max_children: int) -> None:
+        super().__init__()
+        self.max_children = max_children
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        parents: torch.Tensor,
+        tree_mask: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        draft_ids: torch.Tensor,
+        draft_probs: torch.Tensor,
+        uniform: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Decides one step of ``B`` slots over trees of ``N`` nodes, the root included.
+
+        Args:
+            logits: float32 ``[B,N,V]``, the target's at every node.
+            parents: int64 ``[B,N]``; -1 for the root.
+            tree_mask: bool ``[B,N,N]``, ancestors and itself.
+            draft_tokens: int64 ``[B,N-1]``, those of nodes 1 to N-1.
+            draft_ids: int64 ``[B,N-1,M]``, the tokens each was drawn from; all different within a row. For M > 1 those
+                of siblings are the same.
+            draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
+            uniform: float32 ``[B,N]`` noise in [0,1): one number a draft token, the last for the final draw.
+            temperature: see :func:`target_weights`, as are the others.
+            top_k: see there; 1 is greedy: p is 1 at the first of the most probable tokens.
+            top_p: see there.
+            min_p: see there.
+
+        Returns:
+            Draft tokens accepted, int64 ``[B]``; accepted tokens, then the bonus token, then 0, int64 ``[B,N]``; the
+            nodes they come from, int64 ``[B,N]``: the root, then the accepted nodes, then 0.
+        """
+        p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
+        greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
+        child = _child_of(parents, self.max_children)  # [B,N,C]
+        has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
+
+        def of_child(of_row: torch.Tensor) -> torch.Tensor:
+            return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
+
+        noise = of_child(uniform[:, :-1])
+        q = torch.where(has_child[..., None], of_child(draft_probs), 0.0)  # [B,N,C,M]
+        if draft_ids.shape[2] == 1:
+            # Each child was chosen, q = 1: its p is what is taken from those after it, which are all decided at once.
+            tokens = of_child(draft_ids.squeeze(2))
+            tokens = torch.where(has_child, tokens, tokens[..., :1])
+            of_x, earlier = p.gather(2, tokens), torch.ones(self.max_children, self.max_children).tril(-1) > 0
+            again = (tokens[..., None] == tokens[..., None, :]) & earlier
+            p_x = torch.where(torch.where(again, 1.0, 0.0).sum(-1) > 0, 0.0, of_x)
+            mass, q_x = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0), q.squeeze(3)
+            others, known, rest = tokens, of_x, torch.where(has_child[..., :1], 0.0, of_x)
+        else:
+            # Siblings have the same ids, so what is left of p is followed at those of the first child alone.
+            tokens, others = of_child(draft_tokens), of_child(draft_ids)[:, :, 0]
+            known = rest = p.gather(2, others)
+            beside, each, masses = (mass - rest.sum(-1, keepdim=True)).clamp(min=0.0), [rest], [mass]
+            for q_of_child in q.unbind(2):
+                rest = (rest - masses[-1] * q_of_child).clamp(min=0.0)
+                each.append(rest)
+                masses.append(beside + rest.sum(-1, keepdim=True))
+            is_x = tokens[..., None] == others[:, :, None]
+            remaining, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
+            p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (remaining, q))
+        chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last: 0.
+        stays = noise * q_x * mass < chance
+        first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
+        chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
+        stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
+        accepted, path = _walk(_levels(stayed, tree_mask))
+        last = path.gather(1, accepted)
+        # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
+        # left, and p itself is drawn from: a rejection has probability 0.
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * known))
+        whole, others, rest = at_last
+        after = whole.scatter(1, others, rest)
+        drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
+        return _outcome(draft_tokens, path, accepted, drawn)
+
+
+class TypicalModule(torch.nn.Module):
+    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy twin."""
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        parents: torch.Tensor,
+        tree_mask: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        uniform: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        posterior_threshold: torch.Tensor,
+        posterior_alpha: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`AcceptModule.forward`, but for ``uniform [B,1]`` and float32 ``[B]`` epsilon and alpha."""
+        p, mass, _ = target_weights(logits, temperature, top_k, top_p, min_p)
+        mass = mass.squeeze(2)
+        entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
+        limit = torch.minimum(posterior_threshold[:, None], posterior_alpha[:, None] * (-entropy).exp())
+        above, nodes = parents.clamp(min=0), torch.arange(parents.shape[1])
+        drafted = torch.cat([above[:, :1], draft_tokens], 1)  # the root's is never looked at
+        chance = p.flatten(1).gather(1, above * p.shape[2] + drafted) / mass.gather(1, above)
+        levels = _levels(chance > limit.gather(1, above), tree_mask)
+        log_p = torch.where(nodes == 0, 0.0, chance.clamp(min=1e-38).log())
+        total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
+        depth = torch.where(levels < _FAR, levels, 0.0)
+        deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
+        last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
+        on_path = _rows(tree_mask, last).squeeze(1)
+        accepted, path = _walk(torch.where(on_path, levels, _FAR))
+        return _outcome(draft_tokens, path, accepted, _draw(_rows(p, last).squeeze(1), uniform))
 
 
 class FillModule(torch.nn.Module):

@@ -20,9 +20,9 @@ MAX_CANDIDATES = 64
 drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
 saves moving K vocabularies of probabilities."""
 MAX_TOP_K = 10
-"""Ranks a head's candidates have; published trees go no further."""
+"""Candidates of a head; published trees use no more."""
 _LARGE = 1 << 14
-"""Of smaller vocabularies the plain TopK is faster."""
+"""For smaller vocabularies a plain TopK is faster."""
 _BLOCKS = range(128, 15, -1)
 
 
@@ -169,9 +169,9 @@ class DraftPass(torch.nn.Module):
         states = StepStates(self.states, past, past_length, rows)
         count = len(past) - states.input_count
         two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
-        known = input_ids.clamp(max=self.input_vocab - 1)
+        read_ids = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):
-            logits, _ = run_model(self.model, two_part, known, position_ids, logits_row[:, None])
-        known_logits = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(known_logits, uniform, *sampling)
+            logits, _ = run_model(self.model, two_part, read_ids, position_ids, logits_row[:, None])
+        proposable = logits[:, 0, : self.vocab_size]
+        token, ids, probs = draw_candidate(proposable, uniform, *sampling)
         return (token, ids, probs, *flat(two_part.returned), *states.returned)

@@ -1,8 +1,8 @@
 """Lowers layers without attention: short convolutions, and recurrent states with a decay.
 
 transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
-of the layer's module. Both come here, so no model code of ours is needed. What a step keeps of them says
-:mod:`specexport.runtime.states`.
+of the layer's module. Both come here, so no model code of ours is needed. :mod:`specexport.runtime.states` says what
+a step keeps of them.
 
 The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
 
@@ -112,7 +112,7 @@ def _convolution(
     activation: str | None = None,
     **__: Any,
 ) -> torch.Tensor:
-    """Of inputs ``[B,C,W-1+T]`` the last T outputs; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
+    """The last T outputs for inputs ``[B,C,W-1+T]``; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
     width = weight.shape[1]
     tokens = hidden_states.shape[2] - width + 1
     convolved = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
@@ -191,8 +191,8 @@ class StateProbe:
         _, _, key_heads, key_size = updates.key.shape
         sizes = {"heads": heads, "key_heads": key_heads, "key_size": key_size, "value_size": value_size}
         state = Recurrence(**sizes, rows=CELL, decays=1 if updates.decay.ndim == 3 else key_size)
-        known = self.seen[self._layer]
-        self.seen[self._layer] = StateLayer(conv_size=known.conv_size, conv_rows=known.conv_rows, recurrence=state)
+        layer = self.seen[self._layer]
+        self.seen[self._layer] = StateLayer(conv_size=layer.conv_size, conv_rows=layer.conv_rows, recurrence=state)
         return torch.zeros_like(updates.value)
 
 
@@ -226,10 +226,10 @@ class StepStates:
         self._done = next(iter(self._before.values()))[0].shape[1] if self._before else 0
         recurrent = 2 if any(layer.recurrence for layer in layers.values()) else 0
         self.input_count = recurrent + sum(counts.values())
-        rest = iter(past[len(past) - self.input_count :])
+        inputs = iter(past[len(past) - self.input_count :])
         if recurrent:
-            self._known, self._cells = next(rest), next(rest)
-        self._inputs = {index: [next(rest) for _ in range(count)] for index, count in counts.items()}
+            self._known, self._cells = next(inputs), next(inputs)
+        self._inputs = {index: [next(inputs) for _ in range(count)] for index, count in counts.items()}
         self._layers = layers
         self._past_length = past_length
         self._layer = 0
@@ -273,8 +273,8 @@ class StepStates:
         rows = _rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
         queries = _rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
         pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
-        whole = (pending + self._known) // CELL
-        keeps = torch.arange(self._cells.shape[0])[:, None] < whole
+        complete = (pending + self._known) // CELL
+        keeps = torch.arange(self._cells.shape[0])[:, None] < complete
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)
         # out is [C,B,H,G,Dv]; a slot's tokens come behind its pending rows.
         by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
@@ -284,7 +284,7 @@ class StepStates:
 
 
 def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Of tables ``[B,N,W]`` the rows at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
+    """The rows of tables ``[B,N,W]`` at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
     first = torch.arange(table.shape[0])[:, None] * table.shape[1]
     picked = table.reshape(-1, table.shape[2]).index_select(0, (first + places).reshape(-1))
     return picked.reshape(*places.shape, table.shape[2])

@@ -86,8 +86,8 @@ def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
         if not isinstance(kinds, str | dict):
             continue
         parameters = module.config.rope_parameters
-        each = [(kinds, parameters)] if isinstance(kinds, str) else [(kinds[of], parameters[of]) for of in kinds]
-        changing = [int(of["original_max_position_embeddings"]) for kind, of in each if kind == "longrope"]
+        rope_types = [(kinds, parameters)] if isinstance(kinds, str) else [(kinds[of], parameters[of]) for of in kinds]
+        changing = [int(of["original_max_position_embeddings"]) for kind, of in rope_types if kind == "longrope"]
         max_positions = min([max_positions, *changing])
         module.rope_type = _steady(kinds) if isinstance(kinds, str) else {of: _steady(kinds[of]) for of in kinds}
     return max_positions

@@ -49,12 +49,12 @@ def run_model(
     Returns:
         float32 logits ``[B,R,V]``, and the hidden states after the final norm, ``[B,R,H]``.
     """
-    taken: list[torch.Tensor] = []
+    head_rows: list[torch.Tensor] = []
 
     def take(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         rows = logits_rows[:, :, None].expand(-1, -1, args[0].shape[-1])
-        taken.append(torch.gather(args[0], 1, rows))
-        return (taken[0], *args[1:])
+        head_rows.append(torch.gather(args[0], 1, rows))
+        return (head_rows[0], *args[1:])
 
     # Of both inputs transformers takes one.
     read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
@@ -67,7 +67,7 @@ def run_model(
     finally:
         hook.remove()
     logits: torch.Tensor = out.logits
-    return logits.float(), taken[0]
+    return logits.float(), head_rows[0]
 
 
 class Addition(torch.nn.Module, ABC):
@@ -152,8 +152,8 @@ class StepModule(torch.nn.Module):
         with recorded_states(self.model, self.layer_counts.values()) as recorded, recurrent(states):
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
-        known: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
-        known |= {name: recorded[count].float() for name, count in self.layer_counts.items()}
+        results: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}
+        results |= {name: recorded[count].float() for name, count in self.layer_counts.items()}
         for addition in self.additions.values():
-            known |= addition(hidden, logits)
-        return (*(known[name] for name in self.output_names), *flat(active.returned), *states.returned)
+            results |= addition(hidden, logits)
+        return (*(results[name] for name in self.output_names), *flat(active.returned), *states.returned)

@@ -27,8 +27,8 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.options import Storage
 from specexport.exporter.passes.fix_sizes import fix_drafts
-from specexport.exporter.storage import Storage
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule

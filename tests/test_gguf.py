@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
+from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
@@ -24,7 +25,6 @@ from specexport.exporter.checkpoints.locate import find, locate
 from specexport.exporter.checkpoints.stored import QuantizedTensor
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.storage import Precision
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
@@ -43,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama") / "model", "llama", **WIDE, tie_word_embeddings=True)
 
 
-def _built(source: Path, output: Path, precision: Precision | None = None, **options: Any) -> Path:
+def _built(source: Path, output: Path, precision: StoredAs | None = None, **options: Any) -> Path:
     return build(
         BuildOptions(
             target=str(source), output=output, precision=precision, max_batch_size=1, max_seq_len=128, **options

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport.contract.errors import BuildError
+from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
@@ -23,10 +24,9 @@ from specexport.exporter.checkpoints.config import outlined
 from specexport.exporter.dequantize import of_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.storage import Precision, Storage
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
@@ -120,7 +120,7 @@ def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_path: Path, kind: Precision) -> None:
+def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_path: Path, kind: StoredAs) -> None:
     """And the router stays in fp32."""
     model = ir.load(family.folder / "step.onnx")
     with WeightsFile(tmp_path / "weights.bin") as weights:
@@ -150,7 +150,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kind", "size"), [("fp32", 4), ("int8", 1 + 4 / 32), ("int4", 0.5 + 4 / 32)])
-def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precision, size: float, form: str) -> None:
+def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs, size: float, form: str) -> None:
     """And no more than half as many bytes again, counted over the weights that the graph reads."""
     sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128}
     folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
@@ -173,7 +173,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: Precisio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_mixture_compiles(tmp_path: Path, kind: Precision) -> None:
+def test_a_mixture_compiles(tmp_path: Path, kind: StoredAs) -> None:
     """With TensorRT-RTX itself, to which experts are given in fp16."""
     config = {**SMALL, "num_experts": EXPERTS, "num_experts_per_tok": USED, "moe_intermediate_size": 96}
     target = make_checkpoint(tmp_path / "target", "qwen3_moe", **config)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specexport.contract.engines import BackendName
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs, Model
+from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
@@ -24,7 +24,6 @@ from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.storage import Precision
 from specexport.verify.bundle import verify
 from tests.quantized import FORMATS, make_mxfp4, make_quantized
 
@@ -37,7 +36,7 @@ ZEROS = {"awq", "packed_zeros"}
 def _built(
     source: Path,
     output: Path,
-    precision: Precision | None = None,
+    precision: StoredAs | None = None,
     lowering: LoweredAs = "native",
     backend: BackendName = "onnxruntime",
 ) -> Model:
@@ -138,7 +137,7 @@ def test_transformers_reads_the_same(tmp_path: Path, layout: str) -> None:
     ],
 )
 def test_scales_are_kept_where_they_fit(
-    tmp_path: Path, layout: str, precision: Precision | None, lowering: LoweredAs, backend: BackendName, kept: bool
+    tmp_path: Path, layout: str, precision: StoredAs | None, lowering: LoweredAs, backend: BackendName, kept: bool
 ) -> None:
     quantized, _ = make_quantized(tmp_path, layout, num_hidden_layers=1)
     stored = _built(quantized, tmp_path / "bundle", precision, lowering, backend).precision

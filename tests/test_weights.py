@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport.exporter.external_data import pack_int4
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import (
     apply_scales,
@@ -27,7 +27,6 @@ from specexport.exporter.quantize import (
     quantize_blocks,
     quantize_columns,
 )
-from specexport.exporter.storage import QUANTIZED, Storage
 from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
 

@@ -75,15 +75,15 @@ class Windows:
         Each epoch is a permutation determined by the seed and the epoch's number, and batches run through the epochs
         without gaps: a batch does not depend on earlier ones.
         """
-        taken: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         position, missing = step * size, size
         while missing:
             epoch, start = divmod(position, len(self))
             permutation = torch.randperm(len(self), generator=seeded(seed, 100_000 + epoch))
-            taken.append(permutation[start : start + missing])
-            position += len(taken[-1])
-            missing -= len(taken[-1])
-        return torch.cat(taken)
+            parts.append(permutation[start : start + missing])
+            position += len(parts[-1])
+            missing -= len(parts[-1])
+        return torch.cat(parts)
 
     def fingerprint(self) -> str:
         """A hash of the training data."""
@@ -226,12 +226,12 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
                     yield from _row(line, f"{path}:{number}")
     elif path.suffix.lower() == ".json":
         try:
-            whole: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+            rows: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
         except UNREADABLE as error:
             raise TrainError(
                 f"{path}: expected a list of objects with text, conversations or messages: {error}"
             ) from error
-        for number, raw in enumerate(whole):
+        for number, raw in enumerate(rows):
             yield from _row(bytes(raw), f"{path}[{number}]")
     else:
         try:
@@ -302,10 +302,10 @@ class _Encoder:
             )
         # A template may mark the assistant's messages itself.
         if "endgeneration" in self._template:
-            whole = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            rendered = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             yield _Encoded(
-                torch.tensor(whole["input_ids"], dtype=torch.int32),
-                torch.tensor(whole["assistant_masks"], dtype=torch.bool),
+                torch.tensor(rendered["input_ids"], dtype=torch.int32),
+                torch.tensor(rendered["assistant_masks"], dtype=torch.bool),
             )
             return
         answers = [n for n, turn in enumerate(chat) if turn["role"] == "assistant"]

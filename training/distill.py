@@ -57,16 +57,16 @@ def distillation_loss(
     ``learnt``, bool ``[B,keep]``, selects the positions that count; all by default. The teacher gets no gradients.
     """
     with torch.no_grad():
-        wanted = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
+        teacher_logits = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
-    if logits.shape[-1] != wanted.shape[-1]:
+    if logits.shape[-1] != teacher_logits.shape[-1]:
         # Models with the same tokenizer may pad their vocabularies differently; no token has an id beyond the smaller.
-        common = min(logits.shape[-1], wanted.shape[-1])
-        logits, wanted = logits[..., :common], wanted[..., :common]
+        common = min(logits.shape[-1], teacher_logits.shape[-1])
+        logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
     if learnt is not None:
-        return divergence(logits[learnt], wanted[learnt], kind)
-    return divergence(logits.flatten(0, 1), wanted.flatten(0, 1), kind)
+        return divergence(logits[learnt], teacher_logits[learnt], kind)
+    return divergence(logits.flatten(0, 1), teacher_logits.flatten(0, 1), kind)
 
 
 @torch.no_grad()
@@ -130,9 +130,9 @@ def sample_texts(
             path = work / f"sampled-{start}.pt"
             if not path.exists():
                 generator = seeded(seed, 500_000 + start)
-                wanted = min(rows, count - start)
-                temperatures = mixed_temperatures(wanted, generator).to(device)
-                prompts = cut(wanted, generator).to(device)
+                batch = min(rows, count - start)
+                temperatures = mixed_temperatures(batch, generator).to(device)
+                prompts = cut(batch, generator).to(device)
                 save_tensors(path, {"ids": continue_text(model, prompts, new_tokens, temperatures, generator).cpu()})
             ids = load_tensors(path).get("ids")
             if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:

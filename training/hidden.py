@@ -21,6 +21,8 @@ from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
+_MEASURED_AT_ONCE = 8
+"""Windows of a batch that is measured."""
 _LOGITS_AT_ONCE = 1 << 27
 """Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
 
@@ -83,8 +85,8 @@ def summed_loss(
 
     def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = project(states).float()
-        wanted = labels if taught is None else taught(rows)
-        return F.cross_entropy(logits, wanted, reduction="sum"), _ranks(logits, labels)
+        targets = labels if taught is None else taught(rows)
+        return F.cross_entropy(logits, targets, reduction="sum"), _ranks(logits, labels)
 
     # The distributions to learn are kept too, for every drafted token.
     at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))
@@ -192,8 +194,6 @@ def measured(
     count: int,
     windows: Windows,
     place: Place,
-    *,
-    batch_size: int = 8,
 ) -> HeadAccuracy:
     """Measures a predictor of several tokens ahead, over windows that it was not trained on.
 
@@ -203,7 +203,7 @@ def measured(
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
     positions = 0
-    for rows in windows.in_order(batch_size):
+    for rows in windows.in_order(_MEASURED_AT_ONCE):
         batch = windows.rows(rows).to(place.device)
         at = [batch.learnt_from(2 + ahead) for ahead in range(count)]
         true_ranks = torch.full((count, *batch.ids.shape), MAX_TOP_K, dtype=torch.int32, device=place.device)

@@ -21,7 +21,7 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 Log = Callable[[str], None]
 """Receives lines about the progress of a training."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: they drive singular values towards 1 fastest, and leave them between 0.7 and 1.2."""
+"""Of the quintic iteration that drives singular values towards 1 fastest, and leaves them between 0.7 and 1.2."""
 _ITERATIONS = 5
 _EPSILON = 1e-7
 _ANEW = "delete it to train from the start"
@@ -115,10 +115,10 @@ def muon_and_adamw(
     """Muon for the matrices, and AdamW for norms, biases and the ``outer`` ones: embedding and output projection."""
     outside = {id(module.weight) for module in outer}
     matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
+    adamw_parameters: list[torch.nn.Parameter] = []
     for parameter in parameters:
-        (matrices if parameter.ndim == 2 and id(parameter) not in outside else others).append(parameter)
-    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(others, rate)])]
+        (matrices if parameter.ndim == 2 and id(parameter) not in outside else adamw_parameters).append(parameter)
+    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(adamw_parameters, rate)])]
 
 
 def optimizers(

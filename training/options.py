@@ -169,8 +169,9 @@ Report = Iterator[Table | str]
 class Training:
     """A method's command of ``specexport train``: ``TRAINING`` in its module ``train_options``.
 
-    Its module ``train`` has a function ``train_<command>``, which takes the options and a log, and returns the
-    training's record.
+    Its module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the output and
+    returns the record of ``training.json``. An interrupted run resumes from its last checkpoint when it is started
+    again with the same options. An option, data or a checkpoint that is invalid is a SpecExportError that names it.
 
     Attributes:
         command: the word after ``specexport train``.

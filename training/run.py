@@ -221,10 +221,10 @@ class Run(Generic[O]):
     work: Path
     record: dict[str, Any] = field(default_factory=dict)
 
-    def prepare(self, target: TrainingModel, texts: int) -> None:
-        """Samples that many texts of a target, logs the training data and seeds torch's generator."""
+    def prepare(self, texts: int) -> None:
+        """Samples that many texts of the target, logs the training data and seeds torch's generator."""
         if texts:
-            self.self_distill(target, texts)
+            self.self_distill(self.target, texts)
         self.describe_data()
         torch.manual_seed(self.options.seed)
 
@@ -346,17 +346,17 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[P
     """The user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
     path = work / "settings.json"
-    wanted = json.loads(json.dumps(settings))
+    expected = json.loads(json.dumps(settings))
     if path.is_file():
         try:
             stored = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise TrainError(f"{path}: {error}; delete the folder to train from the start") from error
-        for name in [*wanted, *stored]:
-            if stored.get(name) != wanted.get(name):
+        for name in [*expected, *stored]:
+            if stored.get(name) != expected.get(name):
                 raise TrainError(
                     f"{work}: holds an unfinished training with {name} {stored.get(name)}, and this one has "
-                    f"{wanted.get(name)}. Train with the same options to go on, delete the folder to start anew, or "
+                    f"{expected.get(name)}. Train with the same options to go on, delete the folder to start anew, or "
                     "choose another with --work"
                 )
     elif work.exists() and (not work.is_dir() or any(work.iterdir())):
@@ -364,7 +364,7 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[P
     else:
         work.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
     yield work
     if options.work is None:

@@ -65,9 +65,9 @@ def _changes(
         ) from error
     model = make(folder)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
-    tables = [name for name, module in model.named_modules() if module in both]
-    _hold_nothing(model, {id(module.weight) for module in both})
+    table_modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [name for name, module in model.named_modules() if module in table_modules]
+    _hold_nothing(model, {id(module.weight) for module in table_modules})
     try:
         with quiet():
             _require_mergeable(path, PeftConfig.from_pretrained(folder))
@@ -128,11 +128,11 @@ def _hold_nothing(model: torch.nn.Module, tables: set[int]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 shape = parameter.shape
-                nothing = torch.zeros(shape) if id(parameter) in tables else torch.zeros(()).expand(shape)
-                module._parameters[name] = torch.nn.Parameter(nothing, requires_grad=False)
+                empty = torch.zeros(shape) if id(parameter) in tables else torch.zeros(()).expand(shape)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
 
 
-def _instead(tensor: torch.Tensor, _own: StoredTensor) -> torch.Tensor:
+def _instead(tensor: torch.Tensor, _original: StoredTensor) -> torch.Tensor:
     return tensor
 
 
@@ -142,13 +142,13 @@ def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: Stor
     with lock:
         # An adapter of a table contains the table that it was trained on.
         start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else tensor.read()
-        nothing, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
+        empty, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
         try:
             layer.merge(safe_merge=True)
             weight: torch.Tensor = base.weight.data
         except Exception as error:  # some kinds of layers cannot be merged
             raise BuildError(f"{path}: cannot be merged into {name!r}: {error or type(error).__name__}") from error
         finally:
-            base.weight = nothing
+            base.weight = empty
             layer.merged_adapters.clear()
     return weight

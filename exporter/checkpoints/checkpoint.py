@@ -42,7 +42,6 @@ class Checkpoint:
         vocab_size: width of the logits.
         input_vocab: rows of the embedding.
         max_positions: longest sequence that the model supports with rotary frequencies independent of the length.
-        parameters: number of parameters, tied ones counted once.
         eos_token_ids: tokens that end a text.
         generation: the model's defaults for requests.
         tensors: the checkpoint's tensors by name.
@@ -57,28 +56,16 @@ class Checkpoint:
     vocab_size: int
     input_vocab: int
     max_positions: int
-    parameters: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     quantized_in: str = ""
     states: dict[int, StateLayer] = field(default_factory=dict)
 
-    @classmethod
-    def of_draft(
-        cls,
-        source: str,
-        path: Path,
-        family: str,
-        model: torch.nn.Module,
-        cache: tuple[CacheLayer, ...],
-        vocab_size: int,
-        input_vocab: int,
-        max_positions: int,
-    ) -> Checkpoint:
-        """A draft or speculator that is no causal LM of its own."""
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        return cls(source, path, family, model, cache, vocab_size, input_vocab, max_positions, parameters, ())
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def layers(self) -> int:
@@ -143,7 +130,6 @@ def load_checkpoint(source: str) -> Checkpoint:
         vocab_size=int(head.weight.shape[0]),
         input_vocab=int(model.get_input_embeddings().weight.shape[0]),
         max_positions=max_positions,
-        parameters=sum(p.numel() for p in model.parameters()),
         eos_token_ids=eos,
         generation=generation,
         tensors=tensors,

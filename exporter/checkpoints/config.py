@@ -58,8 +58,8 @@ def _empty_model(folder: Path, config: Any) -> Any:
     except Exception as error:  # family code raises exceptions of any kind
         header = header_of(folder)
         path = folder / CONFIG if header is None else header.path
-        why = " ".join(str(error or type(error).__name__).split())[:300]  # some list all families
-        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {why}") from error
+        reason = " ".join(str(error or type(error).__name__).split())[:300]  # some list all families
+        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {reason}") from error
 
 
 def outlined(model: Any, config: Any) -> ModelOutline:
@@ -71,9 +71,9 @@ def outlined(model: Any, config: Any) -> ModelOutline:
         Parameter(tuple(tensor.shape), id(tensor) in tables, tensor is head, shares.get(id(tensor)))
         for tensor in model.parameters()
     )
-    both = 2 * sizes.head_dim
+    key_value_size = 2 * sizes.head_dim
     if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
-        both = latent + config.qk_rope_head_dim + config.v_head_dim
+        key_value_size = latent + config.qk_rope_head_dim + config.v_head_dim
     return ModelOutline(
         parameters=tuple(parameters),
         hidden=config.hidden_size,
@@ -81,7 +81,7 @@ def outlined(model: Any, config: Any) -> ModelOutline:
         vocab=config.vocab_size,
         layers=config.num_hidden_layers,
         layer_types=frozenset(getattr(config, "layer_types", None) or ()),
-        row=int(config.num_hidden_layers * sizes.key_value_heads * both * 2),
+        row=int(config.num_hidden_layers * sizes.key_value_heads * key_value_size * 2),
     )
 
 
@@ -172,10 +172,10 @@ def require_stored(folder: Path, config: Any) -> None:
                 f"{path}: its sizes make tensor {name!r} {list(parameter.shape)}, but the weights hold "
                 f"{list(stored_tensor.shape)}; expected the configuration that the weights were saved with"
             )
-    described = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
-    if described > 2 * held:
-        raise BuildError(f"{path}: describes {described:,} parameters, but the weights hold {held:,}")
+    described_numel = sum(parameter.numel() for parameter in model.parameters())
+    stored_numel = sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
+    if described_numel > 2 * stored_numel:
+        raise BuildError(f"{path}: describes {described_numel:,} parameters, but the weights hold {stored_numel:,}")
 
 
 def stored_table(folder: Path, *, head: bool) -> StoredTensor:

@@ -79,9 +79,9 @@ def require_sane(path: Path, document: dict[str, Any]) -> None:
         BuildError: a number is absurd; names the file and the field.
     """
     for name, value in _integers(document):
-        most = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
-        if abs(value) > most:
-            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {most}")
+        limit = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
+        if abs(value) > limit:
+            raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {limit}")
 
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -92,6 +92,6 @@ def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
         if isinstance(value, dict):
             pending += value.items()
         elif isinstance(value, list):
-            pending += ((name, inner) for inner in value)
+            pending += ((name, element) for element in value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
             yield name, int(value)

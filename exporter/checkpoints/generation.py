@@ -53,9 +53,9 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     fields = _stated(read_object(path)) if path.is_file() else None
     if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
-        whole = read_object(path)
-        part = whole.get("text_config")
-        fields = (_stated(part) if isinstance(part, dict) else {}) | _stated(whole)
+        document = read_object(path)
+        text_part = document.get("text_config")
+        fields = (_stated(text_part) if isinstance(text_part, dict) else {}) | _stated(document)
         fields.pop("eos_token_id", None)
     vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
     defaults, ends = _defaults(path, fields, vocab_size)

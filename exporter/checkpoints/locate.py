@@ -127,10 +127,10 @@ def split_files(source: str, name: str, names: list[str]) -> list[str]:
     if match is None:
         return [name]
     count = int(match["count"])
-    wanted = [f"{name[: match.start()]}-{number + 1:05}-of-{count:05}{GGUF}" for number in range(min(count, 10_000))]
-    if missing := sorted(set(wanted) - set(names)):
+    parts = [f"{name[: match.start()]}-{number + 1:05}-of-{count:05}{GGUF}" for number in range(min(count, 10_000))]
+    if missing := sorted(set(parts) - set(names)):
         raise BuildError(f"{source}: the model is in {count} files, and {missing[0]} is missing; fetch it as well")
-    return wanted
+    return parts
 
 
 def unreadable(files: str) -> str:
@@ -157,7 +157,8 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     """Downloads a hub id: the model's description and its weights in one format, without other programs' files."""
-    source, _, file = source.partition("/")[0] + "/" + source.split("/")[1], "", "/".join(source.split("/")[2:])
+    owner, name, *inside = source.split("/")
+    source, file = f"{owner}/{name}", "/".join(inside)
     try:
         from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
@@ -166,11 +167,11 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
             "pip install 'specexport[cpu,export]'"
         ) from error
 
-    def fetch(*wanted: str) -> Path:
+    def fetch(*patterns: str) -> Path:
         # Patterns without a folder mean files at the top level, but "*" would match those of subfolders too.
-        ignored = [] if any("/" in pattern for pattern in wanted) else ["*/*", "consolidated*"]
+        ignored = [] if any("/" in pattern for pattern in patterns) else ["*/*", "consolidated*"]
         folder = snapshot_download(
-            source, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored, cache_dir=hub_cache()
+            source, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, cache_dir=hub_cache()
         )
         return Path(folder)
 

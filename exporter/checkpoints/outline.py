@@ -225,7 +225,7 @@ class _Sizes:
 
 
 def _parameters(sizes: _Sizes, family: _Family) -> Iterator[Parameter]:
-    hidden, inner = sizes.hidden, sizes.intermediate
+    hidden, intermediate = sizes.hidden, sizes.intermediate
     queries, rows = sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
     yield Parameter((sizes.vocab, hidden), table=True, head=sizes.tied)
     if not sizes.tied:
@@ -250,9 +250,9 @@ def _parameters(sizes: _Sizes, family: _Family) -> Iterator[Parameter]:
         layer.append(Parameter((count, hidden)))
         layer += [Parameter((count, *shape), share=share) for shape in ((up * width, hidden), (hidden, width))]
     else:
-        layer += [Parameter((inner, hidden))] * up + [Parameter((hidden, inner))]
+        layer += [Parameter((intermediate, hidden))] * up + [Parameter((hidden, intermediate))]
         if sizes.has(family.mlp_bias):
-            layer += [Parameter((inner,))] * up + [Parameter((hidden,))]
+            layer += [Parameter((intermediate,))] * up + [Parameter((hidden,))]
     for _ in range(sizes.layers):
         yield from layer
     yield from norm

@@ -63,11 +63,10 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
     # With another shape, the logits bypass the head's forward, where the requested rows are selected.
     worst = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
     if not worst <= TOLERANCE:
-        refused, through = (
-            ("does not read its own embeddings as it reads tokens, so build it without --inputs-embeds", "embeddings")
-            if embeds
-            else ("is not supported", "specexport's attention")
-        )
+        refused, through = "is not supported", "specexport's attention"
+        if embeds:
+            refused = "does not read its own embeddings as it reads tokens, so build it without --inputs-embeds"
+            through = "embeddings"
         raise BuildError(
             f"{checkpoint.source}: model family '{checkpoint.family}' {refused}: through {through} its logits are "
             f"{worst:.2g} (relative) away from transformers' own, more than {TOLERANCE:g}"
@@ -97,9 +96,9 @@ def _through_lowering(
     ):
         ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
-        known = count if done == 0 else 1  # the tokens after these count as draft tokens
+        known_tokens = count if done == 0 else 1  # the tokens after these count as draft tokens
         cells = kept.cells(slot, [done], count)
-        state_inputs = {tensors.KNOWN_TOKENS: np.array([known]), **cells} if cells else {}
+        state_inputs = {tensors.KNOWN_TOKENS: np.array([known_tokens]), **cells} if cells else {}
         state_inputs |= {name: kept.arrays[name].copy() for name in signature.states(layers)}
         out = step(
             ids,
@@ -116,7 +115,7 @@ def _through_lowering(
         blocks, parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
             parts[name][:] = new.numpy()
-        kept.ran(slot, [done], [known])
+        kept.ran(slot, [done], [known_tokens])
         kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
     return torch.cat(logits)
@@ -147,8 +146,9 @@ def _through_eager(
 ) -> torch.Tensor:
     """The same logits from one run over a separate text for each path of the tree to a leaf."""
     start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
-    after = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]  # padding after a leaf is not compared
-    texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(after)]], dim=1)
+    # Padding after a leaf is not compared.
+    padded_paths = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]
+    texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(padded_paths)]], dim=1)
     logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
     place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
     return torch.cat(

@@ -71,8 +71,10 @@ def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | Non
         BuildError: the format is unsupported.
     """
     config = _config(path, document)
-    if config is None:
-        return None
+    return None if config is None else _format(path, config)
+
+
+def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     method, bits = config.quant_method, config.bits or 4
     if config.transform_config:
         raise BuildError(
@@ -119,25 +121,28 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
         BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
             are not finite or groups do not exist.
     """
-    document_, config = quantization(path, document), _config(path, document)
-    if document_ is None or config is None:
+    config = _config(path, document)
+    if config is None:
         yield from tensors
         return
-    held = {tensor.name: tensor for tensor in tensors}
+    layout, _ = _format(path, config)
+    stored = {tensor.name: tensor for tensor in tensors}
     used: set[str] = set()
-    for name in held:
+    for name in stored:
         stem, _, last = name.rpartition(".")
-        parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", held, used)
+        parts = _Parts(path.parent, f"{stem}.", f"{stem}.weight", stored, used)
         if last == "qweight":
-            yield _awq(parts) if document_[0] == "AWQ" else _gptq(parts, config)
+            yield _awq(parts) if layout == "AWQ" else _gptq(parts, config)
         elif last == "weight_packed":
             yield _packed(parts)
-        elif last == "weight" and held[name].dtype in ("F8_E4M3", "I8"):
+        elif last == "weight" and stored[name].dtype in ("F8_E4M3", "I8"):
             yield _scaled(parts, config.blocks)
-        elif last.endswith("_blocks") and document_[0] == "MXFP4":
+        elif last.endswith("_blocks") and layout == "MXFP4":
             matrix = name.removesuffix("_blocks")
-            yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, held, used))
-    yield from (tensor for name, tensor in held.items() if name not in used and name.rpartition(".")[2] not in _UNREAD)
+            yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, stored, used))
+    for name, tensor in stored.items():
+        if name not in used and name.rpartition(".")[2] not in _UNREAD:
+            yield tensor
 
 
 @dataclass(frozen=True)
@@ -252,18 +257,18 @@ def _awq(parts: _Parts) -> QuantizedTensor:
 def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     """GPTQ: words of neighbouring rows; zero points minus one in the first version of the format (AutoGPTQ)."""
     bits = config.bits or 4
-    each = 32 // bits
+    per_word = 32 // bits
     words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
     scales = parts.take("scales", *_SCALES, rank=2)
-    rows, columns, groups = each * words.shape[0], words.shape[1], scales.shape[0]
+    rows, columns, groups = per_word * words.shape[0], words.shape[1], scales.shape[0]
     index = parts.optional("g_idx", (rows,), *_INDICES)
     fits = groups <= rows if index is not None else rows % groups == 0
     parts.need(scales.shape[1] == columns and fits, scales, f"[groups of {rows} rows, {columns}]")
-    parts.need(zeros.shape == (groups, -(-columns // each)), zeros, [groups, -(-columns // each)])
-    less, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
+    parts.need(zeros.shape == (groups, -(-columns // per_word)), zeros, [groups, -(-columns // per_word)])
+    stored_offset, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
 
     def read() -> _Read:
-        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + less
+        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + stored_offset
         zero = ((unsigned & (2 * half - 1)) - half).astype(np.int8)
         numbers = _unpack(words, bits, 0)
         kind: Kind = "int8" if bits == 8 else "int4"
@@ -308,8 +313,8 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
     parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
     # The last block may be smaller, so the shapes alone do not determine the block size.
     declared = [(min(high, columns), min(long, rows)) for high, long in sorted(blocks)]
-    whole, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
-    even = [(columns // tall, rows // wide)] if whole or grouped else []
+    one_scale, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
+    even = [(columns // tall, rows // wide)] if one_scale or grouped else []
     fitting = [size for size in (*declared, *even) if (tall, wide) == (-(-columns // size[0]), -(-rows // size[1]))]
     parts.need(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
     high, long = fitting[0]
@@ -332,8 +337,8 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
 def _mxfp4(parts: _Parts) -> QuantizedTensor:
     """gpt-oss's MXFP4 experts: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
     blocks, scales = parts.take("blocks", "U8", rank=4), parts.take("scales", "U8", rank=3)
-    experts, columns, groups, held = blocks.shape
-    parts.need(held == 16, blocks, "blocks of 16 bytes")
+    experts, columns, groups, block_bytes = blocks.shape
+    parts.need(block_bytes == 16, blocks, "blocks of 16 bytes")
     parts.need(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
 
     def read() -> _Read:

@@ -65,37 +65,35 @@ class _SplitEmbedding(torch.nn.Module):
         return output
 
 
-class _Part:
-    """One rank's share of a model; see :func:`split`."""
+class _Splitter:
+    """Splits a copy of a model's modules for one rank; see :func:`split`."""
 
     def __init__(self, model: Any, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks
-        tensors = [*model.parameters(), *model.buffers()]
-        self.model = copy.deepcopy(
-            model, {id(tensor): tensor for tensor in tensors}
-        )  # the modules, with the same tensors
-        self._made: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
+        # The modules are copied, their tensors are shared.
+        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        self._shares: dict[tuple[int, int, bool], torch.nn.Parameter] = {}
 
-    def share(self, whole: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
+    def share(self, parameter: Any, axis: int, packed: bool = False) -> torch.nn.Parameter:
         """This rank's slice of a parameter; ``packed`` parameters are two concatenated matrices, sliced separately."""
-        known = self._made.get((id(whole), axis, packed))
-        if known is not None:  # tied weights stay tied
-            return known
+        shared = self._shares.get((id(parameter), axis, packed))
+        if shared is not None:  # tied weights stay tied
+            return shared
 
         def cut(numbers: torch.Tensor) -> torch.Tensor:
             halves = numbers.chunk(2, axis) if packed else (numbers,)
             return torch.cat([half.chunk(self.ranks, axis)[self.rank] for half in halves], axis)
 
-        stored = stored_tensor(whole)
+        stored = stored_tensor(parameter)
         if stored is None:
-            part = torch.nn.Parameter(cut(whole.detach()), requires_grad=False)
+            part = torch.nn.Parameter(cut(parameter.detach()), requires_grad=False)
         else:
-            shape = torch.Size(cut(whole.detach()).shape)
+            shape = torch.Size(cut(parameter.detach()).shape)
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
             stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
-        self._made[id(whole), axis, packed] = part
+        self._shares[id(parameter), axis, packed] = part
         return part
 
     def require(self, count: int, name: str) -> None:
@@ -120,16 +118,16 @@ class _Part:
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
         """Keeps a share of each expert's columns, as of any other product's."""
-        for key, whole in list(module.named_parameters(recurse=False)):
+        for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
                 raise BuildError(f"its experts have {key}, of which transformers does not say how to split it")
-            axis = (-1 if style == "rowwise" else -2) % whole.dim()
+            axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
-                axis = 2 * whole.dim() - 3 - axis
+                axis = 2 * parameter.dim() - 3 - axis
             packed = style == "packed_colwise"
-            self.require(whole.shape[axis] // (2 if packed else 1), f"columns of {name}")
-            setattr(module, key, self.share(whole, axis, packed))
+            self.require(parameter.shape[axis] // (2 if packed else 1), f"columns of {name}")
+            setattr(module, key, self.share(parameter, axis, packed))
         return _Summed(module)
 
 
@@ -142,14 +140,14 @@ def split(model: Any, rank: int, ranks: int) -> Any:
     Raises:
         BuildError: transformers does not tell how to split the family, or a number is not divisible.
     """
-    part = _Part(model, rank, ranks)
-    model_part = part.model
-    embedding, head = model_part.get_input_embeddings(), model_part.get_output_embeddings()
+    splitter = _Splitter(model, rank, ranks)
+    rank_model = splitter.model
+    embedding, head = rank_model.get_input_embeddings(), rank_model.get_output_embeddings()
     layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
     if not layers:
         raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
-    for name, module in list(model_part.named_modules()):
+    for name, module in list(rank_model.named_modules()):
         split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
         if split_kind is None or split_kind[1] in ("replicated_with_grad_allreduce", "replicate"):
             continue
@@ -157,56 +155,60 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         above, _, leaf = name.rpartition(".")
         short = re.sub(r"^.*\.\d+\.", "", name)
         if style == "colwise" and isinstance(module, torch.nn.Linear):
-            part.columns(module, short)
+            splitter.columns(module, short)
         elif style == "rowwise" and isinstance(module, torch.nn.Linear):
-            setattr(model_part.get_submodule(above), leaf, part.rows(module, short))
+            setattr(rank_model.get_submodule(above), leaf, splitter.rows(module, short))
         elif style == "moe_tp_experts":
-            inner = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
-            setattr(model_part.get_submodule(above), leaf, part.experts(module, short, inner))
+            styles = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
+            setattr(rank_model.get_submodule(above), leaf, splitter.experts(module, short, styles))
         else:
             raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
     if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:
         rows = embedding.weight.shape[0] // ranks
-        embedding.weight = part.share(embedding.weight, 0)
-        head.weight = part.share(head.weight, 0)
+        embedding.weight = splitter.share(embedding.weight, 0)
+        head.weight = splitter.share(head.weight, 0)
         if getattr(head, "bias", None) is not None:
-            head.bias = part.share(head.bias, 0)
-        model_part.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
-        model_part.set_output_embeddings(_Joined(head, ranks))
-    return model_part
+            head.bias = splitter.share(head.bias, 0)
+        rank_model.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
+        rank_model.set_output_embeddings(_Joined(head, ranks))
+    return rank_model
 
 
-def split_checkpoint(whole: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
     """One rank's share of a loaded target; see :func:`split`.
 
     Raises:
         BuildError: it cannot be split; names the family.
     """
-    refused = f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: "
-    if whole.states:
+    refused = _refused(checkpoint, ranks)
+    if checkpoint.states:
         raise BuildError(f"{refused}it has layers without attention")
-    if whole.quantized_in:
-        raise BuildError(f"{refused}its matrices are quantized already ({whole.quantized_in})")
-    heads = {layer.heads for layer in whole.cache}
+    if checkpoint.quantized_in:
+        raise BuildError(f"{refused}its matrices are quantized already ({checkpoint.quantized_in})")
+    heads = {layer.heads for layer in checkpoint.cache}
     if uneven := sorted(count for count in heads if count % ranks):
         raise BuildError(f"{refused}it has {uneven[0]} key/value heads; choose a number that divides them")
-    cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in whole.cache)
+    cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in checkpoint.cache)
     try:
-        return dataclasses.replace(whole, model=split(whole.model, rank, ranks), cache=cache)
+        return dataclasses.replace(checkpoint, model=split(checkpoint.model, rank, ranks), cache=cache)
     except BuildError as error:
         raise BuildError(f"{refused}{error}") from error
 
 
-def same_when_split(whole: Checkpoint, ranks: int) -> None:
+def _refused(checkpoint: Checkpoint, ranks: int) -> str:
+    return f"{checkpoint.source}: model family '{checkpoint.family}' cannot be split among {ranks} ranks: "
+
+
+def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
     """Compares the logits of a model with those of its ranks, each in a thread.
 
     Raises:
         BuildError: they differ, so transformers' plan for the family is wrong; or see :func:`split_checkpoint`.
     """
     generator = torch.Generator().manual_seed(0)
-    vocab = min(whole.vocab_size, whole.input_vocab)
+    vocab = min(checkpoint.vocab_size, checkpoint.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)
-    parts = [split_checkpoint(whole, rank, ranks).model for rank in range(ranks)]
+    models = [split_checkpoint(checkpoint, rank, ranks).model for rank in range(ranks)]
     barrier, parts_by_rank = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def logits(rank: int) -> torch.Tensor:
@@ -220,28 +222,27 @@ def same_when_split(whole: Checkpoint, ranks: int) -> None:
         combine_by(combine)
         try:
             with torch.no_grad():
-                output: torch.Tensor = parts[rank](ids, use_cache=False).logits.float()
+                output: torch.Tensor = models[rank](ids, use_cache=False).logits.float()
                 return output
         except BaseException:
             barrier.abort()
             raise
 
-    with torch.no_grad(), quiet(), plain_transformers(whole.model), read_weights(whole.model):
-        expected = whole.model(ids, use_cache=False).logits.float()
+    with torch.no_grad(), quiet(), plain_transformers(checkpoint.model), read_weights(checkpoint.model):
+        expected = checkpoint.model(ids, use_cache=False).logits.float()
     with quiet(), contextlib.ExitStack() as stack, ThreadPoolExecutor(ranks) as pool:
-        for part in parts:
+        for part in models:
             stack.enter_context(plain_transformers(part))
             stack.enter_context(read_weights(part))
         try:
             split_logits, *_ = pool.map(logits, range(ranks))
         except Exception as error:  # model code raises exceptions of any kind
             raise BuildError(
-                f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: its ranks failed "
-                f"in transformers ({type(error).__name__}: {error})"
+                f"{_refused(checkpoint, ranks)}its ranks failed in transformers ({type(error).__name__}: {error})"
             ) from error
     worst = float((split_logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not worst <= TOLERANCE:
         raise BuildError(
-            f"{whole.source}: model family '{whole.family}' cannot be split among {ranks} ranks: their logits are "
-            f"{worst:.2g} (relative) away from the whole model's, more than {TOLERANCE:g}"
+            f"{_refused(checkpoint, ranks)}their logits are {worst:.2g} (relative) away from the whole model's, more "
+            f"than {TOLERANCE:g}"
         )

@@ -259,14 +259,14 @@ def read_weights(model: torch.nn.Module) -> Iterator[None]:
     """Context in which running modules have their weights instead of stand-ins."""
     handles = []
     for module in model.modules():
-        held = {
+        stand_ins = {
             name: parameter
             for name, parameter in module._parameters.items()
             if parameter is not None and stored_tensor(parameter)
         }
-        if held:
-            handles.append(module.register_forward_pre_hook(partial(_read_weights, held)))
-            handles.append(module.register_forward_hook(partial(_release_weights, held), always_call=True))
+        if stand_ins:
+            handles.append(module.register_forward_pre_hook(partial(_read_weights, stand_ins)))
+            handles.append(module.register_forward_hook(partial(_release_weights, stand_ins), always_call=True))
     try:
         yield
     finally:
@@ -274,14 +274,14 @@ def read_weights(model: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _read_weights(held: dict[str, Any], module: torch.nn.Module, _args: Any) -> None:
-    for name, stand_in in held.items():
+def _read_weights(stand_ins: dict[str, Any], module: torch.nn.Module, _args: Any) -> None:
+    for name, stand_in in stand_ins.items():
         numbers = getattr(stand_in, _STORED).read().to(stand_in.dtype)
         module._parameters[name] = torch.nn.Parameter(numbers, requires_grad=False)
 
 
-def _release_weights(held: dict[str, Any], module: torch.nn.Module, *_: Any) -> None:
-    module._parameters.update(held)
+def _release_weights(stand_ins: dict[str, Any], module: torch.nn.Module, *_: Any) -> None:
+    module._parameters.update(stand_ins)
 
 
 Kind = Literal["int4", "int8", "fp8"]

@@ -162,8 +162,8 @@ class _Compiler:
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
         """Engines of other libraries and devices."""
-        mine = (self.options.backend, self.capabilities)
-        return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != mine)
+        replaced = (self.options.backend, self.capabilities)
+        return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != replaced)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
         """Compiles a graph; without a library, its source is what onnxruntime opens."""
@@ -188,9 +188,9 @@ class _Compiler:
             profiles=job.profiles,
         )
 
-    def _cut(self, engine: CompiledEngine, job: CompileJob, known: tuple[CompiledEngine, ...]) -> CompiledEngine:
+    def _cut(self, engine: CompiledEngine, job: CompileJob, engines: tuple[CompiledEngine, ...]) -> CompiledEngine:
         """A rank's graph with its segments: as another engine's, or written."""
-        segments = next((other.segments for other in known if other.source == engine.source and other.segments), ())
+        segments = next((other.segments for other in engines if other.source == engine.source and other.segments), ())
         if not segments:
             written = write_segments(self.folder / engine.source, job.fixed)
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
@@ -218,14 +218,14 @@ def default_compute(weights: StoredAs) -> ComputedIn:
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
-def _check_bfloat16(manifest: Manifest, asked: ComputedIn | None) -> None:
+def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
     """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
     # By default, the type that a method's own model computes in follows from its own matrices.
     in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
-    stored = _stored(manifest) if asked else {weights, *in_target}
+    stored = _stored(manifest) if compute else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
-    if (asked or default_compute(weights)) == "bf16" and blocks:
+    if (compute or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
             f"bf16 is computed in with {min(blocks)} matrices, for which onnxruntime has no kernels on GPUs; pass "
             "--compute fp16 or fp32"
@@ -250,14 +250,14 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         check_stored(stored, (here,))
         return (here,)
     members = library.trt.ComputeCapability.__members__
-    known = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
+    supported = sorted((int(name[2:-1]), int(name[-1])) for name in members if name[2:].isdecimal())
     least = FP8_CAPABILITY if "fp8" in stored else (8, 0)
-    chosen = options.compute_capability or tuple(device for device in known if device >= least)
-    unknown = [device for device in chosen if device not in known]
-    if unknown:
+    chosen = options.compute_capability or tuple(device for device in supported if device >= least)
+    unsupported = [device for device in chosen if device not in supported]
+    if unsupported:
         raise BuildError(
-            f"compute_capability is {dotted(unknown[0])}, which TensorRT-RTX {library.version} does not know; it knows "
-            f"{', '.join(map(dotted, known))}. Use --backend tensorrt on that device, or ONNX Runtime"
+            f"compute_capability is {dotted(unsupported[0])}, which TensorRT-RTX {library.version} does not know; it "
+            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime"
         )
     check_stored(stored, chosen)
     return tuple(sorted(set(chosen)))
@@ -296,9 +296,9 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
 
 def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
     """The new manifest with entries of its engines' files, without files that only the old one used."""
-    before, used = (_files(folder, manifest) for manifest in (old, new))
-    kept = tuple(entry for entry in old.files if entry.path not in before | used)
-    return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(used))))
+    old_files, new_files = (_files(folder, manifest) for manifest in (old, new))
+    kept = tuple(entry for entry in old.files if entry.path not in old_files | new_files)
+    return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(new_files))))
 
 
 def _files(folder: Path, manifest: Manifest) -> set[str]:

@@ -244,12 +244,12 @@ def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: C
     )
     for side, expected, network_tensors in sides:
         types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in network_tensors}
-        wanted = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
-        for name in sorted(types.keys() | wanted.keys()):
-            if types.get(name) != wanted.get(name):
+        expected_types = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
+        for name in sorted(types.keys() | expected_types.keys()):
+            if types.get(name) != expected_types.get(name):
                 raise BuildError(
                     f"{source}: {side} {name} is {types.get(name, 'absent')} in the {library.runtime} network, "
-                    f"expected {wanted.get(name, 'absent')}; this is a defect of specexport, please report it"
+                    f"expected {expected_types.get(name, 'absent')}; this is a defect of specexport, please report it"
                 )
     updates = _layers(network, "KV_CACHE_UPDATE")
     written = {layer.get_output(0).name: layer.get_input(0).name for layer in updates}

@@ -1,4 +1,4 @@
-"""What is compiled: the engines that a bundle needs, the shapes of each, and the graph that an engine is compiled from.
+"""The engines that a bundle needs, the shapes of each, and the graph that an engine is compiled from.
 
 A source graph is a master whose types are decided; onnxruntime on GPUs runs it as it is.
 """

@@ -69,7 +69,7 @@ class _Narrowing:
         # Positions times frequencies need every bit of a float32.
         self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
         self.is_narrow: dict[ir.Value, bool] = {}
-        """Of every float value that depends on an input, and of constants made narrow."""
+        """Whether a value is narrow: float values that depend on an input, and converted constants."""
         self._converted: dict[tuple[ir.Value, bool], ir.Value] = {}
 
     def run(self, caches: set[str]) -> None:
@@ -86,7 +86,7 @@ class _Narrowing:
                 self._finish(index, value, value.name in caches)
 
     def _convert(self, node: ir.Node) -> None:
-        # Whether narrow was written into the value's type already tells nothing: ask what was decided.
+        # The value's own type may be narrow already: only the recorded decision counts.
         floats = [
             (index, value)
             for index, value in enumerate(node.inputs)
@@ -112,7 +112,7 @@ class _Narrowing:
         if node.op_type in _NARROW:
             return True
         if node.op_type == "Cast":
-            # Of a quantized weight, which the narrow types hold exactly; not of another integer or a truth value.
+            # A quantized weight, which the narrow types hold exactly; no other integer or truth value.
             return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
         return all(self._allows(value) for value in floats)
 
@@ -190,7 +190,7 @@ class _Narrowing:
             )
 
     def _finish(self, index: int, value: ir.Value, narrow: bool) -> None:
-        """Gives an output the type it is to have, under its own name."""
+        """Casts an output to its final type, under its own name."""
         if narrow:
             value.dtype = self._narrow
         if self.is_narrow[value] == narrow:

@@ -30,8 +30,8 @@ def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
 
 def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
     """The values that one output of a graph depends on and no other output does."""
-    wanted = [value for value in graph.outputs if value.name == output]
-    return ancestors(wanted) - ancestors(value for value in graph.outputs if value.name != output)
+    matching = [value for value in graph.outputs if value.name == output]
+    return ancestors(matching) - ancestors(value for value in graph.outputs if value.name != output)
 
 
 def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:

@@ -38,7 +38,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Adds Ifs, each of which adds its expert's output to the sum ``[N,H]`` so far; returns the last sum."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
     region = _between(hidden, rows, products)
-    gathered = [value for inner in region for value in inner.inputs if _stack(value) is not None]
+    gathered = [value for source in region for value in source.inputs if _stack(value) is not None]
     stacks = {value: _required(_stack(value)) for value in gathered if value is not None}
     tensors = {stack: _required(stack.const_value) for stack in stacks.values()}
     count = next(iter(tensors.values())).shape.numpy()[0]
@@ -77,11 +77,11 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
         mapped: dict[ir.Value, Any] = {rows: add(branch, f"{prefix}rows", "Gather", hidden, token, axis=0)}
         matrices = {stack: _expert(stack, tensors[stack], expert, read) for stack in stacks.values()}
         mapped |= {value: matrices[stack] for value, stack in stacks.items()}
-        for inner in region:
-            inputs = [mapped.get(value, value) if value is not None else None for value in inner.inputs]
-            outputs = [ir.val(f"{value.name}.{expert}") for value in inner.outputs]
-            branch.op_multi_out(inner.op_type, inputs, inner.attributes, outputs=outputs, domain=inner.domain)
-            mapped |= zip(inner.outputs, outputs, strict=True)
+        for source in region:
+            inputs = [mapped.get(value, value) if value is not None else None for value in source.inputs]
+            outputs = [ir.val(f"{value.name}.{expert}") for value in source.outputs]
+            branch.op_multi_out(source.op_type, inputs, source.attributes, outputs=outputs, domain=source.domain)
+            mapped |= zip(source.outputs, outputs, strict=True)
         weight = add(branch, f"{prefix}share", "GatherElements", share, token, axis=1)
         weight = add(branch, f"{prefix}shares", "Unsqueeze", weight, number(2))
         update = add(branch, f"{prefix}own", "Mul", mapped[products], weight)
@@ -127,17 +127,17 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
     """The nodes, in their order, that compute one value from another and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
-    known = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
+    depends_on_rows = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 
     def depends(value: ir.Value | None) -> bool:
         node = value.producer() if value is not None else None
-        if value is not None and value not in known and node is not None:
+        if value is not None and value not in depends_on_rows and node is not None:
             gathered = _stack(value) is not None
             read = [] if gathered else [depends(source) for source in node.inputs]
-            known[value] = gathered or any(read)
+            depends_on_rows[value] = gathered or any(read)
             if any(read):
                 nodes[node] = None
-        return value is not None and known.get(value, False)
+        return value is not None and depends_on_rows.get(value, False)
 
     depends(outputs)
     return list(nodes)

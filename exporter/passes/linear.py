@@ -16,7 +16,7 @@ from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, needed_only_for, op
 
 FORM = "form"
-"""Of a weight's metadata: how the checkpoint stores it, where it cannot be joined with others."""
+"""Key of a weight's metadata: how the checkpoint stores it, if it cannot be joined with others."""
 
 
 def canonical_weights(model: ir.Model) -> None:
@@ -139,8 +139,8 @@ def joined_name(names: list[str]) -> str:
 
 def names_in(name: str) -> list[str]:
     """The names of the matrices that one was joined of: undoes :func:`joined_name`."""
-    head, brace, rest = name.partition("{")
-    differing, _, tail = rest.partition("}")
+    head, brace, behind = name.partition("{")
+    differing, _, tail = behind.partition("}")
     return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
 
 

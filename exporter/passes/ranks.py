@@ -192,6 +192,6 @@ def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> t
 
 
 def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:
-    """What all ranks do with it, without a root or groups."""
-    how = {"collective_operation": operation, "reduce_op": reduction, "root": -1, "group_size": 0, "nb_rank": ranks}
-    return op("DistCollective", [value], name, **how)
+    """A collective of all ranks, without a root or groups."""
+    sizes = {"root": -1, "group_size": 0, "nb_rank": ranks}
+    return op("DistCollective", [value], name, collective_operation=operation, reduce_op=reduction, **sizes)

@@ -20,8 +20,8 @@ class _Norm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
     def check(self, context: Any, x: ir.Value, epsilon: ir.Value) -> bool:
         self._graph, self._epsilon = context.graph_or_function, ir.convenience.get_const_tensor(epsilon)
-        known = x.shape is not None and isinstance(x.shape[-1], int)
-        return known and self._epsilon is not None and self._epsilon.size == 1
+        static = x.shape is not None and isinstance(x.shape[-1], int)
+        return static and self._epsilon is not None and self._epsilon.size == 1
 
     def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
         assert x.shape is not None and self._epsilon is not None

@@ -1,7 +1,7 @@
-"""onnxscript's optimizer, with only those rules that apply to transformers' models, and names of weights after it.
+"""onnxscript's optimizer, and names of weights after it.
 
-Its own list matches convolutions and batch norms at every node, and looks for pairs of slices at every node among all
-nodes, which takes longer than the rest where layers are many.
+Its own rule for pairs of slices looks through all nodes at every node, which takes longer than the rest where layers
+are many.
 """
 
 from __future__ import annotations
@@ -36,33 +36,7 @@ def _split_slices() -> rewriter.RewriteRule:
 
 
 _RULES = rewriter.RewriteRuleSet(
-    [
-        *common.mul_by_1_rule.commute(),
-        *common.add_0_rule.commute(),
-        common.sub_0_rule,
-        common.div_by_1_rule,
-        common.dropout_zero_rule,
-        common.dropout_inference_rule,
-        common.two_reshapes_matmul_reshape_rule,
-        common.one_reshape_matmul_reshape_rule,
-        common.cast_constant_of_shape_rule,
-        common.cast_constant_of_shape_without_value_rule,
-        common.collapse_slice_rule,
-        common.collapse_slice2_rule,
-        common.materialize_reshape_shape_rule,
-        common.cast_cast_rule,
-        common.no_op_cast_rule,
-        common.no_op_expand_rule,
-        common.flatten_to_reshape_rule,  # before the next
-        common.reshape_reshape_rule,
-        _split_slices(),
-        common.no_op_transpose_rule,
-        common.transpose_transpose_rule,
-        common.unsqueeze_unsqueeze_rule,
-        common.squeeze_reshape_1d_rule,
-        common.no_op_dynamic_scatter_nd_rule,
-        common.no_op_static_scatter_nd_rule,
-    ]
+    [_split_slices() if rule is common.slice_split_rule else rule for rule in rewriter._DEFAULT_REWRITE_RULES]
 )
 
 

@@ -77,7 +77,7 @@ def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _describe(node: ir.Node, dtype: ir.DataType | None, *shape: int | None) -> None:
-    """What later rewrites ask of the node's output."""
+    """Sets the type and shape of a node's output, which later rewrites read."""
     node.outputs[0].shape = ir.Shape(shape)
     node.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
 
@@ -126,9 +126,9 @@ def _restored(stored: ir.Value, scales: ir.Value | None, *, pairs: bool) -> npt.
     """Integers ``[V,H/block,block,...]``, or pairs of them, times the scales of their blocks."""
     assert stored.const_value is not None and scales is not None and scales.const_value is not None
     integers, scale = stored.const_value.numpy(), scales.const_value.numpy()
-    rows, blocks, held, *columns = integers.shape
+    rows, blocks, stored_block, *columns = integers.shape
     scale = scale.reshape(rows, blocks, 1, *columns)
-    table = np.empty((rows, blocks, 2 * held if pairs else held, *columns), np.float16)
+    table = np.empty((rows, blocks, 2 * stored_block if pairs else stored_block, *columns), np.float16)
     chunk = max(1, _CHUNK_ELEMENTS // table[0].size)
     for part in (slice(start, start + chunk) for start in range(0, rows, chunk)):
         table[part] = (split_int4(integers[part]) if pairs else integers[part]) * scale[part]

@@ -69,11 +69,10 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
         return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
 
     def validate_tree(self, tree: TokenTree) -> str | None:
-        short = (
-            f"depth {tree.depth}, with a block of {self.block_size} tokens" if tree.depth >= self.block_size else None
-        )
         # What it knows at a depth does not depend on the tokens before it, so that any node may have children.
-        return RankedMethod.validate_tree(self, tree) or short
+        if (reason := RankedMethod.validate_tree(self, tree)) is not None or tree.depth < self.block_size:
+            return reason
+        return f"depth {tree.depth}, with a block of {self.block_size} tokens"
 
 
 def block_inputs(states: Dim) -> tuple[Tensor, ...]:

@@ -27,14 +27,8 @@ _AT_ONCE = 32
 def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in z-lab's layout, without the embedding and head, which are the target's.
 
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``: ``accuracy``, for each drafted position the share of tokens
-        that were the draft's candidate of each rank, and ``acceptance_length`` of a chain.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
+    The record has ``accuracy``, for each drafted position the share of tokens that were the draft's candidate of each
+    rank, and ``acceptance_length`` of a chain.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
@@ -43,7 +37,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     within("states", min(states), 1, layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
-        run.prepare(target, options.self_distill)
+        run.prepare(options.self_distill)
         draft = new_draft(options, target, states)
 
         def loss_of(batch: Windows, number: int) -> Loss:
@@ -116,8 +110,8 @@ def draft_accuracy(
     """Measures each position of a block after every token of windows that the draft was not trained on."""
 
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        every = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-        return _losses(draft, model, states, batch, every)
+        anchors = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+        return _losses(draft, model, states, batch, anchors)
 
     return measured(losses, draft.shape.block_size - 1, windows, place)
 
@@ -154,12 +148,12 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
     last = anchors.repeat_interleave(rows, 1)
     block_positions = last + 1 + place % rows
     positions = torch.cat([before.expand_as(ids), block_positions], 1)
-    same = (place // rows)[:, None] == place // rows
-    seen = torch.cat([before <= last[:, :, None], same.expand(batch, -1, -1)], -1)
-    behind = torch.cat([torch.zeros_like(before), place])[None, :] > place[:, None]
+    same_block = (place // rows)[:, None] == place // rows
+    seen = torch.cat([before <= last[:, :, None], same_block.expand(batch, -1, -1)], -1)
+    later = torch.cat([torch.zeros_like(before), place])[None, :] > place[:, None]
     config: Any = draft.shape.config
     empty = context.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
-    past, none = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
-    with lowering(each_layer(draft.shape.causal, past, none, seen, behind, positions)):
+    past, no_past = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
+    with lowering(each_layer(draft.shape.causal, past, no_past, seen, later, positions)):
         output: torch.Tensor = draft(block, context, block_positions, positions)
     return output.view(batch, count, rows, -1)[:, :, 1:]

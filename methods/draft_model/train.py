@@ -30,14 +30,7 @@ _REPORTED_DEPTH = 4
 def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``; ``acceptance`` has the mean tokens a step for one to six
-        draft tokens, before and after training.
-
-    Raises:
-        SpecExportError: an option, the data, a model or a checkpoint is invalid; names it.
+    ``acceptance`` in the record has the mean tokens a step for one to six draft tokens, before and after training.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
@@ -51,7 +44,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
         run.describe_data()
         parameters = dict(draft.model.requires_grad_(True).named_parameters())
         outer = (draft.model.get_input_embeddings(), draft.model.get_output_embeddings())
-        chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
+        optimizer_list = optimizers(options.optimizer, parameters.values(), outer, options.lr)
         keep = run.window - 1 if options.samples == "data" else run.window - run.prompt
 
         def loss_at(number: int) -> Loss:
@@ -65,7 +58,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
         run.train(
             "draft",
             parameters,
-            chosen,
+            optimizer_list,
             options.total_steps(len(run.windows)),
             loss_at,
             lambda: f"greedy acceptance length {acceptance.length(0.0, _REPORTED_DEPTH):.2f}",

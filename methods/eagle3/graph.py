@@ -59,11 +59,8 @@ class Eagle3Draft(OwnStateModule):
         self.reads, self.hidden = wide, H
         self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
         self.input_norm = LlamaRMSNorm(wide, eps) if shape.norm_before_fc else None
-        self.fc_norm = (
-            torch.nn.ModuleList([LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)])
-            if shape.fc_norm
-            else None
-        )
+        norms = [LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)] if shape.fc_norm else None
+        self.fc_norm = None if norms is None else torch.nn.ModuleList(norms)
         self.fc = torch.nn.Linear(wide, H, bias=False)
         self.layers = torch.nn.ModuleList(
             [LAYERS[config.model_type](config, index) for index in range(config.num_hidden_layers)]

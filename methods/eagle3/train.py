@@ -27,14 +27,8 @@ from specexport.training.run import Place, TrainingModel, choose_place, layer_si
 def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in EAGLE's layout, without the embedding, which is the target's.
 
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``: ``accuracy``, for each drafted position after correct drafts
-        the share of tokens that were the draft's candidate of each rank, and ``acceptance_length`` of a chain.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
+    The record has ``accuracy``, for each drafted position after correct drafts the share of tokens that were the
+    draft's candidate of each rank, and ``acceptance_length`` of a chain.
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
@@ -43,7 +37,7 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
-        run.prepare(target, options.self_distill)
+        run.prepare(options.self_distill)
         draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]
 
         train_and_write(
@@ -149,7 +143,7 @@ def _losses(
     number = torch.full((logits.shape[1],), -1, device=logits.device).scatter_(
         0, target_ids, torch.arange(vocab).to(target_ids)
     )
-    known = number[logits.argmax(-1)] >= 0
+    in_vocab = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
     hidden = draft.fused(target_states)
@@ -162,7 +156,7 @@ def _losses(
         labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
 
         def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
-            return logits[targets[rows]].float().softmax(-1) * known[targets[rows], None]
+            return logits[targets[rows]].float().softmax(-1) * in_vocab[targets[rows], None]
 
         total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
         yield total, torch.where(labels >= 0, ranks, vocab)

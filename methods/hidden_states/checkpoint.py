@@ -213,8 +213,8 @@ class DraftOutline(ABC):
                 )
         needed = (shapes.keys() - shared) | ({D2T} if self.draft_vocab != self.vocab else set())
         for name in sorted(needed - stored.keys()):
-            others = [start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to)]
-            names = " or ".join(map(repr, (name, *others)))
+            stored_names = [start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to)]
+            names = " or ".join(map(repr, (name, *stored_names)))
             raise BuildError(f"{self.path}: no tensor {names}; {CONFIG} asks for it")
         self._target_ids(stored)
 
@@ -266,11 +266,11 @@ class DraftOutline(ABC):
     def _table(self, target: Path, name: str) -> torch.Tensor:
         """The target's embedding or head, for a draft without one."""
         tensor = stored_table(target, head=name == HEAD)
-        wanted = (self.vocab, self.layer.hidden_size)
-        if tensor.shape != wanted:
+        expected = (self.vocab, self.layer.hidden_size)
+        if tensor.shape != expected:
             raise BuildError(
                 f"{self.path}: has no {name!r}, and the target's {tensor.name!r} is {list(tensor.shape)}; expected "
-                f"{list(wanted)}"
+                f"{list(expected)}"
             )
         return tensor.finite(target)
 
@@ -384,6 +384,4 @@ def as_checkpoint(
     ``source`` is the user's name for it.
     """
     cache = outline.cache(draft)
-    return Checkpoint.of_draft(
-        source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions
-    )
+    return Checkpoint(source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions)

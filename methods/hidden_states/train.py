@@ -42,18 +42,18 @@ def train_and_write(
     """
     options, target = run.options, run.target
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    chosen = optimizers(options.optimizer, parameters.values(), outer, options.lr)
+    optimizer_list = optimizers(options.optimizer, parameters.values(), outer, options.lr)
 
     def loss_at(number: int) -> Loss:
         with run.place.autocast():
             return loss_of(run.batch(number, options.seed), number)
 
     def evaluate() -> str:
-        few = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
-        return f"held-out acceptance {accuracy_of(few).chain_length:.2f}"
+        watched = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
+        return f"held-out acceptance {accuracy_of(watched).chain_length:.2f}"
 
     steps = options.total_steps(len(run.windows))
-    run.train("draft", parameters, chosen, steps, loss_at, evaluate if watch else None)
+    run.train("draft", parameters, optimizer_list, steps, loss_at, evaluate if watch else None)
     accuracy = accuracy_of(run.held_out)
     run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
     (vocab, hidden), layers = target.model.get_output_embeddings().weight.shape, layers_of(target.model)

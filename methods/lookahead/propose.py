@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,11 +119,10 @@ class LookaheadProposer(SlotProposer[_Slot]):
 
     observes = frozenset({tensors.LOGITS})
 
-    def __init__(self, method: Lookahead, pool: Callable[[int], NgramPool] = NgramPool) -> None:
+    def __init__(self, method: Lookahead) -> None:
         super().__init__()
         self._method = method
         self._widths = sorted(method.widths())
-        self._pool = pool
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         return {view.slot: self._propose(view) for view in views}
@@ -132,8 +131,8 @@ class LookaheadProposer(SlotProposer[_Slot]):
         slot = self._slots.get(view.slot)
         if slot is None:
             slot = self._slots[view.slot] = self._begin(view.tokens)
-        root, each = view.tokens[-1], self._method.ngram - 1
-        guesses = slot.pool.guesses(root, (len(view.tree) - 1) // each)
+        root, guess_length = view.tokens[-1], self._method.ngram - 1
+        guesses = slot.pool.guesses(root, (len(view.tree) - 1) // guess_length)
         tokens, parents = merged(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)
@@ -154,25 +153,25 @@ class LookaheadProposer(SlotProposer[_Slot]):
     def _begin(self, prompt: Sequence[int]) -> _Slot:
         method, random = self._method, np.random.default_rng(_SEED)
         W, N, G = method.window, method.ngram, method.guesses
-        pool = self._pool(G)
+        pool = NgramPool(G)
         if method.prompt_seeding:
             for end in range(N, len(prompt) + 1):
                 first, *rest = prompt[end - N : end]
                 if not any(map(is_embedding, rest)):
                     pool.add(first, tuple(rest))
-        known = [token for token in prompt if not is_embedding(token)] or [_SPARE]
-        first_level = random.choice(np.array(known), W + N - 3).tolist()
+        vocabulary = [token for token in prompt if not is_embedding(token)] or [_SPARE]
+        first_level = random.choice(np.array(vocabulary), W + N - 3).tolist()
         return _Slot(pool, Trajectory(W, N, first_level))
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        known = self._slots.get(slot)
-        if known is None or known.pending is None:  # prefill, or a step of only the root
+        state = self._slots.get(slot)
+        if state is None or state.pending is None:  # prefill, or a step of only the root
             return
-        first_token, rows = known.pending
-        known.pending = None
+        first_token, rows = state.pending
+        state.pending = None
         predicted = outputs[tensors.LOGITS][rows].argmax(-1).tolist()
-        for first, rest in known.trajectory.advance(first_token, predicted):
-            known.pool.add(first, rest)
+        for first, rest in state.trajectory.advance(first_token, predicted):
+            state.pool.add(first, rest)
 
 
 def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:

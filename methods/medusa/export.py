@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
+from specexport.contract.methods import MethodOptions, RankedMethod
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
@@ -49,6 +51,8 @@ NEXT_RANK = 0.3
 _PREFIX = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 _MAX_HEADS, _MAX_LAYERS = 16, 16
+O = TypeVar("O", bound=MethodOptions)
+H = TypeVar("H", bound=RankedMethod)
 
 
 class _Config(MeasuredConfig, kw_only=True):
@@ -151,16 +155,16 @@ def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[s
     outline = _outline(folder, stored, file)
     with torch.device("meta"):
         heads = MedusaHeads(outline.count, outline.layers, hidden, vocab, tied=outline.tied)
-    for name, wanted in heads.state_dict().items():
+    for name, parameter in heads.state_dict().items():
         if name not in stored:
             raise BuildError(
                 f"{file}: no tensor {name!r}; {folder / CONFIG} says {outline.count} heads of {outline.layers} layers"
                 + (" that share the model's head" if outline.tied else "")
             )
-        if stored[name].shape != tuple(wanted.shape):
+        if stored[name].shape != tuple(parameter.shape):
             raise BuildError(
-                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(wanted.shape)} for a model of "
-                f"hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
+                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(parameter.shape)} for a model "
+                f"of hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
             )
     return heads, stored, file
 
@@ -175,8 +179,8 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
     elif pickled.is_file():
         stored, file = pickled_tensors(pickled), pickled
     else:
-        every = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
-        stored = [tensor for tensor in every if tensor.name.startswith(_PREFIX)]
+        tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in stored_tensors(path)]
+        stored = [tensor for tensor in tensors if tensor.name.startswith(_PREFIX)]
     if not stored:
         raise BuildError(
             f"{file}: no Medusa heads; expected {WEIGHTS}.safetensors, {WEIGHTS}.pt, or a full model whose "
@@ -246,8 +250,33 @@ def _config(heads: MedusaHeads, base: str) -> dict[str, Any]:
     }
 
 
-class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
+class HeadsExporter(MethodExporter[O, H]):
+    """Base of methods with Medusa heads, whose trees follow from the heads' measured or published accuracy."""
+
+    earlier_accuracy: ClassVar[tuple[float, ...]] = ()
+    """Assumed accuracy of the depths before those of the heads."""
+
+    @abstractmethod
+    def heads_folder(self, method: H) -> str:
+        """The folder of the heads."""
+
+    def sized(self, method: H, size: int) -> TokenTree:
+        """See :class:`MethodExporter`; the best tree of that size."""
+        heads = read_outline(expanded(self.heads_folder(method)))
+        weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
+        return TokenTree.best(weight, size + 1, method.candidates, depth)
+
+    def default_trees(self, method: H) -> tuple[TokenTree, ...]:
+        """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
+        published = read_outline(expanded(self.heads_folder(method))).tree
+        return (published,) if published is not None else super().default_trees(method)
+
+
+class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
+
+    def heads_folder(self, method: Medusa) -> str:
+        return method.model
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
         folder = expanded(options.model)
@@ -260,16 +289,6 @@ class MedusaExporter(MethodExporter[MedusaOptions, Medusa]):
             parameters=count_parameters(folder, hidden=target.hidden, vocab=target.vocab),
             weights=target.proposing,
         )
-
-    def sized(self, method: Medusa, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; the best tree of that size by the heads' measured or published accuracy."""
-        heads = read_outline(expanded(method.model))
-        return TokenTree.best(path_weight(heads), size + 1, method.candidates, heads.count)
-
-    def default_trees(self, method: Medusa) -> tuple[TokenTree, ...]:
-        """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
-        published = read_outline(expanded(method.model)).tree
-        return (published,) if published is not None else super().default_trees(method)
 
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:
         return HeadCandidates(heads_of(method.model, target), target.model, method.candidates)

@@ -33,16 +33,7 @@ _NOISE = 0.01
 
 
 def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
-    """Trains heads, or a model with heads, and writes the output.
-
-    An interrupted run resumes from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
-    """
+    """Trains heads, or a model with heads."""
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
     with open_run("train medusa", options, place, base, log) as run:
@@ -164,8 +155,8 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
             hidden, logits = run_model(model, batch.ids, learnt)
             if kind == "kl":
                 with torch.no_grad(), original() as teacher:
-                    _, wanted = run_model(teacher, batch.ids, learnt)
-                distillation = divergence(logits, wanted, "forward_kl")
+                    _, teacher_logits = run_model(teacher, batch.ids, learnt)
+                distillation = divergence(logits, teacher_logits, "forward_kl")
             else:
                 distillation = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
             of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)

@@ -45,9 +45,9 @@ class MedusaOptions(HiddenStateOptions, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        for name, known in options(type(self)).items():
-            alone = self.stage == 1 and known.about.get("group") == _STAGE_2
-            if alone and getattr(self, name) != known.default:
+        for name, declared in options(type(self)).items():
+            alone = self.stage == 1 and declared.about.get("group") == _STAGE_2
+            if alone and getattr(self, name) != declared.default:
                 raise TrainError(f"{dashed(name)} was given without --stage 2, the only one to use it")
 
 

@@ -12,27 +12,24 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
-from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
-from specexport.methods.medusa.export import heads_of, path_weight, read_outline, reference_heads
+from specexport.methods.medusa.export import HeadsExporter, heads_of, read_outline, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 
-_OWN_ACCURACY = 0.8
-"""Assumed accuracy of the draft's own head."""
 
-
-class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
+class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     """Exports a draft whose own head proposes the first depth, and its Medusa heads the depths after it."""
 
     stage: ClassVar[str | None] = "draft"
+    earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
@@ -47,14 +44,8 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
             candidates=min(MAX_TOP_K, target.vocab),
         )
 
-    def sized(self, method: MedusaDraft, size: int) -> TokenTree:
-        weight = path_weight(read_outline(expanded(method.medusa)), (_OWN_ACCURACY,))
-        return TokenTree.best(weight, size + 1, method.candidates, method.heads + 1)
-
-    def default_trees(self, method: MedusaDraft) -> tuple[TokenTree, ...]:
-        """See :class:`MethodExporter`; the heads' own tree, if they have one."""
-        published = read_outline(expanded(method.medusa)).tree
-        return (published,) if published is not None else super().default_trees(method)
+    def heads_folder(self, method: MedusaDraft) -> str:
+        return method.medusa
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`; the draft reads as many tokens as a step can commit."""
@@ -70,13 +61,13 @@ class MedusaDraftExporter(MethodExporter[MedusaDraftOptions, MedusaDraft]):
             )
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
-        known = min(MAX_TOP_K, vocab)
+        count = min(MAX_TOP_K, vocab)
         points = self.points(method, build.plan)
-        candidates = HeadCandidates(heads, draft.model, known, vocab, depth_1=True)
+        candidates = HeadCandidates(heads, draft.model, count, vocab, depth_1=True)
         outputs = [tensors.CANDIDATES]
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
         model = write_draft(draft, build, lambda: trace.trace_step(step, draft.cache), points, name="step")
-        return msgspec.structs.replace(method, candidates=known, draft=model, model=model.source)
+        return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()

@@ -60,10 +60,8 @@ class MedusaDraftProposer(ReadingProposer):
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
         """Runs the draft over at most ``width`` tokens a slot and returns its candidates by slot."""
         self._graph.reserve(max(pasts.values()) + width)
-        sizes = (
-            self._graph.sizes if width == self._width else (1, self._graph.sizes[-1])
-        )  # chunks are read one slot at a time
-        slots = window(texts, sizes)
+        # Chunks are read one slot at a time.
+        slots = window(texts, self._graph.sizes if width == self._width else (1, self._graph.sizes[-1]))
         inputs = self._graph.inputs(width, 1, slots=slots)
         self._graph.protect_rows(width, 1, slots=slots)
         for slot, tokens in texts.items():

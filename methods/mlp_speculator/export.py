@@ -1,21 +1,17 @@
-"""Export of MLP speculators: the propose graph, and its comparison with a plain implementation of the formulas."""
+"""Export of MLP speculators: the propose graph, and its comparison with the stages."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import onnx_ir as ir
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
@@ -92,7 +88,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             stages = load_speculator(outline)
             # Stages beyond the deepest tree would never be used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
-            checkpoint = Checkpoint.of_draft(
+            checkpoint = Checkpoint(
                 method.model, outline.path, method.name, stages, (), outline.vocab, outline.vocab, build.max_positions
             )
         model = write_draft(
@@ -110,12 +106,15 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         manifest, (draft,) = run.bundle.manifest, method.models.values()
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
-        model, stages = load_reference(checkpoint, manifest.target), ReferenceSpeculator(speculator)
+        outline = read_speculator(str(speculator))
+        require_fit(outline, hidden=method.hidden, vocab=manifest.target.vocab_size)
+        model, stages = load_reference(checkpoint, manifest.target), load_speculator(outline)
         agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
         for text, drafted in recorded:
             # The target's cache holds all tokens except the last, which is the root.
             _, hidden = reference_states(model, np.array(text[:-1]))
-            expected = stages.logits(hidden[-1], [text[-1], *drafted[:-1].tolist()])
+            with torch.no_grad():
+                expected = stages.logits(hidden[-1], torch.tensor([text[-1], *drafted[:-1].tolist()]))
             agreement.count(expected.numpy(), drafted)
         return "the speculator's graph proposes the original stages' own token", agreement
 
@@ -131,45 +130,6 @@ def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
         return outline.accuracy.paths.get(path, _NEVER_SEEN * usual)
 
     return weight
-
-
-class ReferenceSpeculator:
-    """A plain implementation of a checkpoint, one tensor operation per term of the formulas (arXiv 2404.19124)."""
-
-    def __init__(self, folder: Path) -> None:
-        self._config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._tensors = {
-            name.removeprefix("speculator."): tensor.float()
-            for file in sorted(folder.glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-
-    def logits(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """The logits of each stage, ``[D,V]``.
-
-        Args:
-            hidden: ``[H]``, the input of the target's head.
-            tokens: the D input tokens: the root, then draft tokens.
-        """
-        inner = self._config.get("inner_dim") or self._config["emb_dim"]
-        state_weight = 0.5 ** (0.5 / self._config["n_predict"])
-        token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
-        state = hidden
-        if self._config.get("scale_input"):
-            state = F.rms_norm(state, (len(state),), eps=1e-6) / math.sqrt(2)
-        logits = []
-        for stage, token in enumerate(tokens):
-            mixed = self._of("proj", stage) @ state * state_weight + self._of("emb", stage)[token] * token_weight
-            normed = F.rms_norm(mixed, (inner,), self._of("ln", stage), 1e-6) + self._of("ln", stage, "bias")
-            state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
-            logits.append(self._of("head", stage) @ state)
-        return torch.stack(logits)
-
-    def _of(self, part: str, stage: int, kind: str = "weight") -> torch.Tensor:
-        if self._config.get("tie_weights"):
-            stage = min(stage, 1) if part == "proj" else 0
-        tensor: torch.Tensor = self._tensors[f"{part}.{stage}.{kind}"]
-        return tensor
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:

@@ -87,6 +87,14 @@ class SpeculatorStages(torch.nn.Module):
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
         return F.gelu(self.ln[stage](mixed))
 
+    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits ``[D,V]`` of the first D stages, from the target's hidden state ``[H]`` and tokens ``[D]``."""
+        state, logits = self.first_state(hidden), []
+        for stage, token in enumerate(tokens):
+            state = self.advance(stage, state, token)
+            logits.append(self.head[stage](state))
+        return torch.stack(logits)
+
 
 class SpeculatorModule(torch.nn.Module):
     """The propose graph: every node of a token tree that has children gets its candidates, level by level."""
@@ -116,9 +124,9 @@ class SpeculatorModule(torch.nn.Module):
             if stage:
                 parents = level_parents[:, stage]
                 drawn, ids, _ = drafted[-3:]
-                known = _of_parents(ids, parents)
-                place = place_of_rank(known, drawn.gather(1, parents), level_ranks[:, stage])
-                tokens = known.gather(2, place[..., None])[..., 0]
+                candidates = _of_parents(ids, parents)
+                place = place_of_rank(candidates, drawn.gather(1, parents), level_ranks[:, stage])
+                tokens = candidates.gather(2, place[..., None])[..., 0]
                 state = _of_parents(state, parents)
             state = self.speculator.advance(stage, state, tokens)
             logits = self.speculator.head[stage](state).float()

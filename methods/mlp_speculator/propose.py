@@ -65,9 +65,9 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         depth, width = levels.parents.shape
         inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
         inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
-        for name, wanted in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
+        for name, indices in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
             inputs[name][at] = 0
-            inputs[name][at, :depth, :width] = wanted
+            inputs[name][at, :depth, :width] = indices
         write_sampling(inputs, at, view.params)
         if not view.params.greedy:
             # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.

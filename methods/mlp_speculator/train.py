@@ -22,14 +22,7 @@ from specexport.training.run import Place, choose_place, load_model, open_run
 def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
     """Trains a speculator and writes it in the layout of ``ibm-fms``.
 
-    Training has two stages, as theirs: first the data, then texts sampled from the model. An interrupted run resumes
-    from its last checkpoint when it is started again with the same options.
-
-    Returns:
-        The record written to ``training.json``.
-
-    Raises:
-        SpecExportError: an option, the data or a checkpoint is invalid; names it.
+    Training has two stages, as theirs: first the data, then texts sampled from the model.
     """
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)

@@ -162,14 +162,14 @@ def read_mtp(source: str) -> MTPOutline:
         if isinstance(count, int) and count > 1:
             raise BuildError(f"{folder / CONFIG}: {field} is {count}; expected 1, as one layer drafts every token")
     names = [tensor.name for tensor in checkpoint_tensors(folder)]
-    behind = f"model.layers.{layers}."
+    layer_prefix = f"model.layers.{layers}."
     if any(name.startswith("mtp.") for name in names):
         prefixes = dict(_QWEN)
-    elif any(name.startswith(behind) for name in names):
-        prefixes = {behind + start: stands_for for start, stands_for in _DEEPSEEK.items()}
+    elif any(name.startswith(layer_prefix) for name in names):
+        prefixes = {layer_prefix + start: stands_for for start, stands_for in _DEEPSEEK.items()}
     else:
         raise BuildError(
-            f"{folder}: no MTP layer: no tensor begins with 'mtp.' or {behind!r}; expected a checkpoint that is "
+            f"{folder}: no MTP layer: no tensor begins with 'mtp.' or {layer_prefix!r}; expected a checkpoint that is "
             "published with one (DeepSeek-V3, GLM-4.5, Qwen3-Next), as transformers does not save it"
         )
     for name, kinds in config.to_dict().items():

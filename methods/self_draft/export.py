@@ -8,7 +8,7 @@ from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.writing import Part, traced
+from specexport.exporter.writing import TracedGraph, traced
 from specexport.graphs.layers import first_layers
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.export import ChainDraftExporter
@@ -21,7 +21,7 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
     def outline(self, options: SelfDraftOptions, target: TargetOutline) -> SelfDraft:
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
 
-    def add_to_target(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> Part:
+    def add_to_target(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> TracedGraph:
         """See :class:`MethodExporter`.
 
         Raises:
@@ -40,7 +40,7 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
         except ValueError as error:
             raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
         graph = compose.propose_graph(master, cache, build.lowering)
-        return Part("self_draft", graph, plan.propose_points(method), cache, parameters)
+        return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 
     def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()

@@ -47,8 +47,8 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, Universal
         tokenizer = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
         texts = [list(tokenizer.encode(target.decode(text)).ids) for text in run.texts]
         # With its own tokens it is an ordinary draft model.
-        alone = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
-        return self.compare_with(alone, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
+        draft_model = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
+        return self.compare_with(draft_model, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
 
 
 EXPORTER = UniversalDraftExporter()

@@ -25,19 +25,19 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
-        whole: whether the text ends at a character's end.
+        complete: whether the text ends at a character's end.
     """
 
     stream: TextStream
     text: str = ""
     read: int = 0
-    whole: bool = True
+    complete: bool = True
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             piece = self.stream.push(token)
             self.text += piece
-            self.whole = bool(piece)
+            self.complete = bool(piece)
         self.read += len(tokens)
 
 
@@ -62,13 +62,13 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         self._longest = longest
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        wanted = {view.slot: view for view in views}
+        views_by_slot = {view.slot: view for view in views}
         translations = [view for view in map(self._translated, views) if view is not None]
         texts = {view.slot: view.tokens for view in translations}
         proposals = {}
         for slot, proposal in self._drafter.propose(translations).items():
-            tokens = self._tokens(wanted[slot].tokens, texts[slot], proposal.tokens.tolist())
-            if (translated := self._chains.proposal(wanted[slot].tree, tokens)) is not None:
+            tokens = self._tokens(views_by_slot[slot].tokens, texts[slot], proposal.tokens.tolist())
+            if (translated := self._chains.proposal(views_by_slot[slot].tree, tokens)) is not None:
                 proposals[slot] = translated
         return proposals
 
@@ -80,7 +80,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         """A slot with its text in the draft's tokens; None if the draft cannot continue it."""
         text = self._slots.setdefault(view.slot, _Text(TextStream(self._target)))
         text.extend(view.tokens[text.read :])
-        tokens = list(self._draft.encode(text.text).ids) if text.whole else []
+        tokens = list(self._draft.encode(text.text).ids) if text.complete else []
         tree = TokenTree.chain(len(view.tree))
         if not 1 < len(tokens) <= self._longest - len(tree):
             return None
@@ -88,8 +88,8 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
         """The target's tokens of a drafted text, from the draft's tokens before it and the drafted ones."""
-        known = drafted_after[-_OVERLAP:]
-        old, new = self._decoded(self._draft, known), self._decoded(self._draft, [*known, *drafted])
+        context = drafted_after[-_OVERLAP:]
+        old, new = self._decoded(self._draft, context), self._decoded(self._draft, [*context, *drafted])
         text = new[len(old) :] if new.startswith(old) else ""
         text = text.rstrip(_UNFINISHED)
         if not text:

@@ -111,13 +111,13 @@ def _reason(error: Exception) -> str:
 
 def _generation(header: Header) -> dict[str, Any]:
     """Writes the tokens that end a text, and the file's sampling settings."""
-    stated = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
+    declared = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
     tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
-    known = [
+    turn_ends = [
         number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == _CONTROL and token in _TURN_ENDS
     ]  # fmt: skip
-    ends = list(dict.fromkeys([*(end for end in stated if end is not None), *known]))
+    ends = list(dict.fromkeys([*(end for end in declared if end is not None), *turn_ends]))
     settings: dict[str, Any] = {"eos_token_id": ends} if ends else {}
     for name, key in _SAMPLING.items():
         value = header.get(f"general.sampling.{name}", (int, float))
@@ -140,8 +140,8 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
     if "rope_freqs.weight" in header.tensors:
         factors = np.ascontiguousarray(header.tensors["rope_freqs.weight"].data).view(np.float32).astype(np.float64)
         scaling = {"rope_type": "llama3", "factor": float(factors.max(initial=1.0)), **_LLAMA3}
-        wanted = _llama3_factors(theta, len(factors), scaling)
-        if not np.allclose(factors, wanted, rtol=1e-3):
+        expected = _llama3_factors(theta, len(factors), scaling)
+        if not np.allclose(factors, expected, rtol=1e-3):
             raise BuildError(
                 f"{header.path}: tensor 'rope_freqs.weight' holds other factors than Llama 3's scaling by "
                 f"{scaling['factor']:g} makes; build from the model that the file was made of"

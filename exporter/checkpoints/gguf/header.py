@@ -82,8 +82,8 @@ class Header:
             return default
         value = self.fields[key].value
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            wanted = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
-            raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {wanted}; {_FETCH}")
+            expected = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
+            raise BuildError(f"{self.path}: {key} is {str(value)[:60]!r}; expected {expected}; {_FETCH}")
         return value
 
     @property
@@ -229,8 +229,8 @@ class _Reading:
             try:
                 stored = GGMLQuantizationType(kind)
             except ValueError:
-                known = "a type that the gguf library knows"
-                raise self._refuse(f"the type of {label}", kind, known) from None
+                expected = "a type that the gguf library knows"
+                raise self._refuse(f"the type of {label}", kind, expected) from None
             block = GGML_QUANT_SIZES[stored][0]
             if sizes[0] % block:
                 raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")

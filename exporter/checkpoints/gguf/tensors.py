@@ -74,9 +74,9 @@ def _halves(scale: int, offset: int | None = None) -> Callable[[_Bytes], _Parts]
 def _six_bits(blocks: _Bytes) -> _Parts:
     """Q4_K, Q5_K: twelve bytes hold eight scales and eight minima, to be subtracted, of six bits each."""
     packed = blocks[..., 4:16]
-    first, second, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = np.concatenate([first & 63, (both & 15) | (first >> 6 << 4)], axis=-1)
-    minima = np.concatenate([second & 63, (both >> 4) | (second >> 6 << 4)], axis=-1)
+    first, second, low_bits = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([first & 63, (low_bits & 15) | (first >> 6 << 4)], axis=-1)
+    minima = np.concatenate([second & 63, (low_bits >> 4) | (second >> 6 << 4)], axis=-1)
     return Factors(_half(blocks, 0), _flat(scales)), Factors(-_half(blocks, 2), _flat(minima))
 
 
