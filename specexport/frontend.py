@@ -168,7 +168,7 @@ class Frontend:
     def tokens(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
 
     def tokens(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int] | EncodedPrompt:
-        """The tokens of a prompt; see :meth:`encode` and :meth:`~specexport.runtime.engine.Engine.encode`."""
+        """The tokens of a prompt; see :meth:`encode` and :class:`~specexport.runtime.prompt.PromptEncoder`."""
         # The engine handles empty prompts.
         if isinstance(prompt, str):
             prompt = self.encode(prompt, add_special_tokens=add_special_tokens)
