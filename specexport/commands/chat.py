@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from specexport.commands import add_engine, add_sampling, add_source, add_speculation, opening, sampling, speculation
+from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, sampling, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded
@@ -134,7 +134,6 @@ class _ChatOptions(Options, frozen=True, kw_only=True):
 
 def chat_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport chat``."""
-    add_source(parser)
     add_flags(parser, _ChatOptions)
     add_sampling(
         parser,
@@ -158,7 +157,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
         specexport chat Qwen/Qwen3-0.6B --precision int8
         specexport chat qwen3/ < questions.txt
     """
-    command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), opening(arguments)
+    command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
     with closing(Frontend.open(**options)) as frontend:
         if frontend.engine.chat_template is None:
             raise RequestError(
