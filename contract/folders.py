@@ -105,9 +105,7 @@ def _refused(error: BaseException | None) -> OSError | None:
 def locked(path: Path, holding: str | None = None) -> Iterator[None]:
     """Holds a lock file; the lock ends with the process, even if that is killed.
 
-    Args:
-        path: the lock file; it exists while the lock is held.
-        holding: what the other process is doing, for the error; None to wait until it ends.
+    The file exists while the lock is held. ``holding`` says what the other process does, for the error; None waits.
 
     Raises:
         BuildError: another process holds it.

@@ -119,9 +119,7 @@ def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
 def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
     """A graph for onnx's checker, which reads no weights: with links, a copy with sparse files for the weights.
 
-    Args:
-        path: the graph.
-        weights: its weight files, in the same folder.
+    ``weights`` are in the same folder.
     """
     if not any(file.is_symlink() for file in (path, *weights)):
         yield path
@@ -136,10 +134,7 @@ def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
 def open_linked(path: Path, options: Any, open_graph: Callable[[Path], Any]) -> Any:
     """Opens a session, whether the graph's weights are links or not.
 
-    Args:
-        path: the graph.
-        options: those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
-        open_graph: opens a session.
+    ``options`` are those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
     """
     try:
         return open_graph(path)

@@ -63,9 +63,7 @@ class Grammars:
     def json_schema(self, schema: str, **output: Any) -> Constraint:
         """A constraint to JSON that matches a schema.
 
-        Args:
-            schema: the schema, as JSON.
-            output: further settings of the output; see :meth:`lark`.
+        ``output`` are those of :meth:`lark`.
 
         Raises:
             RequestError: the schema is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
@@ -248,12 +246,7 @@ def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
 class Constraint:
     """One output's grammar, and its state after the output so far.
 
-    Args:
-        matcher: llguidance's, at the grammar's start.
-        vocab_size: V.
-        ends: tokens that end the output.
-        kind: "grammar" or "JSON schema", for errors.
-        param: the parameter that holds it.
+    ``ends`` are tokens that end the output; ``kind`` and ``param`` name the grammar in errors.
     """
 
     def __init__(

@@ -79,12 +79,7 @@ class _OutputProcessor:
 class Penalties(_OutputProcessor):
     """Biases, penalties and the minimum length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
 
-    Args:
-        params: the request's.
-        prompt: its tokens.
-        ends: tokens that end the output, forbidden before it has ``min_tokens`` tokens.
-        vocab_size: V.
-        min_tokens: overrides that of the parameters.
+    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens, by default those of the parameters.
 
     Raises:
         RequestError: a bias is for a token that the model does not have.
@@ -146,12 +141,7 @@ class Rules(_OutputProcessor):
 
     A rule is skipped if it would leave none of the tokens that a grammar and the rules before it allow.
 
-    Args:
-        rules: the model's.
-        prompt: its tokens.
-        ends: tokens that end the output.
-        vocab_size: V.
-        limit: most tokens of the output.
+    ``ends`` are tokens that end the output, ``limit`` is its length at most.
     """
 
     def __init__(
@@ -299,14 +289,7 @@ def processors(
 ) -> list[LogitsProcessor]:
     """The processors of a request, in order: biases, penalties, grammars, rules.
 
-    Args:
-        params: the request's.
-        prompt: its tokens; negative numbers stand for embeddings.
-        ends: tokens that end the output.
-        vocab_size: V.
-        min_tokens: tokens before one of ``ends``.
-        remaining: most tokens of the output.
-        grammars: creates constraints.
+    Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 
     Raises:
         RequestError: a bias is for a token that the model does not have, or a schema or a grammar cannot be used.

@@ -43,10 +43,6 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
 class KeptStates:
     """The states of all slots, in memory that step graphs read directly.
 
-    Args:
-        layers: those of a model.
-        slots: their number.
-
     Attributes:
         arrays: by the names of ``signature.states``, ``[slots, ...]`` each.
         back: number of a text's last tokens that may be taken back.

@@ -127,9 +127,7 @@ class Frontend:
     def params(self, length: int | None, **overrides: Any) -> SamplingParams:
         """The model's own sampling parameters, with some overridden.
 
-        Args:
-            length: the most tokens if neither caller nor model set them; None for as many as the context holds.
-            overrides: the caller's parameters.
+        ``length`` is the most tokens if neither caller nor model sets them; None for as many as the context holds.
         """
         model = self.engine.manifest.generation
         if model.max_tokens is None and model.rules.max_length is None:

@@ -93,10 +93,7 @@ def engine_flags(
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
     """Declares the flags of sampling and of the length of outputs.
 
-    Args:
-        parser: the command's.
-        length: the most tokens if neither the command line nor the model sets them.
-        seed: the help of ``--seed``.
+    ``length`` is the most tokens if neither the command line nor the model sets them, ``seed`` the help of ``--seed``.
     """
     most = f"most tokens to generate (default: the model's own, else {length})"
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")

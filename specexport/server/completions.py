@@ -53,14 +53,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 class _Format:
     """Text completions.
 
-    Args:
-        service: the served engine.
-        head: the first fields of every part of the answer.
-        streams: the outputs.
-        echoed: the prompt that each output repeats, if any.
-        scored: the tokens of each prompt whose log-probabilities are part of its output.
-        placed: the offsets of each output's tokens.
-        apart: whether prompts' log-probabilities are a field of their own, as in vLLM.
+    ``echoed`` are the prompts that outputs repeat, ``scored`` the tokens of prompts whose log-probabilities are part of
+    their outputs. With ``apart`` they are a field of their own, as in vLLM.
     """
 
     def __init__(
@@ -127,10 +121,6 @@ class PlacedTokens:
 
     If several tokens make up a character, one of them has it as its text, and the others are empty. A special token
     that is left out of the text has its name as its text, and no length.
-
-    Args:
-        tokenizer: the model's.
-        skip_special_tokens: whether special tokens are left out of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

@@ -33,10 +33,7 @@ def is_text(schema: Any) -> bool:
 def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
     """A tool's parameters in llguidance's dialect of Lark: an expression, and the rules that it uses.
 
-    Args:
-        name: the prefix of the names of rules.
-        tool: the tool.
-        options: options of JSON.
+    ``name`` is the prefix of the names of rules; ``options`` are those of JSON.
 
     Raises:
         RequestError: they cannot be written as separate parameters.

@@ -173,12 +173,7 @@ class EngineReplica:
 
 
 class Front:
-    """The public endpoint: passes requests to replicas, and their answers back.
-
-    Args:
-        model: the replicas.
-        max_body_bytes: most bytes of a request's body.
-    """
+    """The public endpoint: passes requests to replicas, and their answers back."""
 
     def __init__(self, model: DeploymentHandle, max_body_bytes: int) -> None:
         self._model = model

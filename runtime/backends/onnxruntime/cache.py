@@ -67,10 +67,7 @@ class GrowingCache:
     Allocating memory takes several times as long as copying into it. So a larger cache is filled while the present one
     still has room, a few layers a step, and the old one is freed in the same way.
 
-    Args:
-        layers: the graph's.
-        slots: number of slots.
-        sizes: rows it may have, ascending.
+    ``sizes`` are the rows that it may have, ascending.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], slots: int, sizes: Sequence[int]) -> None:

@@ -73,13 +73,7 @@ def open_session(
 
     If :mod:`~specexport.runtime.backends.onnxruntime.kernels` are used, the nodes that they claim run on them.
 
-    Args:
-        path: the graph.
-        threads: number of threads of its operators.
-        lowering: its operators.
-        weights: how it stores weights.
-        cache: without these kernels, the cache entry of the graph as onnxruntime optimizes it.
-        packed: with these kernels, the cache of packed weights; None to keep them in memory only.
+    ``cache`` is used without these kernels, ``packed`` with them: None keeps packed weights in memory only.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -122,13 +116,7 @@ def open_session(
 def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
     """:func:`open_session` for a graph of a bundle, with the caches of this machine.
 
-    Args:
-        bundle: the bundle.
-        model: the graph's model.
-        name: the graph's file.
-        threads: number of threads of its operators.
-        keep: whether to write missing cache entries: graphs for onnxruntime's kernels
-            (:class:`~specexport.runtime.backends.onnxruntime.graph_cache.GraphCache`), packed weights for ours.
+    With ``keep``, missing cache entries are written: graphs for onnxruntime's kernels, packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.

@@ -52,9 +52,7 @@ class PackedWeights(NamedTuple):
     def of(files: str, keep: bool) -> PackedWeights | None:
         """The cache of a bundle's weights on this machine; None if it is missing and must not be written.
 
-        Args:
-            files: a hash of the bundle's files.
-            keep: whether to write it if it is missing.
+        ``files`` is a hash of the bundle's; with ``keep`` it is written if it is missing.
         """
         cache = cache_folder()
         if cache is None:
@@ -72,11 +70,6 @@ class PackedWeights(NamedTuple):
 
 def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None) -> bool:
     """Adds these kernels to a session; nodes that they do not claim run on onnxruntime's.
-
-    Args:
-        options: its ``onnxruntime.SessionOptions``.
-        threads: number of threads of its operators.
-        packed: the cache of packed weights; None to keep them in memory only.
 
     Returns:
         Whether the kernels are used.

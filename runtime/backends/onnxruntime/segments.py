@@ -26,11 +26,7 @@ G = TypeVar("G", bound=OnnxRuntimeGraph)
 class Segments:
     """One rank's sessions, run one after the other as if they were one ``onnxruntime.InferenceSession``.
 
-    Args:
-        sessions: the segments' sessions.
-        ranks: number of ranks.
-        lowering: their operators.
-        meet: combines the ranks' parts between segments.
+    ``meet`` combines the ranks' parts between segments.
     """
 
     def __init__(self, sessions: Sequence[Any], ranks: int, lowering: LoweredAs, meet: Meet) -> None:
@@ -194,12 +190,6 @@ class AllRanks:
 
 def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, threads: int) -> Any:
     """A session of a model's graph, split or not: ``run``, ``get_inputs`` and ``get_outputs``.
-
-    Args:
-        file: the path of a file of the bundle.
-        model: its entry in the manifest.
-        lowering: its operators.
-        threads: number of threads of its operators.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
