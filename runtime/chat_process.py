@@ -132,8 +132,8 @@ class Templates:
         return 0 if _KIND in text else (_FIRST in text) * (1 + (_SECOND in text))
 
 
-def _part(text: str, **more: str) -> dict[str, str]:
-    return {"type": "text", "text": text, **more}
+def _part(text: str, **fields: str) -> dict[str, str]:
+    return {"type": "text", "text": text, **fields}
 
 
 def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

@@ -110,13 +110,13 @@ class Grammars:
                 else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
             )
         except ValueError as error:  # such as an escape that is half a character
-            why = _reason(str(error))
-            raise RequestError(f"the {kind} cannot be used: {why}", param=param) from error
+            reason = _reason(str(error))
+            raise RequestError(f"the {kind} cannot be used: {reason}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = _reason(matcher.get_error())
-            raise RequestError(f"the {kind} cannot be used: {why}", param=param)
+            reason = _reason(matcher.get_error())
+            raise RequestError(f"the {kind} cannot be used: {reason}", param=param)
         ends = frozenset([*self._eos, *stop_token_ids])
         return Constraint(matcher, self._vocab_size, ends, kind, param)
 
@@ -277,8 +277,8 @@ class Constraint:
             RequestError: the grammar has become too complex to follow.
         """
         if self._matcher.is_error():
-            why = _reason(self._matcher.get_error())
-            raise RequestError(f"the {self._kind} cannot be followed: {why}", param=self._param)
+            reason = _reason(self._matcher.get_error())
+            raise RequestError(f"the {self._kind} cannot be followed: {reason}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advances by the tokens of a step, up to the output's end: a draft may go on after it."""
@@ -312,9 +312,9 @@ class Constraint:
         return allowed
 
 
-def _reason(why: str) -> str:
+def _reason(reason: str) -> str:
     """The first characters of a message from llguidance, on one line."""
-    return " ".join(why.split())[:_MAX_REASON]
+    return " ".join(reason.split())[:_MAX_REASON]
 
 
 def _json_grammar(schema: str) -> str:

@@ -132,8 +132,8 @@ class SequenceBiases(_OutputProcessor):
             bias[token] += self._values[at]
         row += bias
         if self._penalty != 1.0:
-            some = row[self._prompt_tokens]
-            row[self._prompt_tokens] = np.where(some < 0, some * self._penalty, some / self._penalty)
+            values = row[self._prompt_tokens]
+            row[self._prompt_tokens] = np.where(values < 0, values * self._penalty, values / self._penalty)
 
 
 class Rules(_OutputProcessor):

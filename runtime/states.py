@@ -86,8 +86,8 @@ class KeptStates:
         return blocks, self._new_states[batch] | self._parts("new", blocks)
 
     def _parts(self, kind: str, blocks: Sequence[Array]) -> dict[str, Array]:
-        every = zip(self._names.values(), blocks, strict=True)
-        return {f"{kind}_{name}": part for names, block in every for name, part in zip(names, block, strict=True)}
+        named = zip(self._names.values(), blocks, strict=True)
+        return {f"{kind}_{name}": part for names, block in named for name, part in zip(names, block, strict=True)}
 
     def reach(self, slot: int, tokens: int) -> bool:
         """Whether a text may continue after ``tokens`` of a slot's tokens."""
@@ -105,8 +105,8 @@ class KeptStates:
     def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
         """To be called after a step of these slots; ``known`` counts each slot's tokens that are text."""
         new_states = self._new_states.get(len(slots), {})
-        for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
-            seen = (end + more) // CELL * CELL
+        for at, (slot, end, text_tokens) in enumerate(zip(slots, past, known, strict=True)):
+            seen = (end + text_tokens) // CELL * CELL
             if seen > self._seen[slot]:
                 self._seen[slot] = seen
                 for name, state in self._states.items():

@@ -65,13 +65,13 @@ class _Format:
         echoed: Sequence[str],
         scored: Sequence[Sequence[int]],
         placed: Sequence[PlacedTokens],
-        apart: bool,
+        separate_scores: bool,
     ) -> None:
         self._frontend = service.engine.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._placed = placed
-        self._apart = apart
+        self._separate_scores = separate_scores
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
         prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
@@ -80,15 +80,15 @@ class _Format:
         scores: list[TokenLogprobs | None] = [*chunk.logprobs]
         if prompt is not None:
             scores = [None, *self._streams[index].prompt_logprobs, *scores]
-        apart: dict[str, Any] = (
-            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._apart else {}
+        separate_scores: dict[str, Any] = (
+            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._separate_scores else {}
         )
         return CompletionChoice(
             index=index,
             text=echoed + chunk.text,
             logprobs=self._logprobs(scores, placed) if scores else None,
             finish_reason=cast(Any, chunk.finish_reason),
-            **apart,
+            **separate_scores,
         )
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:

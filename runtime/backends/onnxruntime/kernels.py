@@ -59,12 +59,12 @@ class PackedWeights(NamedTuple):
             return None
         packed = PackedWeights(cache / "packed", machine_key((files,)))
         with contextlib.suppress(OSError):
-            there = list(packed.folder.glob(f"{packed.key}*"))
-            for file in there:
+            entries = list(packed.folder.glob(f"{packed.key}*"))
+            for file in entries:
                 os.utime(file)
             if keep and packed.folder.is_dir():
                 remove_unused(packed.folder)
-            return packed if keep or there else None
+            return packed if keep or entries else None
         return None
 
 
