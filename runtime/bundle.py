@@ -7,6 +7,7 @@ onnx's checker, which refuses links; their targets were checked when the bundle 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
@@ -56,6 +58,11 @@ class Bundle:
         manifest = read_manifest(path)
         check_bundle(path, manifest, hashes=check_hashes)
         return cls(path, manifest)
+
+    @property
+    def files_hash(self) -> str:
+        """A hash of its content."""
+        return hashlib.sha256(msgspec.json.encode(self.manifest.files)).hexdigest()
 
     def file(self, name: str) -> Path:
         """The path of a file the manifest names."""

@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport.contract.model import CacheLayer
 from specexport.runtime.backend import Array, caches_by_shape
@@ -78,10 +77,6 @@ class GrowingCache:
         self._old: Rows | None = None
         self._freed = 0
 
-    def _no_rows(self) -> npt.NDArray[np.int64]:
-        """Initial counts of copied rows, by layer and slot: zeros."""
-        return np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
-
     def resize(self, rows: int, filled: Sequence[int]) -> None:
         """Resizes the cache, and keeps the filled rows of each slot."""
         if self._next is None or self._next.rows != rows:
@@ -95,7 +90,9 @@ class GrowingCache:
 
     def _begin(self, following: Rows | None, longest: int) -> None:
         """Begins to fill a larger cache when the longest text has ``longest`` rows."""
-        self._next, self._since, self._begun, self._copied = following, longest, 0, self._no_rows()
+        self._next, self._since, self._begun = following, longest, 0
+        # Rows that are copied, by layer and slot.
+        self._copied = np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
     def changed(self, slot: int, rows: int) -> None:
         """Records that the rows of a slot have changed from row ``rows`` on."""

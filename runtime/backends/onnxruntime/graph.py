@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,16 +120,11 @@ def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: boo
     Raises:
         BackendError: see :func:`open_session`.
     """
-    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
+    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, bundle.files_hash
     if lowering == "native" and weights in ("int8", "int4", "stored"):
         cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), keep)
     packed = PackedWeights.of(files, keep)
     return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
-
-
-def files_hash(bundle: Bundle) -> str:
-    """A hash of a bundle's content."""
-    return hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
 
 
 class OnnxRuntimeGraph(Graph):
