@@ -174,26 +174,6 @@ def chat_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass
-class _Totals:
-    """Counters of the answers with one method.
-
-    Attributes:
-        tokens: tokens of all answers.
-        steps: steps of all answers.
-        seconds: time of decoding.
-    """
-
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, stats: Stats) -> None:
-        self.tokens += stats.output_tokens
-        self.steps += stats.steps
-        self.seconds += stats.decode_seconds
-
-
 class Session:
     """A conversation at a terminal, until its user leaves.
 
@@ -207,7 +187,7 @@ class Session:
         self._terminal = terminal
         self._show_drafts = show_drafts
         self._method = _label(conversation.speculative or self._frontend.speculative)
-        self._totals: dict[str, _Totals] = {}
+        self._answers: dict[str, list[Stats]] = {}  # by method
         self._last: Stats | None = None
         self._saved: set[Path] = set()
         self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
@@ -284,7 +264,7 @@ class Session:
         self._terminal.write("\n")
         self._conversation.add(question, "".join(parts))
         self._last = stream.stats
-        self._totals.setdefault(self._method, _Totals()).add(stream.stats)
+        self._answers.setdefault(self._method, []).append(stream.stats)
         if reason == "length":
             self._terminal.notice(self._length_notice(stream.stats))
         self._terminal.notice(("Stopped. " if interrupted() else "") + _speed(stream.stats))
@@ -345,9 +325,11 @@ class Session:
             return
         table = Table(columns=("", "method", "tokens/s", "tokens a step"), align="llr")
         for name in offered:
-            totals = self._totals.get(name, _Totals())
-            speed = f"{totals.tokens / totals.seconds:.1f}" if totals.seconds else "–"
-            length = f"{totals.tokens / totals.steps:.2f}" if totals.steps else "–"
+            answers = self._answers.get(name, ())
+            tokens, steps = (sum(getattr(stats, field) for stats in answers) for field in ("output_tokens", "steps"))
+            seconds = sum(stats.decode_seconds for stats in answers)
+            speed = f"{tokens / seconds:.1f}" if seconds else "–"
+            length = f"{tokens / steps:.2f}" if steps else "–"
             table.add_row("*" if name == self._method else "", name, speed, length)
         self._terminal.notice(table)
 
