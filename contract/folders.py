@@ -63,9 +63,9 @@ _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 def described(error: OSError, path: Path | None = None) -> str:
     """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
-    where = str(error.filename or path or "standard output")
+    location = str(error.filename or path or "standard output")
     hint = _HINTS.get(error.errno or 0, "see to that and run it again")
-    return f"{where}: {error.strerror or error}; {hint}"
+    return f"{location}: {error.strerror or error}; {hint}"
 
 
 @contextlib.contextmanager
@@ -105,9 +105,7 @@ def _refused(error: BaseException | None) -> OSError | None:
 def locked(path: Path, holding: str | None = None) -> Iterator[None]:
     """Holds a lock file; the lock ends with the process, even if that is killed.
 
-    Args:
-        path: the lock file; it exists while the lock is held.
-        holding: what the other process is doing, for the error; None to wait until it ends.
+    The file exists while the lock is held. ``holding`` says what the other process does, for the error; None waits.
 
     Raises:
         BuildError: another process holds it.
@@ -119,8 +117,8 @@ def locked(path: Path, holding: str | None = None) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        who = _read(path)
-        process = f"process {who}" if who.isdecimal() else "another process"
+        owner = _read(path)
+        process = f"process {owner}" if owner.isdecimal() else "another process"
         raise BuildError(f"{process} {holding}; wait for it to end, or choose another folder") from error
     try:
         with contextlib.suppress(OSError):
@@ -173,7 +171,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                 _recover(output, retired)
                 folder = output.parent / f".{output.name}.{'unfinished' if resume else f'building-{os.getpid()}'}"
                 folder.mkdir(exist_ok=resume)
-                kept = False
+                resumable = False
                 try:
                     yield folder
                     if not output.exists():
@@ -188,10 +186,10 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                         folder.rename(output)
                         remove(retired)
                 except KeyboardInterrupt:
-                    kept = resume
+                    resumable = resume
                     raise
                 finally:
-                    if not kept:
+                    if not resumable:
                         remove(folder)
     except BaseException:
         with contextlib.suppress(OSError):

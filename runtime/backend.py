@@ -249,12 +249,7 @@ def open_backend(
 ) -> Backend:
     """Opens the backend that a bundle runs on.
 
-    Args:
-        bundle: the bundle.
-        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for.
-        threads: see :class:`BackendOptions`.
-        gpu_memory_utilization: see :class:`BackendOptions`.
-        keep: see :class:`BackendOptions`.
+    ``name`` is an entry point of :data:`GROUP`; None for the backend that the bundle was built for.
 
     Raises:
         BackendError: there is no such backend, or it or its device is missing.

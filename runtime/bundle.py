@@ -7,6 +7,7 @@ onnx's checker, which refuses links; their targets were checked when the bundle 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BundleError
@@ -56,6 +58,11 @@ class Bundle:
         manifest = read_manifest(path)
         check_bundle(path, manifest, hashes=check_hashes)
         return cls(path, manifest)
+
+    @property
+    def files_hash(self) -> str:
+        """A hash of its content."""
+        return hashlib.sha256(msgspec.json.encode(self.manifest.files)).hexdigest()
 
     def file(self, name: str) -> Path:
         """The path of a file the manifest names."""
@@ -119,9 +126,7 @@ def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
 def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
     """A graph for onnx's checker, which reads no weights: with links, a copy with sparse files for the weights.
 
-    Args:
-        path: the graph.
-        weights: its weight files, in the same folder.
+    ``weights`` are in the same folder.
     """
     if not any(file.is_symlink() for file in (path, *weights)):
         yield path
@@ -136,10 +141,7 @@ def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
 def open_linked(path: Path, options: Any, open_graph: Callable[[Path], Any]) -> Any:
     """Opens a session, whether the graph's weights are links or not.
 
-    Args:
-        path: the graph.
-        options: those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
-        open_graph: opens a session.
+    ``options`` are those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
     """
     try:
         return open_graph(path)

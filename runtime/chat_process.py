@@ -75,10 +75,8 @@ class Templates:
     def answer(self, name: str, reserved: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         """A rendered conversation, or the reason of a failure.
 
-        Args:
-            name: the template's name.
-            reserved: variables that a request cannot set, including the messages.
-            extra: a request's variables; their names may be neither reserved nor those of the template's functions.
+        A request's variables, ``extra``, have neither the names of ``reserved`` ones, such as the messages, nor those
+        of the template's functions.
         """
         template = self._compiled[name] = self._compiled.get(name) or compiled(self._sources[name])
         name_in_use = next((name for name in extra if name in reserved or name in template.environment.globals), None)
@@ -134,8 +132,8 @@ class Templates:
         return 0 if _KIND in text else (_FIRST in text) * (1 + (_SECOND in text))
 
 
-def _part(text: str, **more: str) -> dict[str, str]:
-    return {"type": "text", "text": text, **more}
+def _part(text: str, **fields: str) -> dict[str, str]:
+    return {"type": "text", "text": text, **fields}
 
 
 def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

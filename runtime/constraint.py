@@ -63,9 +63,7 @@ class Grammars:
     def json_schema(self, schema: str, **output: Any) -> Constraint:
         """A constraint to JSON that matches a schema.
 
-        Args:
-            schema: the schema, as JSON.
-            output: further settings of the output; see :meth:`lark`.
+        ``output`` are those of :meth:`lark`.
 
         Raises:
             RequestError: the schema is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
@@ -112,13 +110,13 @@ class Grammars:
                 else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
             )
         except ValueError as error:  # such as an escape that is half a character
-            why = _reason(str(error))
-            raise RequestError(f"the {kind} cannot be used: {why}", param=param) from error
+            reason = _reason(str(error))
+            raise RequestError(f"the {kind} cannot be used: {reason}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = _reason(matcher.get_error())
-            raise RequestError(f"the {kind} cannot be used: {why}", param=param)
+            reason = _reason(matcher.get_error())
+            raise RequestError(f"the {kind} cannot be used: {reason}", param=param)
         ends = frozenset([*self._eos, *stop_token_ids])
         return Constraint(matcher, self._vocab_size, ends, kind, param)
 
@@ -248,12 +246,7 @@ def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
 class Constraint:
     """One output's grammar, and its state after the output so far.
 
-    Args:
-        matcher: llguidance's, at the grammar's start.
-        vocab_size: V.
-        ends: tokens that end the output.
-        kind: "grammar" or "JSON schema", for errors.
-        param: the parameter that holds it.
+    ``ends`` are tokens that end the output; ``kind`` and ``param`` name the grammar in errors.
     """
 
     def __init__(
@@ -284,8 +277,8 @@ class Constraint:
             RequestError: the grammar has become too complex to follow.
         """
         if self._matcher.is_error():
-            why = _reason(self._matcher.get_error())
-            raise RequestError(f"the {self._kind} cannot be followed: {why}", param=self._param)
+            reason = _reason(self._matcher.get_error())
+            raise RequestError(f"the {self._kind} cannot be followed: {reason}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advances by the tokens of a step, up to the output's end: a draft may go on after it."""
@@ -319,9 +312,9 @@ class Constraint:
         return allowed
 
 
-def _reason(why: str) -> str:
+def _reason(reason: str) -> str:
     """The first characters of a message from llguidance, on one line."""
-    return " ".join(why.split())[:_MAX_REASON]
+    return " ".join(reason.split())[:_MAX_REASON]
 
 
 def _json_grammar(schema: str) -> str:

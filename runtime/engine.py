@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from specexport.runtime.costs import MOST_NOISE, SECONDS, CostCurve, Costs, Prog
 from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt, PromptEncoder
+from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.request import BypassRunner, Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
@@ -46,6 +46,7 @@ class Engine:
         backend: the backend that runs its graphs.
         loaded_methods: the methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
+        encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
         slots: requests that run at once.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
     """
@@ -64,6 +65,7 @@ class Engine:
         self.tokenizer = bundle.tokenizer()
         self.chat_template = bundle.chat_template()
         self._encoder = PromptEncoder(self.manifest, self.tokenizer)
+        self.encode = self._encoder.encode
         self._grammars = Grammars(
             self.tokenizer, self.manifest.target.vocab_size, self.manifest.tokenizer.eos_token_ids
         )
@@ -225,23 +227,6 @@ class Engine:
         if isinstance(most, int):
             model["min_tokens"] = min(model["min_tokens"], max(0, most))
         return SamplingParams(**model | {"rules": rules} | overrides)
-
-    @overload
-    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
-
-    @overload
-    def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
-
-    def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
-        """The tokens of a prompt, with the tokenizer's own special tokens; an empty prompt becomes its start token.
-
-        Those of an :class:`~specexport.runtime.prompt.EmbedsPrompt` come with its embeddings.
-
-        Raises:
-            RequestError: the prompt is neither text nor token ids, has a token id outside the vocabulary, is empty
-                without a known start token, or has embeddings that are invalid or that the bundle was not built for.
-        """
-        return self._encoder.encode(prompt)
 
     def stream(
         self,

@@ -7,7 +7,7 @@ draft tokens are accepted or rejected by the changed p, whatever q they were dra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,20 +47,39 @@ class LogitsProcessor(Protocol):
         """Raises the error that a step could not raise, as other requests share it."""
 
 
-def paths(tree: TokenTree, draft_tokens: Ints) -> Iterator[Ints]:
-    """The draft tokens on the path to each node of a tree, its own included."""
-    return (draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1] for node in range(len(tree)))
+class _OutputProcessor:
+    """Changes each node's logits by the prompt, the output so far and the draft tokens on the node's path.
+
+    ``prompt`` are its tokens; negative numbers stand for embeddings.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt: Ints = np.array(prompt, np.int64)
+        self._prompt_tokens: Ints = np.unique(self._prompt[self._prompt >= 0])
+        self._output: list[int] = []
+
+    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+        changed: Floats = logits.copy()
+        for row, node in zip(changed, range(len(tree)), strict=True):
+            path = draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1]
+            self._change(row, np.array([*self._output, *path], np.int64))
+        return changed
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._output += tokens
+
+    def check(self) -> None:
+        pass
+
+    def _change(self, row: Floats, output: Ints) -> None:
+        """Changes the logits ``[V]`` after an output, int64 ``[M]``."""
+        raise NotImplementedError
 
 
-class Penalties:
+class Penalties(_OutputProcessor):
     """Biases, penalties and the minimum length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
 
-    Args:
-        params: the request's.
-        prompt: its tokens; negative numbers stand for embeddings.
-        ends: tokens that end the output, forbidden before it has ``min_tokens`` tokens.
-        vocab_size: V.
-        min_tokens: overrides that of the parameters.
+    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens, by default those of the parameters.
 
     Raises:
         RequestError: a bias is for a token that the model does not have.
@@ -74,37 +93,23 @@ class Penalties:
         vocab_size: int,
         min_tokens: int | None = None,
     ) -> None:
+        super().__init__(prompt)
         self._params = params
         self._least = params.min_tokens if min_tokens is None else min_tokens
-        self._prompt = np.array(sorted({token for token in prompt if token >= 0}), np.int64)
-        self._ends = np.array([token for token in ends if token < vocab_size], np.int64)
+        self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
-        self._output: list[int] = []
         if (wrong := next((token for token in params.logit_bias if token >= vocab_size), None)) is not None:
             raise RequestError(
                 f"logit_bias has token {wrong}; the model has tokens 0 to {vocab_size - 1}", param="logit_bias"
             )
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        changed: Floats = logits.copy()
-        changed[:, self._biased] += self._bias
-        for row, path in zip(changed, paths(tree, draft_tokens), strict=True):
-            self._change(row, path)
-        return changed
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._output += tokens
-
-    def check(self) -> None:
-        pass
-
-    def _change(self, row: Floats, path: Ints) -> None:
-        """Changes the logits ``[V]`` after the output so far and a path of draft tokens."""
-        params, output = self._params, np.concatenate([np.array(self._output, np.int64), path])
+    def _change(self, row: Floats, output: Ints) -> None:
+        params = self._params
+        row[self._biased] += self._bias
         tokens, counts = np.unique(output, return_counts=True)
         if params.repetition_penalty != 1.0:
-            repeated = np.union1d(self._prompt, tokens)
+            repeated = np.union1d(self._prompt_tokens, tokens)
             values = row[repeated]
             row[repeated] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
@@ -112,62 +117,38 @@ class Penalties:
             row[self._ends] = -np.inf
 
 
-class SequenceBiases:
-    """Adds to the logits of tokens that would complete a sequence; before penalties, as in transformers.
-
-    See :class:`~specexport.runtime.logits.LogitsProcessor` for its methods.
-
-    Args:
-        rules: the model's.
-        prompt: its tokens; negative numbers stand for embeddings.
-    """
+class SequenceBiases(_OutputProcessor):
+    """Adds to the logits of tokens that would complete a sequence; before penalties, as in transformers."""
 
     def __init__(self, rules: GenerationRules, prompt: Sequence[int]) -> None:
+        super().__init__(prompt)
         self._biases = _Sequences(sequence for sequence, _ in rules.sequence_bias)
         self._values = [bias for _, bias in rules.sequence_bias]
         self._penalty = 1 / rules.encoder_repetition_penalty
-        self._prompt = np.array(sorted({token for token in prompt if token >= 0}), np.int64)
-        self._text = list(prompt)
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        changed: Floats = logits.copy()
-        for row, path in zip(changed, paths(tree, draft_tokens), strict=True):
-            text = np.array([*self._text, *path], np.int64)
-            bias = np.zeros_like(row)
-            for at, token in self._biases.completed_by(text):
-                bias[token] += self._values[at]
-            row += bias
-            if self._penalty != 1.0:
-                some = row[self._prompt]
-                row[self._prompt] = np.where(some < 0, some * self._penalty, some / self._penalty)
-        return changed
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._text += tokens
-
-    def check(self) -> None:
-        pass
+    def _change(self, row: Floats, output: Ints) -> None:
+        bias = np.zeros_like(row)
+        for at, token in self._biases.completed_by(np.concatenate([self._prompt, output])):
+            bias[token] += self._values[at]
+        row += bias
+        if self._penalty != 1.0:
+            values = row[self._prompt_tokens]
+            row[self._prompt_tokens] = np.where(values < 0, values * self._penalty, values / self._penalty)
 
 
-class Rules:
+class Rules(_OutputProcessor):
     """Forbids and forces tokens; after penalties and grammars.
 
     A rule is skipped if it would leave none of the tokens that a grammar and the rules before it allow.
 
-    Args:
-        rules: the model's.
-        prompt: its tokens; negative numbers stand for embeddings.
-        ends: tokens that end the output.
-        vocab_size: V.
-        limit: most tokens of the output.
+    ``ends`` are tokens that end the output, ``limit`` is its length at most.
     """
 
     def __init__(
         self, rules: GenerationRules, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, limit: int
     ) -> None:
+        super().__init__(prompt)
         self._rules = rules
-        self._prompt = np.array(prompt, np.int64)
-        self._output: list[int] = []
         self._limit = limit
         self._ends = _in_vocabulary(ends, vocab_size)
         self._suppressed = _in_vocabulary(rules.suppress_tokens, vocab_size)
@@ -181,22 +162,8 @@ class Rules:
             sequence for sequence in rules.bad_words_ids if len(sequence) > 1 or sequence[0] not in exempt
         )
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        changed: Floats = logits.copy()
-        for row, path in zip(changed, paths(tree, draft_tokens), strict=True):
-            output = np.array([*self._output, *path], np.int64)
-            self._change(row, np.concatenate([self._prompt, output]), len(output))
-        return changed
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self._output += tokens
-
-    def check(self) -> None:
-        pass
-
-    def _change(self, row: Floats, text: Ints, count: int) -> None:
-        """Changes the logits ``[V]`` after a text of which ``count`` tokens are output."""
-        rules = self._rules
+    def _change(self, row: Floats, output: Ints) -> None:
+        rules, text, count = self._rules, np.concatenate([self._prompt, output]), len(output)
         _forbid(row, _completing(text, rules.no_repeat_ngram_size, text))
         _forbid(row, _completing(text, rules.encoder_no_repeat_ngram_size, self._prompt))
         _forbid(row, np.array([token for _, token in self._bad.completed_by(text)], np.int64))
@@ -322,14 +289,7 @@ def processors(
 ) -> list[LogitsProcessor]:
     """The processors of a request, in order: biases, penalties, grammars, rules.
 
-    Args:
-        params: the request's.
-        prompt: its tokens; negative numbers stand for embeddings.
-        ends: tokens that end the output.
-        vocab_size: V.
-        min_tokens: tokens before one of ``ends``.
-        remaining: most tokens of the output.
-        grammars: creates constraints.
+    Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 
     Raises:
         RequestError: a bias is for a token that the model does not have, or a schema or a grammar cannot be used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -16,9 +16,6 @@ from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
 from specexport.contract.values import require_text, token_ids
 from specexport.runtime.sampling import Floats, Ints
-
-Encode = Callable[[str, bool], list[int]]
-"""Tokens of a text; the flag adds the tokenizer's special tokens."""
 
 _KEY = secrets.token_bytes(16)
 _FIRST_MARK = -2
@@ -106,7 +103,14 @@ class PromptEncoder:
     def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
 
     def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
-        """See :meth:`~specexport.runtime.engine.Engine.encode`."""
+        """The tokens of a prompt, with the tokenizer's own special tokens; an empty prompt becomes its start token.
+
+        Those of an :class:`EmbedsPrompt` come with its embeddings.
+
+        Raises:
+            RequestError: the prompt is neither text nor token ids, has a token id outside the vocabulary, is empty
+                without a known start token, or has embeddings that are invalid or that the bundle was not built for.
+        """
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
@@ -144,61 +148,56 @@ class PromptEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
-        size = self._manifest.target.embedding_size
+        """Reads a prompt's parts.
+
+        Raises:
+            RequestError: a part has another type, embeddings of another width, or numbers that are not finite; or there
+                are too many positions. Names the part.
+        """
+        size, longest = self._manifest.target.embedding_size, self._manifest.max_seq_len
         if size is None:
             raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
-
-        def encode(text: str, first: bool) -> list[int]:
-            require_text(text, "prompt_embeds", "prompt")
-            return list(self._tokenizer.encode(text, add_special_tokens=first).ids)
-
-        result = encode_parts(prompt, encode, size, self._manifest.max_seq_len)
-        rows = result.embeddings.at
-        self._require_in_vocabulary([token for token, row in zip(result.tokens, rows, strict=True) if row < 0])
-        return result
+        tokens: list[int] = []
+        at: list[Ints] = []
+        rows: list[Floats] = []
+        count = 0
+        for index, part in enumerate(prompt.parts):
+            name = f"prompt_embeds: part {index}"
+            content: list[int] | npt.NDArray[Any]
+            if isinstance(part, str):
+                require_text(part, "prompt_embeds", "prompt")
+                content = list(self._tokenizer.encode(part, add_special_tokens=index == 0).ids)
+            else:
+                content = _array(part, name, size)
+            length = len(content)
+            if len(tokens) + length > longest:
+                raise RequestError(
+                    f"prompt_embeds: {len(tokens) + length} positions up to part {index}, but this bundle's context "
+                    f"holds {longest}, output included; shorten the prompt or build with a larger --max-seq-len"
+                )
+            if isinstance(content, np.ndarray) and content.ndim == 2:
+                with np.errstate(over="ignore"):
+                    embeds = np.array(content, np.float32)
+                if not np.isfinite(embeds).all():
+                    raise RequestError(f"{name} has numbers that are not finite in float32")
+                tokens += [_mark(row) for row in embeds]
+                rows.append(embeds)
+                at.append(np.arange(count, count + length))
+                count += length
+            else:
+                ids = [int(token) for token in content]
+                self._require_in_vocabulary(ids)
+                tokens += ids
+                at.append(np.full(length, -1))
+        if not count:
+            raise RequestError("prompt_embeds: no part holds embeddings; give a prompt of text or token ids as one")
+        return EncodedPrompt(tokens, Embeddings(np.concatenate(rows), np.concatenate(at)))
 
     def _require_in_vocabulary(self, tokens: Sequence[int]) -> None:
         limit = self._manifest.target.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < limit), None)
         if wrong is not None:
             raise RequestError(f"the prompt holds token {wrong}; the model has tokens 0 to {limit - 1}", param="prompt")
-
-
-def encode_parts(prompt: EmbedsPrompt, encode: Encode, size: int, longest: int) -> EncodedPrompt:
-    """Reads a prompt's parts.
-
-    Raises:
-        RequestError: a part has another type, embeddings of another width, or numbers that are not finite; or there are
-            too many positions. Names the part.
-    """
-    tokens: list[int] = []
-    at: list[Ints] = []
-    rows: list[Floats] = []
-    count = 0
-    for index, part in enumerate(prompt.parts):
-        name = f"prompt_embeds: part {index}"
-        content = encode(part, index == 0) if isinstance(part, str) else _array(part, name, size)
-        length = len(content)
-        if len(tokens) + length > longest:
-            raise RequestError(
-                f"prompt_embeds: {len(tokens) + length} positions up to part {index}, but this bundle's context holds "
-                f"{longest}, output included; shorten the prompt or build with a larger --max-seq-len"
-            )
-        if isinstance(content, np.ndarray) and content.ndim == 2:
-            with np.errstate(over="ignore"):
-                embeds = np.array(content, np.float32)
-            if not np.isfinite(embeds).all():
-                raise RequestError(f"{name} has numbers that are not finite in float32")
-            tokens += [_mark(row) for row in embeds]
-            rows.append(embeds)
-            at.append(np.arange(count, count + length))
-            count += length
-        else:
-            tokens += [int(token) for token in content]
-            at.append(np.full(length, -1))
-    if not count:
-        raise RequestError("prompt_embeds: no part holds embeddings; give a prompt of text or token ids as one")
-    return EncodedPrompt(tokens, Embeddings(np.concatenate(rows), np.concatenate(at)))
 
 
 def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:

@@ -244,20 +244,23 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """All chunks of an output as one."""
+    return Chunk(
+        "".join(chunk.text for chunk in chunks),
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        chunks[-1].finish_reason,
+        tuple(entry for chunk in chunks for entry in chunk.logprobs),
+    )
+
+
 def complete(stream: Stream) -> Completion:
     """Runs a stream to its end."""
     with stream:
-        chunks = list(stream)
-    reason = chunks[-1].finish_reason
+        whole = joined(list(stream))
+    reason = whole.finish_reason
     assert reason is not None
-    return Completion(
-        "".join(chunk.text for chunk in chunks),
-        tuple(token for chunk in chunks for token in chunk.token_ids),
-        reason,
-        stream.stats,
-        tuple(entry for chunk in chunks for entry in chunk.logprobs),
-        stream.prompt_logprobs,
-    )
+    return Completion(whole.text, whole.token_ids, reason, stream.stats, whole.logprobs, stream.prompt_logprobs)
 
 
 class _Runner(Protocol):

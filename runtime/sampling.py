@@ -135,19 +135,19 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     # Without tokens that a grammar forbids, as partitioning many equal numbers is slow.
     least = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
     ids = np.flatnonzero(logits >= least) if logits.min() < least else None
-    some = logits if ids is None else logits[ids]
-    if 0 < params.top_k < len(some):
-        at = _top_k(some, params.top_k)
-        ids, some = at if ids is None else ids[at], some[at]
+    remaining = logits if ids is None else logits[ids]
+    if 0 < params.top_k < len(remaining):
+        at = _top_k(remaining, params.top_k)
+        ids, remaining = at if ids is None else ids[at], remaining[at]
     candidates, least = None, -math.inf
     if params.top_p < 1.0:
-        candidates, least = _nucleus(some, best, params)
+        candidates, least = _nucleus(remaining, best, params)
     if params.min_p > 0.0:
         least = max(least, best + params.temperature * math.log(params.min_p))
     if least > -math.inf:
-        at = np.flatnonzero(some >= least) if candidates is None else candidates[some[candidates] >= least]
-        ids, some = at if ids is None else ids[at], some[at]
-    weights = _weights(some, best, params)
+        at = np.flatnonzero(remaining >= least) if candidates is None else candidates[remaining[candidates] >= least]
+        ids, remaining = at if ids is None else ids[at], remaining[at]
+    weights = _weights(remaining, best, params)
     weights /= weights.sum()
     for stays in _filters(rules):
         at = np.flatnonzero(stays(weights))
@@ -188,8 +188,8 @@ def _within_entropy(weights: Doubles, share: float) -> npt.NDArray[np.bool_]:
 
 
 def _entropy(probs: Doubles) -> float:
-    some = probs[probs > 0]
-    return float(-(some * np.log(some)).sum())
+    positive = probs[probs > 0]
+    return float(-(positive * np.log(positive)).sum())
 
 
 def _weights(logits: Floats, best: float, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
@@ -206,8 +206,8 @@ def _top_k(logits: Floats, k: int) -> Ints:
         # At least k logits reach the k-th largest of the groups' maxima, and hardly more.
         groups = logits[: len(logits) // _GROUP * _GROUP].reshape(_GROUP, -1).max(0)
         at = np.flatnonzero(logits >= np.partition(groups, -k)[-k])
-    some = logits if at is None else logits[at]
-    largest = np.flatnonzero(some >= np.partition(some, -k)[-k])
+    candidates = logits if at is None else logits[at]
+    largest = np.flatnonzero(candidates >= np.partition(candidates, -k)[-k])
     return largest if at is None else at[largest]
 
 

@@ -216,9 +216,7 @@ def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
 def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
     """The methods that work with a bundle: those it was built for, and those that need no graph.
 
-    Args:
-        manifest: the bundle's.
-        requested: options of methods that need no graph, instead of the bundle's or the defaults.
+    ``requested`` are options of methods that need no graph, instead of the bundle's or the defaults.
 
     Raises:
         BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.

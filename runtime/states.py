@@ -43,10 +43,6 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
 class KeptStates:
     """The states of all slots, in memory that step graphs read directly.
 
-    Args:
-        layers: those of a model.
-        slots: their number.
-
     Attributes:
         arrays: by the names of ``signature.states``, ``[slots, ...]`` each.
         back: number of a text's last tokens that may be taken back.
@@ -90,8 +86,8 @@ class KeptStates:
         return blocks, self._new_states[batch] | self._parts("new", blocks)
 
     def _parts(self, kind: str, blocks: Sequence[Array]) -> dict[str, Array]:
-        every = zip(self._names.values(), blocks, strict=True)
-        return {f"{kind}_{name}": part for names, block in every for name, part in zip(names, block, strict=True)}
+        named = zip(self._names.values(), blocks, strict=True)
+        return {f"{kind}_{name}": part for names, block in named for name, part in zip(names, block, strict=True)}
 
     def reach(self, slot: int, tokens: int) -> bool:
         """Whether a text may continue after ``tokens`` of a slot's tokens."""
@@ -109,8 +105,8 @@ class KeptStates:
     def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
         """To be called after a step of these slots; ``known`` counts each slot's tokens that are text."""
         new_states = self._new_states.get(len(slots), {})
-        for at, (slot, end, more) in enumerate(zip(slots, past, known, strict=True)):
-            seen = (end + more) // CELL * CELL
+        for at, (slot, end, text_tokens) in enumerate(zip(slots, past, known, strict=True)):
+            seen = (end + text_tokens) // CELL * CELL
             if seen > self._seen[slot]:
                 self._seen[slot] = seen
                 for name, state in self._states.items():

@@ -26,11 +26,7 @@ class HostProgram:
 
     See :class:`~specexport.runtime.step_program.StepProgram`.
 
-    Args:
-        manifest: the bundle's.
-        target: the target's graph.
-        loaded_methods: the methods with their proposers, by name; tuning replaces some of them.
-        execution: see ``Stats.execution``.
+    Tuning replaces some of the loaded methods' proposers.
     """
 
     def __init__(

@@ -135,8 +135,8 @@ class _PendingText:
 
     def beginning(self, stop: str) -> int:
         """The start of a possible stop text that is not complete; the end if there is none."""
-        at = len(self._whole) - _overlap(self._whole, stop)
-        if self._text_is_whole or not (visible := _overlap(self._text, stop)):
+        at = len(self._whole) - overlap(self._whole, stop)
+        if self._text_is_whole or not (visible := overlap(self._text, stop)):
             return at
         return min(at, self._visible[-visible])
 
@@ -160,7 +160,7 @@ class _PendingText:
         return "".join(self._whole[at] for at in self._visible)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

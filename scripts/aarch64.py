@@ -184,9 +184,9 @@ def greedy_texts(bundle: Path) -> list[Text]:
         vocabulary = engine.manifest.target.vocab_size
         prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in (1, 7, 30, 130)]
         methods = (name for name, method in engine.methods.items() if not method.takes_hypothesis)
-        for way in (PLAIN, *(Speculative(method=name) for name in methods)):
+        for speculation in (PLAIN, *(Speculative(method=name) for name in methods)):
             for prompt in prompts:
-                done = engine.generate(prompt, greedy, way)
+                done = engine.generate(prompt, greedy, speculation)
                 gaps = [entry.top[0][1] - entry.top[1][1] for entry in done.logprobs]
                 texts.append(Text(list(done.token_ids), [entry.logprob for entry in done.logprobs], gaps))
     return texts

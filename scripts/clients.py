@@ -199,14 +199,14 @@ def _lm_eval_completions(url: str, model: str, tokenizer: str) -> None:
         base_url=f"{url}/completions", model=model, tokenizer=tokenizer, tokenizer_backend="huggingface", max_length=512
     )
 
-    def asked(kind: Any, *arguments: Any) -> Any:
+    def instance(kind: Any, *arguments: Any) -> Any:
         return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
-    ((logprob, greedy),) = lm.loglikelihood([asked("loglikelihood", "one two", " three")], disable_tqdm=True)
+    ((logprob, greedy),) = lm.loglikelihood([instance("loglikelihood", "one two", " three")], disable_tqdm=True)
     assert logprob < 0
     assert greedy in (True, False)
     until = {"until": ["four"], "max_gen_toks": 8}
-    assert isinstance(lm.generate_until([asked("generate_until", "one two", until)], disable_tqdm=True)[0], str)
+    assert isinstance(lm.generate_until([instance("generate_until", "one two", until)], disable_tqdm=True)[0], str)
 
 
 def _guidellm_benchmark(url: str, model: str, tokenizer: str) -> None:
@@ -221,8 +221,8 @@ def _guidellm_benchmark(url: str, model: str, tokenizer: str) -> None:
             "output": f"kind=json,path={place}/report.json",
         }
         command = [program, "run", *(word for name, value in options.items() for word in (f"--{name}", value))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        process = subprocess.run(command, capture_output=True, text=True)
+        assert process.returncode == 0, (process.stdout + process.stderr)[-3000:]
         report = json.loads(Path(place, "report.json").read_text())
         counted = report["benchmarks"][0]["metrics"]["request_totals"]
         assert (counted["successful"], counted["errored"]) == (3, 0), counted
@@ -297,19 +297,19 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
             for client in only or PACKAGES:
                 for does in CHECKS[client]:
                     arguments = ["--check", client, does, f"{server.url}/v1", NAME, str(copy / "tokenizer")]
-                    done = subprocess.run([python, __file__, *arguments], capture_output=True, text=True, check=False)
-                    failed += done.returncode != 0
+                    process = subprocess.run([python, __file__, *arguments], capture_output=True, text=True)
+                    failed += process.returncode != 0
                     results.append(
                         {
                             "client": PACKAGES[client].partition("[")[0],
-                            "version": done.stdout.splitlines()[-1] if done.returncode == 0 else "?",
+                            "version": process.stdout.splitlines()[-1] if process.returncode == 0 else "?",
                             "check": does,
-                            "result": "fails" if done.returncode else "works",
+                            "result": "fails" if process.returncode else "works",
                         }
                     )
                     print(*results[-1].values(), sep=", ", flush=True)
-                    if done.returncode:
-                        print(done.stderr[-3000:], file=sys.stderr)
+                    if process.returncode:
+                        print(process.stderr[-3000:], file=sys.stderr)
                     bodies, recorders[0].bodies = recorders[0].bodies, []
                     sent += [{"client": f"{client}: {does}", "path": path, "body": body} for path, body in bodies]
     if record is not None:
@@ -333,8 +333,8 @@ def main() -> int:
     parser.add_argument("--check", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.check:
-        client, does, *where = arguments.check
-        CHECKS[client][does](*where)
+        client, does, *location = arguments.check
+        CHECKS[client][does](*location)
         print(version(PACKAGES[client].partition("[")[0]))
         return 0
     if arguments.bundle is None:

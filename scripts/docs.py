@@ -168,33 +168,21 @@ def tensor_table(name: str) -> str:
     return "\n".join(rows)
 
 
+_RESULTS = (
+    *("auto", "batches", "bench", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
+    *("machines", "methods", "precision", "real-models", "real-sizes", "serve", "soak", "split-targets"),
+    *("opening", "prompts", "verify-costs"),
+)
+"""Tables that functions of ``benchmarks.tables`` write, by their names."""
 TABLES: dict[str, Callable[[], str]] = {
-    "auto": tables.auto,
+    **{name: getattr(tables, name.replace("-", "_")) for name in _RESULTS},
     "auto-avx512": partial(tables.auto, "auto-avx512"),
-    "batches": tables.batches,
-    "bench": tables.bench,
     "clients": client_checks,
-    "decode-costs": tables.decode_costs,
-    "decode-speed": tables.decode_speed,
-    "engines": tables.engines,
     "engines-avx512": partial(tables.engines, "peers-avx512"),
     "families": lambda: families.table(json.loads(families.RESULTS.read_text(encoding="utf-8"))),
     "gguf-types": gguf_types,
-    "lookup": tables.lookup,
-    "losslessness": tables.losslessness,
-    "machines": tables.machines,
-    "methods": tables.methods,
-    "precision": tables.precision,
-    "real-models": tables.real_models,
-    "real-sizes": tables.real_sizes,
-    "serve": tables.serve,
     "settings": settings,
-    "soak": tables.soak,
-    "split-targets": tables.split_targets,
     "tools": tools,
-    "opening": tables.opening,
-    "prompts": tables.prompts,
-    "verify-costs": tables.verify_costs,
     "verify-costs-avx512": partial(tables.verify_costs, "kernels-avx512"),
     **{f"options-{name}": partial(option_table, name) for name in OPTION_TABLES},
     **{f"tensors-{name}": partial(tensor_table, name) for name in TENSOR_TABLES},

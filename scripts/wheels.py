@@ -116,14 +116,15 @@ def check_dependencies() -> int:
         with tempfile.TemporaryDirectory() as nowhere:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--target", nowhere]
             pip += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python, *platforms]
-            done = subprocess.run([*pip, *requirements(python)], capture_output=True, text=True, check=False)
-        print(f"aarch64, Python {python}: {'everything has wheels' if done.returncode == 0 else done.stderr.strip()}")
-        wanting |= done.returncode != 0
+            process = subprocess.run([*pip, *requirements(python)], capture_output=True, text=True)
+        verdict = process.stderr.strip() if process.returncode else "everything has wheels"
+        print(f"aarch64, Python {python}: {verdict}")
+        wanting |= process.returncode != 0
     return int(wanting)
 
 
-def _failed(why: str) -> int:
-    print(f"wheels: {why}", file=sys.stderr)
+def _failed(message: str) -> int:
+    print(f"wheels: {message}", file=sys.stderr)
     return 1
 
 

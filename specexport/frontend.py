@@ -127,9 +127,7 @@ class Frontend:
     def params(self, length: int | None, **overrides: Any) -> SamplingParams:
         """The model's own sampling parameters, with some overridden.
 
-        Args:
-            length: the most tokens if neither caller nor model set them; None for as many as the context holds.
-            overrides: the caller's parameters.
+        ``length`` is the most tokens if neither caller nor model sets them; None for as many as the context holds.
         """
         model = self.engine.manifest.generation
         if model.max_tokens is None and model.rules.max_length is None:
@@ -168,7 +166,7 @@ class Frontend:
     def tokens(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
 
     def tokens(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int] | EncodedPrompt:
-        """The tokens of a prompt; see :meth:`encode` and :meth:`~specexport.runtime.engine.Engine.encode`."""
+        """The tokens of a prompt; see :meth:`encode` and :class:`~specexport.runtime.prompt.PromptEncoder`."""
         # The engine handles empty prompts.
         if isinstance(prompt, str):
             prompt = self.encode(prompt, add_special_tokens=add_special_tokens)

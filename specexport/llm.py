@@ -191,13 +191,13 @@ class LLM:
             self._streams(index, prompt, params[index], choices[index]) for index, (_, prompt) in enumerate(prompts)
         ]
         lengths = [len(streams[0].tokens) for streams in outputs]
-        completions = self._complete([stream for streams in outputs for stream in streams], use_tqdm)
+        completions = iter(self._complete([stream for streams in outputs for stream in streams], use_tqdm))
         return [
             RequestOutput(
                 str(index),
                 text,
                 tuple(max(token, NO_TOKEN) for token in streams[0].tokens[:length]),
-                tuple(self._output(at, stream.params, completions[id(stream)]) for at, stream in enumerate(streams)),
+                tuple(self._output(at, stream.params, next(completions)) for at, stream in enumerate(streams)),
                 self._prompt_logprobs(streams[0]),
             )
             for index, ((text, _), streams, length) in enumerate(zip(prompts, outputs, lengths, strict=True))
@@ -215,9 +215,8 @@ class LLM:
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}", param=error.param) from error
 
-    def _complete(self, streams: list[Stream], use_tqdm: bool) -> dict[int, Completion]:
-        """Runs streams, as many at once as the engine has slots; returns completions by ``id()`` of the stream."""
-        completions: dict[int, Completion] = {}
+    def _complete(self, streams: list[Stream], use_tqdm: bool) -> list[Completion]:
+        """Runs streams, as many at once as the engine has slots."""
         size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal of unknown size
         bar = tqdm(
             total=len(streams),
@@ -227,18 +226,18 @@ class LLM:
             nrows=size.lines,
         )
         with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
-            running = {pool.submit(complete, stream): stream for stream in streams}
+            futures = [pool.submit(complete, stream) for stream in streams]
             try:
-                for future in as_completed(running):
-                    completions[id(running[future])] = future.result()
+                for future in as_completed(futures):
+                    future.result()
                     bar.update()
             except BaseException:
                 # Leaving the block waits for the threads, so running requests must end soon.
-                for future, stream in running.items():
+                for future, stream in zip(futures, streams, strict=True):
                     future.cancel()
                     stream.cancel()
                 raise
-        return completions
+        return [future.result() for future in futures]
 
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
         logprobs = None if params.logprobs is None else list(map(self._frontend.by_token, result.logprobs))

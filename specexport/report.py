@@ -71,10 +71,7 @@ def check_path(flag: str, path: Path | None) -> None:
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
     """Writes a page without scripts or external resources.
 
-    Args:
-        path: the file; it is replaced if it exists.
-        title: the heading.
-        parts: the content, in order.
+    It replaces an existing file.
     """
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = f"""<!doctype html>

@@ -14,7 +14,7 @@ import numpy as np
 from specexport.contract.errors import SpecExportError
 from specexport.runtime.backend import BackendOptions, Graph, buffers
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
-from specexport.runtime.backends.onnxruntime.ranks import open_rank
+from specexport.runtime.backends.onnxruntime.segments import open_rank
 from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
 from specexport.runtime.bundle import Bundle
 
@@ -43,8 +43,7 @@ def _opened(job: Job, meeting: Meeting) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
     arrays = buffers(bundle.manifest.target_signature)
     if job.backend is None:
-        graph: Graph = open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.threads, job.keep, meeting)
-        return graph
+        return open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.threads, job.keep, meeting)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
     return CudaBackend(bundle, BackendOptions(job.backend, None, job.utilization, job.keep)).follow(

@@ -187,9 +187,7 @@ class Run(msgspec.Struct):
 class Followers:
     """The processes of all ranks but the first, and the messages to them.
 
-    Args:
-        bundle: a bundle with a split target.
-        job: the settings that all of them share.
+    ``job`` are the settings that all of them share.
 
     Raises:
         BackendError: this system cannot start them.

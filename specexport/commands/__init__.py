@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,25 +62,12 @@ class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
     plot: Annotated[Path | None, option("FILE.html")] = None
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Declares the argument that names a bundle or a model."""
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declares a bundle or a model, and the flags of opening a bundle and of building a model, but ``--seed``."""
     source = options(EngineOptions)["model"]
     parser.add_argument("model", metavar=source.about["metavar"], help=source.help)
-
-
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of opening a bundle and of building a model, but ``--seed``."""
     add_flags(parser, EngineOptions, [name for name in _OPENING if name != "seed"])
     add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
-
-
-def opening(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``Frontend.open`` from the flags of :func:`add_source` and :func:`add_engine`.
-
-    Raises:
-        BuildError: a value is out of range.
-    """
-    return engine_flags(arguments, [name for name in ("model", *_OPENING, *BUILD) if hasattr(arguments, name)])
 
 
 def add_target(parser: argparse.ArgumentParser, help: str) -> None:
@@ -90,14 +77,15 @@ def add_target(parser: argparse.ArgumentParser, help: str) -> None:
     target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
 
 
-def engine_flags(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``Engine.load`` from flags of :class:`EngineOptions`, and their defaults.
+def engine_flags(
+    arguments: argparse.Namespace, names: Collection[str] = ("model", *_OPENING, *BUILD)
+) -> dict[str, Any]:
+    """Arguments of ``Frontend.open``, or of ``Engine.load``: those flags of :class:`EngineOptions` that are set.
 
     Raises:
         BuildError: a value is out of range.
     """
-    declared = options(EngineOptions)
-    values = {name: getattr(arguments, name, declared[name].default) for name in names}
+    values = {name: value for name, value in flag_values(EngineOptions, arguments).items() if name in names}
     check_flags(EngineOptions, values)
     return values
 
@@ -105,10 +93,7 @@ def engine_flags(arguments: argparse.Namespace, names: Sequence[str]) -> dict[st
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
     """Declares the flags of sampling and of the length of outputs.
 
-    Args:
-        parser: the command's.
-        length: the most tokens if neither the command line nor the model sets them.
-        seed: the help of ``--seed``.
+    ``length`` is the most tokens if neither the command line nor the model sets them, ``seed`` the help of ``--seed``.
     """
     most = f"most tokens to generate (default: the model's own, else {length})"
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")

@@ -370,15 +370,10 @@ def _bars(
 
 
 def _as_dict(row: MethodRow) -> dict[str, Any]:
-    results = {
-        name: asdict(result)
-        | {
-            "tokens_per_step": result.tokens_per_step,
-            "speed_up": result.speed_up,
-            "contradictory": result.contradictory,
-        }
+    figures = ("tokens_per_step", "speed_up", "contradictory")
+    workloads = {
+        name: asdict(result) | {figure: getattr(result, figure) for figure in figures}
         for name, result in row.results.items()
     }
     about: dict[str, Any] = {"method": row.method, "training": row.training, "extra_memory_bytes": row.memory}
-    about |= {"steps_by_method": dict(row.chosen)}
-    return about | {"lossless": row.lossless, "workloads": results}
+    return about | {"steps_by_method": dict(row.chosen), "lossless": row.lossless, "workloads": workloads}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from specexport.commands import add_engine, add_sampling, add_source, add_speculation, opening, sampling, speculation
+from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, sampling, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded
@@ -134,7 +134,6 @@ class _ChatOptions(Options, frozen=True, kw_only=True):
 
 def chat_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport chat``."""
-    add_source(parser)
     add_flags(parser, _ChatOptions)
     add_sampling(
         parser,
@@ -158,7 +157,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
         specexport chat Qwen/Qwen3-0.6B --precision int8
         specexport chat qwen3/ < questions.txt
     """
-    command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), opening(arguments)
+    command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
     with closing(Frontend.open(**options)) as frontend:
         if frontend.engine.chat_template is None:
             raise RequestError(
@@ -175,26 +174,6 @@ def chat_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass
-class _Totals:
-    """Counters of the answers with one method.
-
-    Attributes:
-        tokens: tokens of all answers.
-        steps: steps of all answers.
-        seconds: time of decoding.
-    """
-
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, stats: Stats) -> None:
-        self.tokens += stats.output_tokens
-        self.steps += stats.steps
-        self.seconds += stats.decode_seconds
-
-
 class Session:
     """A conversation at a terminal, until its user leaves.
 
@@ -208,7 +187,7 @@ class Session:
         self._terminal = terminal
         self._show_drafts = show_drafts
         self._method = _label(conversation.speculative or self._frontend.speculative)
-        self._totals: dict[str, _Totals] = {}
+        self._answers: dict[str, list[Stats]] = {}  # by method
         self._last: Stats | None = None
         self._saved: set[Path] = set()
         self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
@@ -285,7 +264,7 @@ class Session:
         self._terminal.write("\n")
         self._conversation.add(question, "".join(parts))
         self._last = stream.stats
-        self._totals.setdefault(self._method, _Totals()).add(stream.stats)
+        self._answers.setdefault(self._method, []).append(stream.stats)
         if reason == "length":
             self._terminal.notice(self._length_notice(stream.stats))
         self._terminal.notice(("Stopped. " if interrupted() else "") + _speed(stream.stats))
@@ -346,9 +325,11 @@ class Session:
             return
         table = Table(columns=("", "method", "tokens/s", "tokens a step"), align="llr")
         for name in offered:
-            totals = self._totals.get(name, _Totals())
-            speed = f"{totals.tokens / totals.seconds:.1f}" if totals.seconds else "–"
-            length = f"{totals.tokens / totals.steps:.2f}" if totals.steps else "–"
+            answers = self._answers.get(name, ())
+            tokens, steps = (sum(getattr(stats, field) for stats in answers) for field in ("output_tokens", "steps"))
+            seconds = sum(stats.decode_seconds for stats in answers)
+            speed = f"{tokens / seconds:.1f}" if seconds else "–"
+            length = f"{tokens / steps:.2f}" if steps else "–"
             table.add_row("*" if name == self._method else "", name, speed, length)
         self._terminal.notice(table)
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_engine, add_sampling, add_source, add_speculation, opening, speculation
+from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, speculation
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, option
 from specexport.flags import add_flags, check_flags, flag_values, from_flags
@@ -21,6 +21,7 @@ from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
 from specexport.runtime.prompt import Prompt
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import Speculative
 from specexport.terminal import from_standard_input
 
@@ -57,7 +58,6 @@ class _RunOptions(Options, frozen=True, kw_only=True):
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport run``."""
-    add_source(parser)
     add_flags(parser, _RunOptions, ("prompt", "chat", "prompt_embeds"))
     add_sampling(
         parser,
@@ -82,7 +82,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         specexport run qwen3/ --method ngram --max-tokens 512 < module.py
         specexport run Qwen/Qwen3-0.6B --chat --prompt "What is a token?"
     """
-    command, engine_options = from_flags(_RunOptions, arguments), opening(arguments)
+    command, engine_options = from_flags(_RunOptions, arguments), engine_flags(arguments)
     overrides = flag_values(SamplingParams, arguments)
     check_flags(SamplingParams, overrides)
     for name, acceptance in _OF_ACCEPTANCE.items():
@@ -112,7 +112,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         engine = frontend.engine
         with stream:
             if command.json:
-                print(json.dumps(_result(text, stream) | {"params": msgspec.to_builtins(stream.params)}))
+                print(json.dumps(_result(text, stream)))
             else:
                 for chunk in stream:
                     print(chunk.text, end="", flush=True)
@@ -152,14 +152,9 @@ def _hypothesis(path: Path) -> str:
 
 
 def _result(prompt: str, stream: Stream) -> dict[str, Any]:
-    chunks = list(stream)
-    return {
-        "prompt": prompt,
-        "text": "".join(chunk.text for chunk in chunks),
-        "token_ids": [token for chunk in chunks for token in chunk.token_ids],
-        "finish_reason": chunks[-1].finish_reason,
-        "stats": stream.stats.as_dict(),
-    }
+    output = complete(stream)
+    named = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason")}
+    return {"prompt": prompt, **named, "stats": output.stats.as_dict(), "params": msgspec.to_builtins(stream.params)}
 
 
 def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kernels: str = "") -> str:

@@ -42,59 +42,7 @@ _MODEL = '''"""Triton's Python backend looks for the model here; specexport has 
 
 from specexport.server.triton import TritonPythonModel as TritonPythonModel
 '''
-_README = """# {name}
-
-A model repository of Triton Inference Server, written by `specexport export triton`. It runs in Triton's Python
-backend, whose Python needs specexport: in a container, `pip install 'specexport[cpu,serve]'` (`gpu` on a GPU).
-
-```
-tritonserver --model-repository REPOSITORY
-```
-
-`{name}/1/model.json` holds the bundle's folder and options of `specexport.AsyncEngine.open`, such as `threads`,
-`max_queue`, `max_model_len` and `speculative_config`, and `timeout`, the seconds a request may take. Requests are
-batched by specexport, so `max_batch_size` stays 0 and one instance is enough.
-
-Inputs, outputs and sampling parameters are named as those of Triton's vLLM backend:
-
-```
-curl localhost:8000/v2/models/{name}/generate -d '{{"text_input": "one two", "parameters": {{"max_tokens": 20}}}}'
-curl localhost:8000/v2/models/{name}/generate_stream -d '{{"text_input": "one two", "stream": true}}'
-```
-
-```python
-# pip install 'tritonclient[grpc]'
-import json
-import queue
-
-import numpy as np
-import tritonclient.grpc as grpc
-
-
-def tensor(name, value, kind):
-    tensor = grpc.InferInput(name, [1], kind)
-    tensor.set_data_from_numpy(np.array([value], object if kind == "BYTES" else bool))
-    return tensor
-
-
-answers = queue.Queue()
-with grpc.InferenceServerClient("localhost:8001") as client:
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    inputs = [
-        tensor("text_input", "one two", "BYTES"),
-        tensor("stream", True, "BOOL"),
-        tensor("sampling_parameters", json.dumps({{"max_tokens": 20, "temperature": 0}}), "BYTES"),
-    ]
-    client.async_stream_infer("{name}", inputs, enable_empty_final_response=True)
-    while True:
-        result, error = answers.get()
-        if error is not None:
-            raise error
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            break
-        print(result.as_numpy("text_output")[0].decode(), end="", flush=True)
-```
-"""
+_README = Path(__file__).parents[1] / "server" / "assets" / "triton.md"
 
 
 def serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +159,7 @@ def export_command(command: ExportOptions) -> int:
             (version / "model.py", _MODEL),
             (version / "model.json", json.dumps({"bundle": "bundle"}, indent=2) + "\n"),
             (folder / name / "config.pbtxt", _config(name)),
-            (folder / "README.md", _README.format(name=name)),
+            (folder / "README.md", _README.read_text(encoding="utf-8").format(name=name)),
         ):
             path.write_text(text, encoding="utf-8")
     print(f"{command.output}: {name}, a model of {max(manifest.batch_sizes)} slots")

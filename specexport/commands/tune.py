@@ -96,7 +96,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
     """
     from specexport import tree_search
 
-    command, engine_options = from_flags(_TreeOptions, arguments), engine_flags(arguments, ("threads",))
+    command = from_flags(_TreeOptions, arguments)
+    threads = engine_flags(arguments, ("threads",)).get("threads")
     report.check_path("--plot", command.plot)
     if not command.dry_run:
         exporter()
@@ -122,7 +123,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
         )
     with progress_bars() as bars:
         with Engine.load(
-            command.bundle, check_hashes=False, calibrate=False, backend="onnxruntime", **engine_options
+            command.bundle, check_hashes=False, calibrate=False, backend="onnxruntime", threads=threads
         ) as engine:
             prompts = _read_prompts(engine, command.data, command.prompts, command.prompt_tokens)
             params = SamplingParams(
@@ -133,7 +134,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
         # The widest step after the longest context, and rows half-way through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), engine_options["threads"], bars)
+        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), threads, bars)
     ranked = tree_search.candidates(method, observed, costs)
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")

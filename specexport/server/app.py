@@ -112,8 +112,8 @@ def create_app(
     async def explain(request: Request, error: Exception) -> Response:
         if type(error) is HTTPException and error.status_code in (404, 405):
             route = f"{request.method} {request.url.path}"[:100]
-            why = f"there is no {route}; there are {', '.join(endpoints)}"
-            error = ApiError(error.status_code, why, code="unknown_url", headers=error.headers)
+            message = f"there is no {route}; there are {', '.join(endpoints)}"
+            error = ApiError(error.status_code, message, code="unknown_url", headers=error.headers)
         return api_error(error).response()
 
     app = FastAPI(

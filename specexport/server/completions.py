@@ -53,14 +53,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 class _Format:
     """Text completions.
 
-    Args:
-        service: the served engine.
-        head: the first fields of every part of the answer.
-        streams: the outputs.
-        echoed: the prompt that each output repeats, if any.
-        scored: the tokens of each prompt whose log-probabilities are part of its output.
-        placed: the offsets of each output's tokens.
-        apart: whether prompts' log-probabilities are a field of their own, as in vLLM.
+    ``echoed`` are the prompts that outputs repeat, ``scored`` the tokens of prompts whose log-probabilities are part of
+    their outputs. With ``apart`` they are a field of their own, as in vLLM.
     """
 
     def __init__(
@@ -71,13 +65,13 @@ class _Format:
         echoed: Sequence[str],
         scored: Sequence[Sequence[int]],
         placed: Sequence[PlacedTokens],
-        apart: bool,
+        separate_scores: bool,
     ) -> None:
         self._frontend = service.engine.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._placed = placed
-        self._apart = apart
+        self._separate_scores = separate_scores
 
     def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
         prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
@@ -86,15 +80,15 @@ class _Format:
         scores: list[TokenLogprobs | None] = [*chunk.logprobs]
         if prompt is not None:
             scores = [None, *self._streams[index].prompt_logprobs, *scores]
-        apart: dict[str, Any] = (
-            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._apart else {}
+        separate_scores: dict[str, Any] = (
+            {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._separate_scores else {}
         )
         return CompletionChoice(
             index=index,
             text=echoed + chunk.text,
             logprobs=self._logprobs(scores, placed) if scores else None,
             finish_reason=cast(Any, chunk.finish_reason),
-            **apart,
+            **separate_scores,
         )
 
     def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
@@ -127,10 +121,6 @@ class PlacedTokens:
 
     If several tokens make up a character, one of them has it as its text, and the others are empty. A special token
     that is left out of the text has its name as its text, and no length.
-
-    Args:
-        tokenizer: the model's.
-        skip_special_tokens: whether special tokens are left out of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

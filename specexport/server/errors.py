@@ -30,13 +30,7 @@ _SHOWN = 300
 class ApiError(HTTPException):
     """An error with its status.
 
-    Args:
-        status: the HTTP status.
-        message: for the caller.
-        kind: OpenAI's ``type``.
-        param: the field at fault.
-        code: an identifier for programs.
-        headers: headers of the response.
+    ``kind`` is OpenAI's ``type``, ``param`` the field at fault, ``code`` an identifier for programs.
     """
 
     def __init__(

@@ -133,11 +133,7 @@ def model_of(
     """A model with fields of options: their types, ranges, help and, unless the model of a bundle may have its own
     value, their defaults.
 
-    Args:
-        base: its base.
-        kind: the options.
-        names: those that are fields.
-        limits: other ranges of some of them.
+    ``limits`` are other ranges of some of them.
     """
     fields: dict[str, Any] = {}
     for option in (options(kind)[name] for name in names):

@@ -29,9 +29,7 @@ _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 class Metrics:
     """Counters of a server.
 
-    Args:
-        engine: the served engine.
-        model: its name, a label of all metrics.
+    The model's name is a label of all of them.
 
     Attributes:
         registry: the registry of this server's metrics.

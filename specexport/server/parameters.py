@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specexport.contract.errors import RequestError
+from specexport.runtime.text import overlap
 from specexport.server.fields import Function, quoted
 
 END = "</function>"
@@ -32,10 +33,7 @@ def is_text(schema: Any) -> bool:
 def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
     """A tool's parameters in llguidance's dialect of Lark: an expression, and the rules that it uses.
 
-    Args:
-        name: the prefix of the names of rules.
-        tool: the tool.
-        options: options of JSON.
+    ``name`` is the prefix of the names of rules; ``options`` are those of JSON.
 
     Raises:
         RequestError: they cannot be written as separate parameters.
@@ -109,8 +107,7 @@ class ParameterReader:
         at = text.find(_AFTER)
         end = at
         if at < 0:
-            partial = next((n for n in range(len(_AFTER) - 1, 0, -1) if text.endswith(_AFTER[:n])), 0)
-            end = len(text) - (0 if last else partial)
+            end = len(text) - (0 if last else overlap(text, _AFTER))
         content = json.dumps(text[:end], ensure_ascii=False)[1:-1] if self._plain else text[:end]
         if at < 0:
             return content, end

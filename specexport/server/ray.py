@@ -54,19 +54,11 @@ _BACKOFF = 0.05
 """Most seconds between two attempts to find a free replica, which may be idle meanwhile."""
 _KEYED = 512
 """Characters of a prompt's beginning that determine its replica."""
-
-
 _ENGINE = (
     *("speculative_config", "calibrate", "max_model_len", "seed", "gpu_memory_utilization", "backend", "max_queue"),
 )
 _SERVER = (
-    "served_model_name",
-    "timeout",
-    "shutdown_timeout",
-    "cors",
-    "page",
-    "max_body_bytes",
-    "replicas",
+    *("served_model_name", "timeout", "shutdown_timeout", "cors", "page", "max_body_bytes", "replicas"),
     "max_replicas",
 )
 
@@ -173,12 +165,7 @@ class EngineReplica:
 
 
 class Front:
-    """The public endpoint: passes requests to replicas, and their answers back.
-
-    Args:
-        model: the replicas.
-        max_body_bytes: most bytes of a request's body.
-    """
+    """The public endpoint: passes requests to replicas, and their answers back."""
 
     def __init__(self, model: DeploymentHandle, max_body_bytes: int) -> None:
         self._model = model

@@ -23,6 +23,7 @@ from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
+from specexport.runtime.request import joined
 from specexport.server.answers import (
     Choice,
     CompletionTokensDetails,
@@ -311,15 +312,7 @@ async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk
     async with contextlib.aclosing(merged(service, streams)) as items:
         async for index, chunk in items:
             chunks[index].append(chunk)
-    return [
-        Chunk(
-            "".join(chunk.text for chunk in output),
-            tuple(token for chunk in output for token in chunk.token_ids),
-            output[-1].finish_reason,
-            tuple(entry for chunk in output for entry in chunk.logprobs),
-        )
-        for output in chunks
-    ]
+    return list(map(joined, chunks))
 
 
 async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specexport.contract.errors import RequestError
+from specexport.runtime.text import overlap
 from specexport.server import parameters
 from specexport.server.answers import AssistantCall, FunctionCall
 from specexport.server.fields import Function, FunctionName, quoted
@@ -253,8 +254,7 @@ class CallReader:
         at = self._text.find(mark)
         if at >= 0:
             return self._take(at), True
-        partial = 0 if last else next((n for n in range(len(mark) - 1, 0, -1) if self._text.endswith(mark[:n])), 0)
-        return self._take(len(self._text) - partial), False
+        return self._take(len(self._text) - (0 if last else overlap(self._text, mark))), False
 
     def _read_text(self, last: bool) -> str:
         if self._format.begin:

@@ -154,8 +154,7 @@ class Tensor:
 class BufferLayout:
     """The layout of arrays in one block of memory, one after the other.
 
-    Args:
-        arrays: by name; their content is the initial content of the host's copy.
+    The arrays' content is the initial content of the host's copy.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:

@@ -107,8 +107,8 @@ class CompiledKernels:
         return settings
 
     def _load(self, version: str) -> None:
-        files = hashlib.sha256(msgspec.json.encode(self._bundle.manifest.files)).hexdigest()
-        self._record = MachineRecord("kernels", (files, self._device, version), _Kernels, _MAX_KERNELS)
+        about = (self._bundle.files_hash, self._device, version)
+        self._record = MachineRecord("kernels", about, _Kernels, _MAX_KERNELS)
         stored = self._record.load()
         # The library itself refuses kernels of another driver or device.
         if stored and hashlib.sha256(stored.data).hexdigest() == stored.sha256 and self._cache.deserialize(stored.data):

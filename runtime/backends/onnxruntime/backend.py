@@ -8,11 +8,40 @@ from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
 from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
-from specexport.runtime.backends.onnxruntime.ranks import LeadingGraph
+from specexport.runtime.backends.onnxruntime.segments import open_rank
+from specexport.runtime.backends.ranks import Followers, Job, Leading, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import available_cores, cpu_name
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod
+
+
+class LeadingGraph(Leading, OnnxRuntimeGraph):
+    """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
+
+    @classmethod
+    def open(cls, bundle: Bundle, slots: int, buffers: Buffers, threads: int, keep: bool) -> LeadingGraph:
+        """Starts the other ranks, and opens this one's part; ``threads`` are those of all ranks together.
+
+        Raises:
+            BackendError: a rank cannot be started, or its graph is refused.
+        """
+        share = max(1, threads // len(bundle.manifest.target.ranks))
+        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=share, keep=keep))
+        try:
+            graph = open_rank(cls, bundle, 0, slots, buffers, share, keep, followers.meeting)
+            graph._followers = followers
+            followers.wait_until_open()
+        except RankLostError as lost:
+            followers.give_up(lost)
+        except BaseException:
+            followers.close()
+            raise
+        return graph
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._followers.close()
 
 
 class OnnxRuntimeBackend:

@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport.contract.model import CacheLayer
 from specexport.runtime.backend import Array, caches_by_shape
@@ -67,10 +66,7 @@ class GrowingCache:
     Allocating memory takes several times as long as copying into it. So a larger cache is filled while the present one
     still has room, a few layers a step, and the old one is freed in the same way.
 
-    Args:
-        layers: the graph's.
-        slots: number of slots.
-        sizes: rows it may have, ascending.
+    ``sizes`` are the rows that it may have, ascending.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], slots: int, sizes: Sequence[int]) -> None:
@@ -80,10 +76,6 @@ class GrowingCache:
         self._begin(None, 0)
         self._old: Rows | None = None
         self._freed = 0
-
-    def _no_rows(self) -> npt.NDArray[np.int64]:
-        """Initial counts of copied rows, by layer and slot: zeros."""
-        return np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
     def resize(self, rows: int, filled: Sequence[int]) -> None:
         """Resizes the cache, and keeps the filled rows of each slot."""
@@ -98,7 +90,9 @@ class GrowingCache:
 
     def _begin(self, following: Rows | None, longest: int) -> None:
         """Begins to fill a larger cache when the longest text has ``longest`` rows."""
-        self._next, self._since, self._begun, self._copied = following, longest, 0, self._no_rows()
+        self._next, self._since, self._begun = following, longest, 0
+        # Rows that are copied, by layer and slot.
+        self._copied = np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
     def changed(self, slot: int, rows: int) -> None:
         """Records that the rows of a slot have changed from row ``rows`` on."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import msgspec
 
 from specexport.contract import tensors
-from specexport.contract.errors import BackendError
+from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
+from specexport.contract.signature import cache_inputs, cache_outputs
+from specexport.contract.tensors import DECLARED, Tensor
 from specexport.runtime.backend import FIRST, TILE, Array, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
-from specexport.runtime.backends.onnxruntime.graph_check import require_declared
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
 from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
@@ -26,6 +26,9 @@ from specexport.runtime.states import KeptStates
 
 _Shape = tuple[int, int, int, int]
 """Batch, tokens, rows and drafts: a shape point at any cache size."""
+_TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
+_Declared = tuple[str, tuple[int | str | None, ...]]
+"""A tensor's type and sizes."""
 
 MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
 """Releases before 1.28 compute TensorScatter and Attention with fully masked rows wrongly; those before 1.23 are not
@@ -69,13 +72,7 @@ def open_session(
 
     If :mod:`~specexport.runtime.backends.onnxruntime.kernels` are used, the nodes that they claim run on them.
 
-    Args:
-        path: the graph.
-        threads: number of threads of its operators.
-        lowering: its operators.
-        weights: how it stores weights.
-        cache: without these kernels, the cache entry of the graph as onnxruntime optimizes it.
-        packed: with these kernels, the cache of packed weights; None to keep them in memory only.
+    ``cache`` is used without these kernels, ``packed`` with them: None keeps packed weights in memory only.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -118,27 +115,16 @@ def open_session(
 def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
     """:func:`open_session` for a graph of a bundle, with the caches of this machine.
 
-    Args:
-        bundle: the bundle.
-        model: the graph's model.
-        name: the graph's file.
-        threads: number of threads of its operators.
-        keep: whether to write missing cache entries: graphs for onnxruntime's kernels
-            (:class:`~specexport.runtime.backends.onnxruntime.graph_cache.GraphCache`), packed weights for ours.
+    With ``keep``, missing cache entries are written: graphs for onnxruntime's kernels, packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.
     """
-    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, files_hash(bundle)
+    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, bundle.files_hash
     if lowering == "native" and weights in ("int8", "int4", "stored"):
         cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), keep)
     packed = PackedWeights.of(files, keep)
     return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
-
-
-def files_hash(bundle: Bundle) -> str:
-    """A hash of a bundle's content."""
-    return hashlib.sha256(msgspec.json.encode(bundle.manifest.files)).hexdigest()
 
 
 class OnnxRuntimeGraph(Graph):
@@ -161,7 +147,7 @@ class OnnxRuntimeGraph(Graph):
         self._ort = import_onnxruntime(lowering)
         self._path = path
         self._session = session
-        require_declared(path, self._session, model, lowering, buffers)
+        _require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._states = KeptStates(model.states, slots) if model.states else None
         # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
@@ -335,3 +321,55 @@ class _Arrays:
     parts: dict[str, Array]
     fed: int
     states: list[Array]
+
+
+def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs, buffers: Buffers) -> None:
+    """Compares what a session declares with the buffers and caches that it will get, which follow from the manifest: a
+    bundle's files may be intact and still not match it.
+
+    Raises:
+        BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.
+    """
+    points = model.graph.points
+    # The smallest of the points with all stages.
+    point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
+    inputs, outputs = buffers(point)
+    _compare(path, "input", session.get_inputs(), _of(inputs) | _declared(cache_inputs(model)))
+    returned = cache_outputs(model.cache, model.states, lowering, "F")
+    _compare(path, "output", session.get_outputs(), _of(outputs) | _declared(returned))
+
+
+def _of(arrays: Mapping[str, Array]) -> dict[str, _Declared]:
+    return {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+
+
+def _declared(signature: Iterable[Tensor]) -> dict[str, _Declared]:
+    return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
+
+
+def _compare(path: Path, kind: str, declared: Sequence[Any], expected: Mapping[str, _Declared]) -> None:
+    actual: dict[str, _Declared] = {
+        value.name: (_TYPES.get(value.type, value.type), tuple(value.shape)) for value in declared
+    }
+    for name in (*expected, *actual):
+        if name in expected and name in actual and _matches(actual[name], expected[name]):
+            continue
+        stem, _, index = name.partition(".")
+        field = DECLARED[stem].field if stem in DECLARED else "methods"
+        if field in ("cache", "states"):
+            field = f"{field}[{index}]"
+        raise BundleError(
+            f"{path}: {kind} {name!r} is {_words(actual.get(name))}, but {_words(expected.get(name))} by {field} of "
+            "the manifest; build the bundle again"
+        )
+
+
+def _matches(a: _Declared, b: _Declared) -> bool:
+    """Whether two types are equal, and all sizes that are numbers on both sides."""
+    sizes = zip(a[1], b[1], strict=False)
+    numbers = all(m == n for m, n in sizes if isinstance(m, int) and isinstance(n, int))
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and numbers
+
+
+def _words(declared: _Declared | None) -> str:
+    return "absent" if declared is None else f"{declared[0]}[{', '.join(map(str, declared[1]))}]"

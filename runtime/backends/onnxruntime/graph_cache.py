@@ -23,9 +23,7 @@ class GraphCache:
     Optimizing the standard operators takes most of the time and memory of opening a bundle. The cached graph is the
     same one, so its results are equal bit for bit. A graph that cannot be cached or read is optimized again.
 
-    Args:
-        about: everything that it depends on, apart from this machine.
-        keep: whether to write the entry if it is missing.
+    ``about`` is everything that it depends on, apart from this machine. With ``keep`` a missing entry is written.
     """
 
     def __init__(self, about: Sequence[str], keep: bool) -> None:
@@ -37,10 +35,7 @@ class GraphCache:
     def session(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
         """The session of a graph.
 
-        Args:
-            path: the graph in the bundle.
-            open_graph: opens a session.
-            options: those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
+        ``options`` are those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
         """
         with contextlib.suppress(Exception):  # whatever is wrong with the entry, the bundle's graph works
             os.utime(self._folder / _GRAPH)

@@ -52,31 +52,24 @@ class PackedWeights(NamedTuple):
     def of(files: str, keep: bool) -> PackedWeights | None:
         """The cache of a bundle's weights on this machine; None if it is missing and must not be written.
 
-        Args:
-            files: a hash of the bundle's files.
-            keep: whether to write it if it is missing.
+        ``files`` is a hash of the bundle's; with ``keep`` it is written if it is missing.
         """
         cache = cache_folder()
         if cache is None:
             return None
         packed = PackedWeights(cache / "packed", machine_key((files,)))
         with contextlib.suppress(OSError):
-            there = list(packed.folder.glob(f"{packed.key}*"))
-            for file in there:
+            entries = list(packed.folder.glob(f"{packed.key}*"))
+            for file in entries:
                 os.utime(file)
             if keep and packed.folder.is_dir():
                 remove_unused(packed.folder)
-            return packed if keep or there else None
+            return packed if keep or entries else None
         return None
 
 
 def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None) -> bool:
     """Adds these kernels to a session; nodes that they do not claim run on onnxruntime's.
-
-    Args:
-        options: its ``onnxruntime.SessionOptions``.
-        threads: number of threads of its operators.
-        packed: the cache of packed weights; None to keep them in memory only.
 
     Returns:
         Whether the kernels are used.

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.backend import Array
-from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime, open_session
-from specexport.runtime.backends.ranks import Meet, combine
+from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backends.onnxruntime.graph import (
+    OnnxRuntimeGraph,
+    import_onnxruntime,
+    open_cached,
+    open_session,
+)
+from specexport.runtime.backends.ranks import Meet, Meeting, combine
+from specexport.runtime.bundle import Bundle
+
+G = TypeVar("G", bound=OnnxRuntimeGraph)
 
 
 class Segments:
     """One rank's sessions, run one after the other as if they were one ``onnxruntime.InferenceSession``.
 
-    Args:
-        sessions: the segments' sessions.
-        ranks: number of ranks.
-        lowering: their operators.
-        meet: combines the ranks' parts between segments.
+    ``meet`` combines the ranks' parts between segments.
     """
 
     def __init__(self, sessions: Sequence[Any], ranks: int, lowering: LoweredAs, meet: Meet) -> None:
@@ -114,6 +118,17 @@ def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
     return (*part[:-1], part[-1] * (ranks if name.startswith(MEETINGS[1]) else 1))
 
 
+def open_rank(
+    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, threads: int, keep: bool, meeting: Meeting
+) -> G:
+    """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
+    model, lowering = bundle.manifest.target, bundle.manifest.lowering
+    files = model.ranks[rank].segments
+    sessions = [open_cached(bundle, model, name, threads, keep) for name in files]
+    segments = Segments(sessions, len(model.ranks), lowering, meeting)
+    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)
+
+
 class _Declared(NamedTuple):
     name: str
     shape: list[int | str]
@@ -175,12 +190,6 @@ class AllRanks:
 
 def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, threads: int) -> Any:
     """A session of a model's graph, split or not: ``run``, ``get_inputs`` and ``get_outputs``.
-
-    Args:
-        file: the path of a file of the bundle.
-        model: its entry in the manifest.
-        lowering: its operators.
-        threads: number of threads of its operators.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
