@@ -17,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 from specexport.runtime import Engine
+from specexport.runtime.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -156,6 +157,12 @@ def engine(bundle: Callable[[str], Path]) -> Callable[[str], Engine]:
         return loaded[name]
 
     return get
+
+
+@pytest.fixture
+def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
+    monkeypatch.setattr(SpeculationPolicy, "_share", lambda self, request, others: request.tree)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import recorded
+from tests.streams import started, tokens_of
 
 Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")
@@ -112,10 +113,8 @@ def test_batched_requests_equal_single_ones(engine: Engines) -> None:
     ]
     ways: list[dict[str, Any]] = [{"method": "lookahead"}, {}, {"method": "ngram"}, {"num_speculative_tokens": 0}]
     alone = [loaded.generate(text, GREEDY, PLAIN).token_ids for text in texts]
-    streams = [loaded.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True)]
-    for stream in streams:
-        stream.start()
-    together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+    streams = started(loaded.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True))
+    together = [tokens_of(stream) for stream in streams]
     assert together == alone
 
 
@@ -155,7 +154,7 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
     # What is given is taken as it is then, and read as float32 whatever it was.
     stream = loaded.stream(EmbedsPrompt(inputs := good.astype(np.float16)), GREEDY)
     inputs[:] = 0
-    tokens = [token for chunk in stream for token in chunk.token_ids]
+    tokens = list(tokens_of(stream))
     assert tokens == list(loaded.generate(EmbedsPrompt(good.astype(np.float16)), GREEDY).token_ids)
     # Only a text that comes first has the tokenizer's special tokens.
     assert loaded.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == loaded.encode(" two")[-1:]

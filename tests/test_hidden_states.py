@@ -28,6 +28,7 @@ from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
 from tests.hidden_states import GREEDY, changed
+from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
 from tests.ways import ways
 
@@ -72,6 +73,7 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path], metho
         assert (text.token_ids, text.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("method", SMALL_TREES)
 def test_several_requests_at_once(bundle: Callable[[str], Path], method: str) -> None:
     """What is drafted of one does not depend on the others, though their trees are of different depths."""
@@ -84,9 +86,9 @@ def test_several_requests_at_once(bundle: Callable[[str], Path], method: str) ->
         plain = [engine.generate(prompt, params, PLAIN).token_ids for prompt in prompts]
         drawn = engine.generate(prompts[2], sampled, small)
         requests: list[Any] = [method, PLAIN, small, method, "ngram", method]
-        streams = [engine.stream(prompt, params, how) for prompt, how in zip(prompts, requests, strict=True)]
-        streams.append(engine.stream(prompts[2], sampled, small))
-        *together, again = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        asks = [*((prompt, params, how) for prompt, how in zip(prompts, requests, strict=True))]
+        streams = started(engine.stream(*ask) for ask in (*asks, (prompts[2], sampled, small)))
+        *together, again = [tokens_of(stream) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
     assert together == plain
     assert again == drawn.token_ids

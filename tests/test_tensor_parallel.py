@@ -29,6 +29,7 @@ from specexport.runtime.backends import ranks as runtime_ranks
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ranks import followers
+from tests.streams import started, tokens_of
 
 pytestmark = pytest.mark.exporter
 
@@ -80,10 +81,9 @@ def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, p
         with Engine.load(bundle, threads=2, calibrate=False) as engine:
             plain = [engine.generate(prompt, GREEDY, PLAIN) for prompt in PROMPTS]
             for method in ("draft_model", "ngram", "suffix"):
-                streams = [engine.stream(prompt, GREEDY, method) for prompt in PROMPTS]  # two run at once
+                streams = started(engine.stream(prompt, GREEDY, method) for prompt in PROMPTS)  # two run at once
                 for stream, expected in zip(streams, plain, strict=True):
-                    chunks = list(stream)
-                    assert [token for chunk in chunks for token in chunk.token_ids] == list(expected.token_ids)
+                    assert tokens_of(stream) == expected.token_ids
             texts.append([entry.token_ids for entry in plain])
             scores.append([entry.logprob for text in plain for entry in text.logprobs])
     assert len(texts[1][0]) == 40
