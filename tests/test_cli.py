@@ -48,6 +48,55 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
     assert "chosen      steps by number of draft tokens, with their cost here: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "ways", "lines"),
+    [
+        (
+            "qwen3-lookup",
+            ("--method ngram", "--method suffix --num-speculative-tokens 4"),
+            (
+                "ngram, matches of 4 to 2 tokens: up to 8 draft tokens a step in a chain",
+                "suffix, at most 1.5 a matched token",
+                "hypothesis: up to 16 draft tokens a step in a chain",
+            ),
+        ),
+        (
+            "qwen3-lookahead",
+            ("--method lookahead",),
+            (
+                "lookahead, window 5, n-grams of 4, seeded from the prompt: up to 12 draft tokens a step",
+                "verified 27 at a time",
+            ),
+        ),
+    ],
+)
+def test_methods_over_text_say_the_same_and_are_shown(
+    name: str,
+    ways: tuple[str, ...],
+    lines: tuple[str, ...],
+    bundle: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words, texts = ["run", str(bundle(name)), "-p", "one two one two one", "-n", "16", "--temperature", "0"], []
+    for way in ("--no-speculation", *ways):
+        assert main([*words, "--json", *way.split()]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts == texts[:1] * len(texts)
+    assert main(["inspect", str(bundle(name))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(line in shown for line in lines)
+
+
+def test_trees_of_methods_over_text(
+    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
+    assert "9 nodes with the root, depth 8" in capsys.readouterr().out
+    for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
+        assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
+        assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err
+
+
 def test_run_reads_standard_input(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,6 +275,3 @@ def test_run(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.Captu
     ):
         assert main([*words, *more]) == 1
         assert reason in capsys.readouterr().err
-    assert main(["inspect", str(bundle(NAME))]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "hypothesis: up to 16 draft tokens a step in a chain" in shown

@@ -184,6 +184,8 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": "{}", "seed": -1}, "seed is -1"),
         ({"bundle": "{}", "precision": "int8"}, "precision was given with a bundle"),
         ({"bundle": "{}", "presicion": "int8"}, "presicion is no option; expected some of model, "),
+        ({"model": "m", "presicion": "int8"}, "presicion is no option; expected some of model, "),
+        ({"model": "m", "methods": ()}, "methods is no option"),
         ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
         ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
         (
@@ -327,6 +329,7 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
         ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to"),
         ({"method": "medusa"}, "`model`"),
         ({"method": "medusa", "model": "h", "trees": "nowhere.json"}, "nowhere.json"),
+        ({"method": "medusa", "model": "h", "trees": [Path("nowhere.json")]}, "nowhere.json"),
         ({"method": "medusa", "model": "h", "trees": 5}, "trees is 5; expected names of presets, files or trees"),
         ({"method": "medusa", "model": "h", "heads": 3}, "'heads' is no key of method 'medusa'"),
         ({"method": "medusa_draft", "model": "d"}, "`medusa`"),

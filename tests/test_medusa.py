@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.methods import read_methods
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
@@ -151,22 +150,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: Any
         (pickle.dumps({"0.0.linear.weight": Evil()}), "refused: only plain tensors"),
         (b"not a pickle", "refused: only plain tensors"),
         (b"", "refused: only plain tensors"),
+        ({"0.0.linear.weight": Evil()}, "could run code"),
+        ([torch.zeros(2)], "holds list; expected a dictionary of tensors"),
     ],
 )
-def test_a_pickle_with_code_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_files_with_code_are_refused(tmp_path: Path, content: Any, reason: str) -> None:
+    """Pickles, and torch's files of them."""
     fasterdecoding(tmp_path)
-    (tmp_path / "medusa_lm_head.pt").write_bytes(content)
+    file = tmp_path / "medusa_lm_head.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     with pytest.raises(BuildError, match=reason):
-        load_medusa(tmp_path, hidden=H, vocab=V)
-
-
-def test_a_torch_file_with_code_is_refused(tmp_path: Path) -> None:
-    fasterdecoding(tmp_path)
-    torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(BuildError, match="could run code"):
-        load_medusa(tmp_path, hidden=H, vocab=V)
-    torch.save([torch.zeros(2)], tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(BuildError, match="holds list; expected a dictionary of tensors"):
         load_medusa(tmp_path, hidden=H, vocab=V)
 
 
@@ -306,9 +299,7 @@ def test_invalid_head_options_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_without_sense_are_refused() -> None:
-    with pytest.raises(BuildError, match="missing required field `model`"):
-        read_methods("medusa_draft:medusa=x")
+def test_thresholds_out_of_range_are_refused() -> None:
     with pytest.raises(BuildError, match=r"posterior_alpha is 2\.0"):
         BuildOptions(target="x", output=Path("y"), posterior_alpha=2.0)
 

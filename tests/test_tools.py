@@ -60,8 +60,9 @@ def client(running: Served) -> openai.OpenAI:
 def streamed(client: openai.OpenAI, **request: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """Text, thoughts, calls and the finish of a streamed answer."""
     text, thoughts, calls, finish = "", "", dict[int, list[str]](), ""
-    for part in client.chat.completions.create(**request, stream=True):
+    for number, part in enumerate(client.chat.completions.create(**request, stream=True)):
         delta = part.choices[0].delta
+        assert (delta.role == "assistant") == (number == 0)
         text += delta.content or ""
         thoughts += getattr(delta, "reasoning_content", None) or ""
         for piece in delta.tool_calls or []:
