@@ -60,11 +60,13 @@ def seeded_torch() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fixed_number_of_draft_tokens() -> Iterator[None]:
-    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand, and leave
-    nothing in the cache folder.
+def fixed_number_of_draft_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand.
+
+    What commands and processes keep lies in a folder of the session, not in the user's.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECEXPORT_CACHE", str(_shared(tmp_path_factory) / "cache"))
         for name in ("calibrate", "cache_graphs"):
             patch.setitem(Engine.load.__func__.__kwdefaults__, name, False)  # type: ignore[attr-defined]
         yield

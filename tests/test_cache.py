@@ -211,7 +211,7 @@ def test_llm_rebuilds_damaged_bundles(tmp_path: Path, cache: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
     def text() -> list[int]:
-        with LLM(str(target), max_model_len=48, max_batch_size=1, threads=1) as llm:
+        with LLM(str(target), max_model_len=48, max_batch_size=1, threads=1, calibrate=False) as llm:
             return llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids
 
     before = text()
@@ -287,7 +287,7 @@ def test_llm_builds_speculates_and_finds_it_again(
     with LLM(str(target), speculative_config=config, max_model_len=48, threads=1) as measured:
         assert measured._frontend.engine.costs is not None
         texts.append(measured.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
-    with LLM(str(target), max_model_len=48, threads=1) as plain:
+    with LLM(str(target), max_model_len=48, threads=1, calibrate=False) as plain:
         texts.append(plain.generate([5, 6, 5, 6, 5], params, use_tqdm=False)[0].outputs[0].token_ids)
     assert texts[0] == texts[1] == texts[2] == texts[3]
     assert len([folder for folder in (cache / "bundles").iterdir() if folder.is_dir()]) == 2

@@ -173,7 +173,7 @@ def test_embeddings_lie_where_they_are_read() -> None:
 def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
     inputs = rows(5)
     expected = engine(NAME).generate(EmbedsPrompt([inputs, [5]]), GREEDY).token_ids
-    with LLM(bundle=bundle(NAME), threads=1) as llm:
+    with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
         (completion,) = llm.generate({"prompt_embeds": [inputs, [5]]}, GREEDY, use_tqdm=False)
         assert (completion.outputs[0].token_ids, completion.prompt_token_ids) == (expected, (-1, -1, -1, -1, -1, 5))
         with pytest.raises(RequestError, match="prompt 0: prompt_embeds: part 0 is float64"):
@@ -186,6 +186,7 @@ def test_run(
     inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
     np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
+    words.append("--no-calibrate")
     for more, parts in (([], [inputs]), (["-p", " one two"], [inputs, " one two"])):
         assert main([*words, *more]) == 0
         assert tuple(json.loads(capsys.readouterr().out)["token_ids"]) == (
@@ -199,7 +200,7 @@ def test_run(
 
 def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
     async def said() -> list[int]:
-        async with AsyncEngine.open(bundle=bundle(NAME), threads=1) as serving:
+        async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
             return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
 
     text = EmbedsPrompt([[5], rows(3)])

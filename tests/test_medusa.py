@@ -406,7 +406,7 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
     assert "requests may choose 2, 6" in shown
     assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
     assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
-    run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos"]
+    run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos", "--no-calibrate"]
     texts = []
     for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
         assert main([*run, *more]) == 0
