@@ -16,6 +16,7 @@ import pytest
 
 from specexport.runtime import Engine, SamplingParams
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
+from tests.threads import wait_until
 
 PROMPT = "one two three"
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -676,9 +677,7 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
         thread.start()
         assert begun.wait(120)
         running.server.should_exit = True
-        until = time.monotonic() + 60
-        while not running.service.engine.closed:
-            assert time.monotonic() < until
+        wait_until(lambda: running.service.engine.closed, "it takes requests")
         assert thread.is_alive(), "the stream ended before it was asked"
         ready, answer = (
             httpx.get(f"{running.url}/ready"),

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ranks import followers
 from tests.streams import started, tokens_of
+from tests.threads import JOIN, wait_until
 
 pytestmark = pytest.mark.exporter
 
@@ -166,11 +166,9 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         if ending is not None:
             first.send_signal(ending)
         first.stdin.close()
-        first.wait(20)
-        end = time.monotonic() + 20
-        while any(Path(f"/proc/{process}").exists() for process in processes):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        first.wait(JOIN)
+        for folder in (Path(f"/proc/{process}") for process in processes):
+            wait_until(lambda folder=folder: not folder.exists(), "a rank is left")  # type: ignore[misc]
         first.stdout.close()
 
 
