@@ -251,24 +251,18 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
     return folder
 
 
+@torch.random.fork_rng()  # so that what a test draws does not depend on who made it
 def make_speculator(
-    folder: Path,
-    checkpoint: Path,
-    stages: int,
-    *,
-    inner: int = 48,
-    tied: bool = False,
-    scale_input: bool = False,
-    steps: int = 0,
+    folder: Path, checkpoint: Path, stages: int, *, inner: int = 48, steps: int = 0, **form: bool
 ) -> Path:
     """Writes an MLP speculator for a model: a random one, or one that learnt so many steps of its greedy texts.
 
-    Norms are moved away from ones and zeros.
+    Norms are moved away from ones and zeros; ``form`` is ``tied`` and ``scale_input``.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     vocab, hidden = model.get_output_embeddings().weight.shape
     torch.manual_seed(6)
-    speculator = SpeculatorStages(vocab, hidden, inner, stages, scale_input=scale_input, tied=tied)
+    speculator = SpeculatorStages(vocab, hidden, inner, stages, **{"scale_input": False, "tied": False} | form)
     with torch.no_grad():
         for parameter in speculator.parameters():
             noise = torch.randn(parameter.shape)

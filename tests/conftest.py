@@ -17,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 from specexport.runtime import Engine
+from specexport.runtime.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,11 +60,13 @@ def seeded_torch() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fixed_number_of_draft_tokens() -> Iterator[None]:
-    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand, and leave
-    nothing in the cache folder.
+def fixed_number_of_draft_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines of tests draft as many tokens as their bundles say, whatever steps cost on the machine at hand.
+
+    What commands and processes keep lies in a folder of the session, not in the user's.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECEXPORT_CACHE", str(_shared(tmp_path_factory) / "cache"))
         for name in ("calibrate", "cache_graphs"):
             patch.setitem(Engine.load.__func__.__kwdefaults__, name, False)  # type: ignore[attr-defined]
         yield
@@ -156,6 +159,12 @@ def engine(bundle: Callable[[str], Path]) -> Callable[[str], Engine]:
         return loaded[name]
 
     return get
+
+
+@pytest.fixture
+def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
+    monkeypatch.setattr(SpeculationPolicy, "_share", lambda self, request, others: request.tree)
 
 
 @pytest.fixture(scope="session")

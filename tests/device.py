@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from tests.cuda_stand_in import StandIn
+from tests.streams import started, tokens_of
 
 TAKING = {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"}
 
@@ -17,10 +18,8 @@ def require_same_as_alone(on_gpu: Engine, alone: Engine, prompts: Sequence[list[
     assert on_gpu.slots == 4
     cuda.calls.clear()
     params = [greedy.replace(max_tokens=8 + 4 * at) for at in range(len(prompts))]
-    streams = [on_gpu.stream(prompt, params[at], PLAIN if at == 2 else None) for at, prompt in enumerate(prompts)]
-    for stream in streams:
-        stream.start()
+    ways = [PLAIN if at == 2 else None for at in range(len(prompts))]
+    streams = started(map(on_gpu.stream, prompts, params, ways))
     for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-        tokens = [token for chunk in stream for token in chunk.token_ids]
-        assert tokens == list(alone.generate(prompt, params[at], PLAIN).token_ids), at
+        assert tokens_of(stream) == alone.generate(prompt, params[at], PLAIN).token_ids, at
     assert not TAKING & set(cuda.calls)

@@ -136,6 +136,7 @@ class Recipe:
 
 
 HEADS = 3
+_TEXTS = ("ngram", "suffix", "hypothesis")
 _SPINE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2]])
 _SMALL_SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 _BUSHY = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 3], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
@@ -151,18 +152,10 @@ RECIPES = {
     "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
     "qwen3-mlp": Recipe("qwen3", None, trees=(_BUSHY, TokenTree.chain(HEADS + 1)), speculator=True, batch=8),
     "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
-    "qwen3-lookup": Recipe("qwen3", "equal", lookups=("ngram", "suffix", "hypothesis")),
+    "qwen3-lookup": Recipe("qwen3", "equal", lookups=_TEXTS),
     "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
     "gemma2-self": Recipe("gemma2", None, (1,), 4, self_draft=1),
-    "gemma2-embeds": Recipe(
-        "gemma2",
-        None,
-        lookups=("ngram", "suffix", "hypothesis"),
-        lookahead=(3, 3, 2),
-        self_draft=1,
-        batch=2,
-        embeds=True,
-    ),
+    "gemma2-embeds": Recipe("gemma2", None, lookups=_TEXTS, lookahead=(3, 3, 2), self_draft=1, batch=2, embeds=True),
     "granite-embeds": Recipe("granite", None, heads="target", trees=(_SMALL,), lowering="portable", embeds=True),
     "dice-self": Recipe("llama", None, (1, 3), 5, {**DICE, "num_hidden_layers": 2}, self_draft=1),
     "dice-lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
@@ -175,25 +168,21 @@ RECIPES = {
     "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
     "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
     "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
-    "dice-mtp-cuda": Recipe(
-        "glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True, backend="onnxruntime-cuda"
-    ),
     "dice-hybrid": Recipe("qwen3_5_text", None, (1, 3), 5, DICE_HYBRID, mtp=True),
     "dice-hybrid-draft": Recipe("qwen3_5_text", "near", (1, 3), 5, DICE_HYBRID, mtp=True),
     **{
-        f"{family}-hybrid": Recipe(family, "near", (1, 3), 5, lookups=("ngram", "suffix", "hypothesis"))
+        f"{family}-hybrid": Recipe(family, "near", (1, 3), 5, lookups=_TEXTS)
         for family in ("lfm2", "qwen3_5_text", "granitemoehybrid")
     },
-    "dice-ngram": Recipe("llama", None, (1, 3), 5, DICE, lookups=("ngram",)),
-    "dice-suffix": Recipe("llama", None, (1, 3), 5, DICE, lookups=("suffix",)),
-    "dice-hypothesis": Recipe("llama", None, (1, 3), 5, DICE, lookups=("hypothesis",)),
+    **{f"dice-{text}": Recipe("llama", None, (1, 3), 5, DICE, lookups=(text,)) for text in _TEXTS},
 }
-BATCHED = (
+BATCHED = [
     "llama-near",
     "gpt2-tree",
     "qwen3-medusa",
     "qwen3-medusa-draft",
     "qwen3-lookup",
+    "qwen3_5_text-hybrid",
     "dice-near",
     "dice-mixed",
     "dice-medusa",
@@ -202,24 +191,24 @@ BATCHED = (
     "dice-dflash",
     "dice-mtp",
     "dice-hybrid",
-    "qwen3_5_text-hybrid",
-)
+]
+RECIPES["dice-mtp-cuda"] = dataclasses.replace(RECIPES["dice-mtp"], backend="onnxruntime-cuda")
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
-PORTABLE = (
+PORTABLE = [
     "llama-near",
     "llama-near-batch",
     "gemma2-equal",
     "gpt2-tree",
     "qwen3-medusa",
     "qwen3-medusa-draft",
+    "lfm2-hybrid",
     "dice-mixed",
     "dice-mixed-batch",
     "dice-eagle3",
     "dice-dflash",
     "dice-hybrid",
-    "lfm2-hybrid",
-)
+]
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)
 _SPINES, _ANY = (_SPINE, _SMALL_SPINE), (_BUSHY, _SMALL)
@@ -243,7 +232,7 @@ LOSSLESSNESS = {
     "mtp-tree": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=_SPINES, mtp=True),
     "dflash": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, dflash=True),
     "dflash-tree": Recipe("llama", None, config=DICE, trees=_ANY, dflash=True),
-    "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=("ngram", "suffix", "hypothesis")),
+    "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=_TEXTS),
     "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
 }
 """Of ``python -m benchmarks losslessness``: of each method chains alone or trees alone, of several sizes."""
@@ -281,8 +270,8 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
         medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
         draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
         mlp_speculator = _speculator(target, root) if recipe.speculator else None
-        eagle3 = _eagle3(target, root) if recipe.eagle3 else None
-        dflash = _dflash(target, root) if recipe.dflash else None
+        eagle3 = _over_states("eagle3", target, root) if recipe.eagle3 else None
+        dflash = _over_states("dflash", target, root) if recipe.dflash else None
     sizes = (*([] if recipe.default is None else [recipe.default]), *recipe.choices)
     return BuildOptions(
         target=str(target),
@@ -343,16 +332,14 @@ def _speculator(model: Path, root: Path) -> str:
     return str(folder)
 
 
-def _eagle3(model: Path, root: Path) -> Path:
-    """For targets of one layer and few tokens: a random one is right often enough."""
-    folder = root / "checkpoints" / f"{model.name}-eagle3"
-    return folder if folder.exists() else make_eagle3(folder, model, states=(0, 1), draft_vocab=DICE_VOCAB - 3)
-
-
-def _dflash(model: Path, root: Path) -> Path:
-    """Likewise."""
-    folder = root / "checkpoints" / f"{model.name}-dflash"
-    return folder if folder.exists() else make_dflash(folder, model, states=(0, 1), layers=2, published="speculators")
+def _over_states(method: str, model: Path, root: Path) -> Path:
+    """A draft over the states of a target of one layer and few tokens: a random one is right often enough."""
+    folder = root / "checkpoints" / f"{model.name}-{method}"
+    if folder.exists():
+        return folder
+    if method == "eagle3":
+        return make_eagle3(folder, model, states=(0, 1), draft_vocab=DICE_VOCAB - 3)
+    return make_dflash(folder, model, states=(0, 1), layers=2, published="speculators")
 
 
 def _draft(recipe: Recipe, target: Path, root: Path) -> Path:

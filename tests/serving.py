@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 
 from specexport.async_engine import AsyncEngine
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.server.app import Server, create_app
 from specexport.server.service import Service
+from tests.threads import JOIN, wait_until
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -29,7 +32,6 @@ HERMES = (
 )
 """A template that knows tools as Hermes' and Qwen's do, but names them alone, as the context is short."""
 NAME = "tiny"
-DEADLINE = 120.0
 
 
 def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE, **named: str) -> Path:
@@ -50,6 +52,24 @@ def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE, **na
     return folder
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_for_server(process: subprocess.Popen[bytes], url: str) -> None:
+    """Waits until a command answers."""
+
+    def answers() -> bool:
+        assert process.poll() is None, "it has ended"
+        try:
+            return httpx.get(url, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(answers, f"{url} is not answered")
+
+
 class Served:
     """A server that runs.
 
@@ -67,10 +87,8 @@ class Served:
 
     def idle(self) -> None:
         """Waits until no request holds a slot or waits for one."""
-        until = time.monotonic() + DEADLINE
-        while self.service.engine.running + self.service.engine.waiting:
-            assert time.monotonic() < until, "a slot is not freed"
-            time.sleep(0.005)
+        engine = self.service.engine
+        wait_until(lambda: engine.running + engine.waiting == 0, "a slot is not freed")
 
 
 @contextmanager
@@ -90,14 +108,11 @@ def served(
     server = Server(around(create_app(service, **app)), engine, drain_timeout=patience, **settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + DEADLINE
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        assert time.monotonic() < until, "the server does not start"
-        time.sleep(0.01)
+    wait_until(lambda: server.started or not thread.is_alive(), "the server does not start")
+    assert server.started
     try:
         yield Served(server, service)
     finally:
         server.should_exit = True
-        thread.join(DEADLINE)
+        thread.join(JOIN)
         assert not thread.is_alive(), "the server does not stop"

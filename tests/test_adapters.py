@@ -223,15 +223,8 @@ def test_targets_and_drafts_are_built_with_their_adapters(tmp_path: Path, capsys
     """
     base = make_checkpoint(tmp_path / "base", "llama", hidden_size=512, intermediate_size=512, head_dim=16)
     folder, model = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
-    out = build(
-        BuildOptions(
-            target=str(folder),
-            output=tmp_path / "bundle",
-            methods=(DraftModelOptions(model=str(folder), num_speculative_tokens=2),),
-            draft_precision="fp32",
-            max_seq_len=256,
-        )
-    )
+    methods = (DraftModelOptions(model=str(folder), num_speculative_tokens=2),)
+    out = build(BuildOptions(str(folder), tmp_path / "bundle", methods, draft_precision="fp32", max_seq_len=256))
     expected = model.generate(
         input_ids=IDS, attention_mask=torch.ones_like(IDS), do_sample=False, max_new_tokens=24, eos_token_id=None
     )

@@ -220,7 +220,7 @@ def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
 
 def test_closing_frees_the_engine(bundle: Callable[[str], Path]) -> None:
     async def work() -> None:
-        async with AsyncEngine.open(bundle=bundle(NAME), threads=1) as engine:
+        async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as engine:
             stream = engine.generate(PROMPT, LONG)
             await anext(stream)
         with pytest.raises(RequestError, match="closed"):

@@ -40,7 +40,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
-from tests.reference import chi_square_p, exact_texts
+from tests.streams import started, tokens_of
 
 Bundles = Callable[[str], Path]
 
@@ -421,11 +421,9 @@ def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle: Bundl
     with Engine.load(bundle("llama-near-batch"), threads=1, costs=curve) as engine:
         prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
         plain = engine.generate(prompt, params, PLAIN)
-        streams = [engine.stream(prompt, params) for _ in range(2)]
+        streams = started(engine.stream(prompt, params) for _ in range(2))
         for stream in streams:
-            stream.start()
-        for stream in streams:
-            assert tuple(token for chunk in stream for token in chunk.token_ids) == plain.token_ids
+            assert tokens_of(stream) == plain.token_ids
             assert stream.stats.drafted > 0
 
 
@@ -516,14 +514,12 @@ def test_requests_use_the_models_defaults(
     for count in (1, 4, 8):
         for start in range(0, len(cases), count):
             some = cases[start : start + count]
-            streams = [
+            streams = started(
                 first.stream(case["prompt"], GREEDY.replace(max_tokens=len(case["tokens"]), ignore_eos=False))
                 for case in some
-            ]
-            for stream in streams:
-                stream.start()
+            )
             for case, stream in zip(some, streams, strict=True):
-                got = [token for chunk in stream for token in chunk.token_ids]
+                got = list(tokens_of(stream))
                 if got != case["tokens"]:
                     at = next(i for i, pair in enumerate(zip(got, case["tokens"], strict=True)) if len(set(pair)) > 1)
                     assert case["gaps"][at] < 1e-4
@@ -535,11 +531,10 @@ def test_unmeasured_methods_join_a_measured_batch(measured: Callable[..., Engine
     first = measured("llama-near-batch", lambda *_: 1.0, lambda *_: 0.05, 0.3)
     prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
     plain = first.generate(prompt, params, PLAIN)
-    streams = [first.stream(prompt, params, speculation) for speculation in ("draft_model", "ngram", "suffix", PLAIN)]
-    for stream in streams:
-        stream.start()
+    methods = ("draft_model", "ngram", "suffix", PLAIN)
+    streams = started(first.stream(prompt, params, method) for method in methods)
     for stream, drafts in zip(streams, (True, True, True, False), strict=True):
-        assert tuple(token for chunk in stream for token in chunk.token_ids) == plain.token_ids
+        assert tokens_of(stream) == plain.token_ids
         assert (stream.stats.drafted > 0) == drafts
 
 
@@ -552,9 +547,7 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
     read: list[int] = []
     real = DraftModelProposer._read
     monkeypatch.setattr(DraftModelProposer, "_read", lambda *inputs: read.append(1) or real(*inputs))
-    streams = [first.stream([5 + at, 9, 30], GREEDY) for at in range(8)]
-    for stream in streams:
-        stream.start()
+    streams = started(first.stream([5 + at, 9, 30], GREEDY) for at in range(8))
     for stream in streams:
         for _ in stream:
             pass
@@ -576,20 +569,3 @@ def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> Non
         texts.append([first.token_ids for first in done])
     assert back
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_a_batch_samples_the_target_distribution(measured: Callable[..., Engine], oracle: Callable[[str], Any]) -> None:
-    name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
-    logits = oracle(name)["next_logits"]
-    exact = exact_texts(logits, params, 3)
-    first = measured(name, lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
-    queue = [first.stream((5, 8, 5, 8), params.replace(seed=seed)) for seed in range(2000)]
-    texts, drafted = [], 0
-    for at, stream in enumerate(queue):
-        for ahead in queue[at : at + 8]:
-            ahead.start()
-        texts.append(tuple(token for chunk in stream for token in chunk.token_ids))
-        drafted += stream.stats.drafted
-    assert drafted > 200
-    assert chi_square_p(texts, exact) > 1e-3

@@ -39,6 +39,16 @@ def at(document: Document, place: str) -> tuple[Any, Any]:
     return document, last
 
 
+def put(folder: Path, place: str, value: Any) -> None:
+    """Sets the value at a place of a bundle's manifest."""
+
+    def change(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = value
+
+    rewritten(folder, change)
+
+
 def refused(folder: Path, *words: str, check_hashes: bool = True) -> None:
     """Checks that the bundle is refused, by its loader and by the engine, with a message that holds these words."""
     for opening in (Bundle.open, Engine.load):
@@ -195,28 +205,17 @@ def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot: Path) -> None:
     assert sorted(snapshot.parent.parent.rglob("*")) == before
 
 
-def test_a_link_within_the_bundle_is_fine(copy: Path) -> None:
+def test_links_to_and_within_a_bundle_are_fine(copy: Path, tmp_path: Path) -> None:
     weights = copy / "target" / "weights.bin"
     weights.rename(copy / "shared.bin")
     weights.symlink_to(Path("..") / "shared.bin")
-    Bundle.open(copy)
-
-
-def test_a_linked_bundle_is_fine(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(copy)
     Bundle.open(tmp_path / "link")
 
 
 def test_invalid_tokenizers_are_named(copy: Path) -> None:
-    path = copy / "tokenizer" / "tokenizer.json"
-    path.write_text("{}", encoding="utf-8")
-
-    def describe(document: Document) -> None:
-        for file in document["files"]:
-            if file["path"] == "tokenizer/tokenizer.json":
-                file.update(size=2, sha256=hashlib.sha256(b"{}").hexdigest())
-
-    rewritten(copy, describe)
+    (copy / "tokenizer" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    rewritten(copy, lambda document: relisted(copy, document))
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
         Engine.load(copy)
 
@@ -255,29 +254,15 @@ def test_invalid_manifests_are_refused(copy: Path, raw: bytes, reason: str) -> N
     refused(copy, MANIFEST_NAME, reason)
 
 
-EVERY_OBJECT = [
-    "",
-    "target.",
-    "target.precision.",
-    "target.cache.0.",
-    "target.graph.",
-    "target.graph.points.0.",
-    "methods.0.",
-    "methods.0.draft.",
-    "methods.0.draft.cache.0.",
-    "tokenizer.",
-    "generation.",
-    "files.0.",
-]
+EVERY_OBJECT = (
+    " target. target.precision. target.cache.0. target.graph. target.graph.points.0. methods.0. methods.0.draft. "
+    "methods.0.draft.cache.0. tokenizer. generation. files.0."
+)
 
 
-@pytest.mark.parametrize("place", EVERY_OBJECT)
+@pytest.mark.parametrize("place", EVERY_OBJECT.split(" "))
 def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
-    def add(document: Document) -> None:
-        holder, key = at(document, f"{place}surprise")
-        holder[key] = 1
-
-    rewritten(copy, add)
+    put(copy, f"{place}surprise", 1)
     refused(copy, "unknown field `surprise`", *json_places(place.rstrip(".")))
 
 
@@ -312,11 +297,7 @@ def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, value: Any) -> None:
-    def put(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = value
-
-    rewritten(copy, put)
+    put(copy, place, value)
     refused(copy, MANIFEST_NAME, "not a valid manifest", *json_places(place.removesuffix(".method")))
 
 
@@ -326,28 +307,17 @@ def json_places(place: str) -> list[str]:
     return written.removesuffix(".").replace("methods[0].", "methods[0]` `").split("` `")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "max_seq_len",
-        "prefill_chunk",
-        "target.vocab_size",
-        "target.max_positions",
-        "target.cache.0.heads",
-        "methods.0.draft.cache.0.key_size",
-        "methods.0.draft.graph.points.0.cache",
-        "target.graph.points.0.batch",
-        "target.graph.points.0.tokens",
-        "methods.0.candidates",
-    ],
+HUGE = (
+    "max_seq_len prefill_chunk target.vocab_size target.max_positions target.cache.0.heads methods.0.candidates "
+    "methods.0.draft.cache.0.key_size methods.0.draft.graph.points.0.cache target.graph.points.0.batch "
+    "target.graph.points.0.tokens"
 )
+
+
+@pytest.mark.parametrize("place", HUGE.split())
 @pytest.mark.parametrize("size", [2**25, 10**30])
 def test_huge_dimensions_are_refused_before_memory_is_taken(copy: Path, place: str, size: int) -> None:
-    def put(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = size
-
-    rewritten(copy, put)
+    put(copy, place, size)
     refused(copy, MANIFEST_NAME, place.rpartition(".")[2])
 
 
@@ -395,18 +365,15 @@ def test_engines_that_cannot_be_right_are_refused(copy: Path, changes: Document,
     refused(copy, MANIFEST_NAME, reason)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_dimensions_that_are_huge_together_are_refused(copy: Path, role: str) -> None:
-    def put(document: Document) -> None:
-        model = document["target"] if role == "target" else document["methods"][0]["draft"]
-        model["cache"][0].update(heads=2**20, key_size=2**20)
-
-    rewritten(copy, put)
+@pytest.mark.parametrize(("role", "place"), [("target", "target"), ("draft", "methods.0.draft")])
+def test_dimensions_that_are_huge_together_are_refused(copy: Path, role: str, place: str) -> None:
+    for size in ("heads", "key_size"):
+        put(copy, f"{place}.cache.0.{size}", 2**20)
     refused(copy, f"the {role}'s cache would take")
 
 
 def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
-    rewritten(copy, lambda document: document["files"][0].update(size=2**60))
+    put(copy, "files.0.size", 2**60)
     refused(copy, f"expected {2**60}")
 
 
@@ -415,40 +382,28 @@ def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
 )
 @pytest.mark.parametrize("used", [True, False])
 def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) -> None:
-    def put(document: Document) -> None:
-        entry = {"path": path, "size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
-        if used:
-            document["target"]["weights"] = path
-        document["files"].append(entry)
-
-    rewritten(copy, put)
+    entry = {"path": path, "size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    rewritten(copy, lambda document: document["files"].append(entry))
+    if used:
+        put(copy, "target.weights", path)
     refused(copy, repr(path), "not a plain path")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "target.weights",
-        "target.graph.master",
-        "methods.0.draft.weights",
-        "methods.0.draft.graph.master",
-        "tokenizer.file",
-        "tokenizer.chat_template",
-    ],
+USED = (
+    "target.weights target.graph.master methods.0.draft.weights methods.0.draft.graph.master tokenizer.file "
+    "tokenizer.chat_template"
 )
+
+
+@pytest.mark.parametrize("place", USED.split())
 def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
     (copy / "extra").write_bytes(b"")
-
-    def put(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = "extra"
-
-    rewritten(copy, put)
+    put(copy, place, "extra")
     refused(copy, "'extra' is used but not listed")
 
 
 def test_a_chat_template_without_a_name_is_none(copy: Path) -> None:
-    rewritten(copy, lambda document: document["tokenizer"].update(chat_template=""))
+    put(copy, "tokenizer.chat_template", "")
     refused(copy, "'' is used but not listed")
 
 
@@ -468,10 +423,10 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
         rewritten(copy, remove)
         refused(copy, f"no shape point of the target has {tokens} tokens")
         (copy / MANIFEST_NAME).write_bytes(whole)
-    rewritten(copy, lambda document: document["methods"][0]["draft"]["graph"].update(points=[]))
+    put(copy, "methods.0.draft.graph.points", [])
     refused(copy, "no shape point of the draft")
     (copy / MANIFEST_NAME).write_bytes(whole)
-    rewritten(copy, lambda document: document["methods"][0].update(trees=[[[0] * n for n in range(1, 7)]]))
+    put(copy, "methods.0.trees", [[[0] * n for n in range(1, 7)]])
     refused(copy, "no shape point of the target has 7 tokens")
 
 
@@ -488,12 +443,12 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
     ],
 )
 def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[list[int]]], reason: str) -> None:
-    rewritten(copy, lambda document: document["methods"][0].update(trees=trees))
+    put(copy, "methods.0.trees", trees)
     refused(copy, "draft_model: trees", reason)
 
 
 def test_unknown_methods_are_named_with_the_known_ones(copy: Path) -> None:
-    rewritten(copy, lambda document: document["methods"][0].update(method="magic"))
+    put(copy, "methods.0.method", "magic")
     refused(
         copy, "method is 'magic'; expected one of dflash, draft_model", "install the package that adds it", "methods[0]"
     )
@@ -519,11 +474,7 @@ def test_duplicate_methods_are_refused(copy: Path) -> None:
 def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
     copy: Path, place: str, value: Any, reason: str
 ) -> None:
-    def put(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = value
-
-    rewritten(copy, put)
+    put(copy, place, value)
     with pytest.raises(BundleError) as caught:
         Engine.load(copy, threads=1).close()
     assert reason in str(caught.value)
@@ -562,23 +513,19 @@ def relisted(folder: Path, document: Document) -> None:
     ],
 )
 def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: Any, reason: str) -> None:
-    def put(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = value
-
-    rewritten(copy, put)
+    put(copy, place, value)
     refused(copy, MANIFEST_NAME, reason)
 
 
 def test_options_that_older_versions_wrote_are_read_where_they_are_null(copy: Path) -> None:
-    rewritten(copy, lambda document: document["methods"][0].update(num_speculative_tokens=None))
+    put(copy, "methods.0.num_speculative_tokens", None)
     (method,) = read_manifest(copy).methods
     assert method.name == "draft_model"
 
 
 def test_a_method_that_only_reads_text_has_trees_or_sizes(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")
-    rewritten(folder, lambda document: document["methods"][0].update(num_speculative_tokens=4))
+    put(folder, "methods.0.num_speculative_tokens", 4)
     refused(folder, MANIFEST_NAME, "num_speculative_tokens is given beside trees")
 
 

@@ -195,29 +195,6 @@ NAMED = {
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-@pytest.mark.exporter
-@pytest.mark.parametrize(
-    ("name", "variables"),
-    [(None, {}), (None, {"tools": TOOLS}), ("rag", {"documents": [{"text": "a"}]}), ("default", {"tools": TOOLS})],
-)
-def test_of_several_templates_the_one_is_used_that_transformers_uses(
-    name: str | None, variables: dict[str, Any]
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.checkpoints import tokenizer
-
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer)
-    theirs.chat_template = NAMED
-    expected = theirs.apply_chat_template(CHAT, chat_template=name, tokenize=False, **variables)
-    chat_template = ChatTemplate(NAMED, {})
-    assert chat_template.render(CHAT, variables, add_generation_prompt=False, name=name) == expected
-    assert (
-        chat_template.source(name, tools="tools" in variables)
-        == NAMED[name or ("tool_use" if "tools" in variables else "default")]
-    )
-
-
 def test_missing_templates_are_named() -> None:
     with pytest.raises(
         RequestError, match="chat_template is 'sql'; expected one of the model's: default, rag, tool_use"

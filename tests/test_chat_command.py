@@ -36,7 +36,7 @@ def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 def answers(folder: Path, questions: list[str], most: int, system: str = "") -> list[str]:
     """What ``LLM.chat`` answers, turn by turn."""
     messages = [{"role": "system", "content": system}] if system else []
-    with LLM(bundle=folder, threads=1) as llm:
+    with LLM(bundle=folder, threads=1, calibrate=False) as llm:
         for question in questions:
             messages.append({"role": "user", "content": question})
             (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=most), use_tqdm=False)
@@ -276,7 +276,7 @@ def test_a_conversation_outgrows_its_context(
 
 
 def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
-    frontend = Frontend.open(bundle=folder, threads=1, max_model_len=256)
+    frontend = Frontend.open(bundle=folder, threads=1, max_model_len=256, calibrate=False)
     try:
         conversation = Conversation(frontend, frontend.params(None, temperature=0.0), system="Be brief.")
         for number in range(20):

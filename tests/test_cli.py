@@ -25,9 +25,10 @@ def folder(bundle: Callable[[str], Path]) -> str:
 
 
 def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0"]) == 0
+    words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--no-calibrate"]
+    assert main(words) == 0
     streamed = capsys.readouterr().out
-    assert main(["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] + "\n" == streamed
     assert result["prompt"] == PROMPT
@@ -48,31 +49,80 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
     assert "chosen      steps by number of draft tokens, with their cost here: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "ways", "lines"),
+    [
+        (
+            "qwen3-lookup",
+            ("--method ngram", "--method suffix --num-speculative-tokens 4"),
+            (
+                "ngram, matches of 4 to 2 tokens: up to 8 draft tokens a step in a chain",
+                "suffix, at most 1.5 a matched token",
+                "hypothesis: up to 16 draft tokens a step in a chain",
+            ),
+        ),
+        (
+            "qwen3-lookahead",
+            ("--method lookahead",),
+            (
+                "lookahead, window 5, n-grams of 4, seeded from the prompt: up to 12 draft tokens a step",
+                "verified 27 at a time",
+            ),
+        ),
+    ],
+)
+def test_methods_over_text_say_the_same_and_are_shown(
+    name: str,
+    ways: tuple[str, ...],
+    lines: tuple[str, ...],
+    bundle: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words, texts = ["run", str(bundle(name)), "-p", "one two one two one", "-n", "16", "--temperature", "0"], []
+    for way in ("--no-speculation", *ways):
+        assert main([*words, "--json", "--no-calibrate", *way.split()]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts == texts[:1] * len(texts)
+    assert main(["inspect", str(bundle(name))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(line in shown for line in lines)
+
+
+def test_trees_of_methods_over_text(
+    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
+    assert "9 nodes with the root, depth 8" in capsys.readouterr().out
+    for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
+        assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
+        assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err
+
+
 def test_run_reads_standard_input(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert main(["run", folder, "-n", "4", "--temperature", "0", "--json"]) == 0
+    assert main(["run", folder, "-n", "4", "--temperature", "0", "--json", "--no-calibrate"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == PROMPT
 
 
 def test_the_same_seed_gives_the_same_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
+    words, texts = ["run", folder, "--prompt", PROMPT, "-n", "24", "--temperature", "1", "--ignore-eos"], []
     for seed in ("3", "3", "4"):
-        main(["run", folder, "--prompt", PROMPT, "-n", "24", "--temperature", "1", "--seed", seed, "--ignore-eos"])
+        main([*words, "--no-calibrate", "--seed", seed])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json"]) == 0
+    assert main(["run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json", "--no-calibrate"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["prompt"] == "a_b"
     assert (result["params"]["max_tokens"], result["params"]["top_p"]) == (3, 0.5)
 
 
 def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["run", folder, "--prompt", PROMPT, "-n", "12", "--stats"])
+    main(["run", folder, "--prompt", PROMPT, "-n", "12", "--stats", "--no-calibrate"])
     captured = capsys.readouterr()
     assert "acceptance length" in captured.err
     assert "acceptance length" not in captured.out
@@ -332,14 +382,3 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
     for name in known():
         assert name in shown
         assert all(flag.name in shown for flag in options_type(method_type(name)).flags)
-
-
-def test_a_bundle_runs_methods_it_was_built_without(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", folder, "--prompt", "one two one two one two", "-n", "16", "--temperature", "0", "--json"]
-    texts = []
-    for more in (["--no-speculation"], ["--method", "ngram"], ["--method", "suffix", "--num-speculative-tokens", "4"]):
-        assert main([*words, *more]) == 0
-        texts.append(json.loads(capsys.readouterr().out))
-    assert texts[0]["token_ids"] == texts[1]["token_ids"] == texts[2]["token_ids"]
-    assert main([*words, "--method", "medusa"]) == 1
-    assert "method is 'medusa'; the bundle has draft_model" in capsys.readouterr().err

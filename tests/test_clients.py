@@ -249,39 +249,6 @@ def test_unbindable_outputs_are_named(running: Served, path: str, more: dict[str
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lose"}}])
-def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
-    arguments: Any = {
-        "model": NAME,
-        "messages": CHAT,
-        "tools": TOOLS,
-        "tool_choice": choice,
-        "seed": 3,
-        "max_tokens": 200,
-    }
-    arguments["parallel_tool_calls"] = False
-    whole = client.chat.completions.create(**arguments).choices[0]
-    assert whole.finish_reason == "tool_calls"
-    assert whole.message.content is None
-    assert whole.message.tool_calls is not None
-    function: Any = whole.message.tool_calls[0].function  # type: ignore[union-attr]
-    assert function.name in (("keep", "lose") if choice == "required" else ("lose",))
-    assert set(json.loads(function.arguments)) == {"kind", "words"}
-    parts = [part.choices[0] for part in client.chat.completions.create(**arguments, stream=True)]
-    pieces = [piece for part in parts for piece in part.delta.tool_calls or []]
-    assert [piece.function.name for piece in pieces if piece.id] == [function.name]  # type: ignore[union-attr]
-    assert "".join(piece.function.arguments or "" for piece in pieces if piece.function) == function.arguments
-    assert parts[-1].finish_reason == "tool_calls"
-    assert parts[0].delta.role == "assistant"
-
-
-def test_a_model_that_may_call_may_say_something_else(client: openai.OpenAI) -> None:
-    for seed in range(3):
-        response = client.chat.completions.create(model=NAME, messages=CHAT, tools=TOOLS, max_tokens=12, seed=seed)
-        assert response.choices[0].message.content
-        assert response.choices[0].message.tool_calls is None
-
-
 def written(form: Any, calls: list[tuple[str, str]]) -> str:
     marks = [
         f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls

@@ -41,10 +41,10 @@ def change(path: Path, **fields: Any) -> None:
 def refused(model: Path, *words: str) -> None:
     """Checks that a build is refused soon, with one line that holds these words, and writes nothing."""
     steps: list[str] = []
-    start = time.monotonic()
+    start = time.process_time()  # whatever else the machine does
     with pytest.raises(BuildError) as caught:
         build(BuildOptions(target=str(model), output=model.parent / "out"), lambda step, *_: steps.append(step))
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert set(steps) <= {"loading the target"}
     assert "\n" not in str(caught.value)
     for word in words:

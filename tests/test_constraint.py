@@ -351,8 +351,3 @@ def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
         assert taken(PAIR | {"x-guidance": {"whitespace_flexible": True}}, text) == flexible, text
         assert taken(PAIR | COMPACT, text) == compact, text
     assert taken(True, '{"a": [1, "x"]}')
-
-
-def test_a_schema_says_where_the_text_ends() -> None:
-    with pytest.raises(RequestError, match="ignore_eos is True; expected False with a json_schema"):
-        SamplingParams(json_schema="{}", ignore_eos=True)

@@ -17,14 +17,12 @@ from specexport.contract.errors import BuildError
 from specexport.methods.dflash.export import read_dflash, trace_dflash, usual_states
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.checkpoint import as_checkpoint
-from specexport.runtime import SamplingParams
 from tests.checkpoints import GROUPED, VOCAB, make_dflash
 from tests.hidden_states import Formulas, TwoSlots, changed, require_drafted
 
 pytestmark = pytest.mark.exporter
 
 H, LAYERS, KEPT, BLOCK = GROUPED["hidden_size"], GROUPED["num_hidden_layers"], 200, 8
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture
@@ -184,10 +182,6 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"vocab_size": 400}, "vocab_size is 400, and the target's is 320"),
-        ({"target_hidden_size": 32}, "target_hidden_size is 32, and the target's is 64"),
-        ({"hidden_size": 0}, r"not a configuration of a DFlash draft.*hidden_size"),
-        ({"num_hidden_layers": 99}, r"not a configuration of a DFlash draft.*num_hidden_layers"),
         ({"block_size": 1}, r"not a configuration of a DFlash draft.*block_size"),
         ({"model_type": "mamba"}, "model_type is 'mamba'; expected one of qwen3"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; expected 'dflash' with a"),
@@ -200,7 +194,6 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
         ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "dflash_config.use_swa is True; expected False"),
         ({"projector_type": "domino"}, "projector_type is 'domino'; expected 'dflash'"),
         ({"sample_from_anchor": True}, "sample_from_anchor is True; expected False"),
-        ({"rope_scaling": {"rope_type": "none"}}, "config.json: "),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window is 4; expected at least"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'; expected it with"),
         ({"layer_types": ["full_attention"]}, "config.json: "),
@@ -211,6 +204,7 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_by_field(draft: Path, change: dict[str, Any], reason: str) -> None:
+    """What all drafts' configurations have in common is tested of EAGLE-3's, and so are tensors, below."""
     with pytest.raises(BuildError, match=reason) as caught:
         fit(changed(draft, **change))
     assert str(draft) in str(caught.value)
@@ -225,13 +219,8 @@ Q = "layers.1.self_attn.q_proj.weight"
         ({Q: None}, f"no tensor '{Q}'; config.json asks for it"),
         ({"hidden_norm.weight": None}, "no tensor 'hidden_norm.weight'"),
         ({Q: torch.zeros(32, 128)}, r"q_proj.weight' is \[32, 128\], expected \[32, 64\] by config.json"),
-        ({Q: torch.zeros(32, 64, dtype=torch.int8)}, "q_proj.weight' holds no floating-point numbers"),
-        ({Q: torch.full((32, 64), torch.nan)}, "q_proj.weight' holds numbers that are not finite"),
         ({f"model.{Q}": torch.zeros(32, 64)}, "and '.*' are the same part; expected one"),
         ({"candidate_selector.hidden_projection.weight": torch.zeros(2)}, "hidden_projection.weight' is no part of a"),
-        ({"d2t": None}, "no tensor 'd2t'"),
-        ({"d2t": torch.full((KEPT,), VOCAB)}, "tensor 'd2t' leads to tokens that are not there"),
-        ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "tensor 't2d' is no mask"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -18,6 +18,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
 from tests.reference import exact_texts, prefix_p_values
+from tests.streams import started, tokens_of
 from tests.test_losslessness import PROMPT as DICE_PROMPT
 
 NAMES = ("dflash", "eagle3")
@@ -101,6 +102,7 @@ def test_samples_are_distributed_as_the_target_s(
             assert engine.generate(DICE_PROMPT, params.replace(seed=3), name).token_ids == completions[3].token_ids
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", NAMES)
 def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     draw = np.random.default_rng(3)
@@ -108,8 +110,8 @@ def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path,
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with Engine.load(dynamic(bundle(f"dice-{name}-batch"), tmp_path / "b"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
-        streams = [engine.stream(text, params, name) for text in texts]
-        together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        streams = started(engine.stream(text, params, name) for text in texts)
+        together = [tokens_of(stream) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
     assert together == alone
 

@@ -18,6 +18,7 @@ from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import recorded
+from tests.streams import started, tokens_of
 
 Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")
@@ -112,10 +113,8 @@ def test_batched_requests_equal_single_ones(engine: Engines) -> None:
     ]
     ways: list[dict[str, Any]] = [{"method": "lookahead"}, {}, {"method": "ngram"}, {"num_speculative_tokens": 0}]
     alone = [loaded.generate(text, GREEDY, PLAIN).token_ids for text in texts]
-    streams = [loaded.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True)]
-    for stream in streams:
-        stream.start()
-    together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+    streams = started(loaded.stream(text, GREEDY, way) for text, way in zip(texts, ways, strict=True))
+    together = [tokens_of(stream) for stream in streams]
     assert together == alone
 
 
@@ -155,7 +154,7 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
     # What is given is taken as it is then, and read as float32 whatever it was.
     stream = loaded.stream(EmbedsPrompt(inputs := good.astype(np.float16)), GREEDY)
     inputs[:] = 0
-    tokens = [token for chunk in stream for token in chunk.token_ids]
+    tokens = list(tokens_of(stream))
     assert tokens == list(loaded.generate(EmbedsPrompt(good.astype(np.float16)), GREEDY).token_ids)
     # Only a text that comes first has the tokenizer's special tokens.
     assert loaded.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == loaded.encode(" two")[-1:]
@@ -174,7 +173,7 @@ def test_embeddings_lie_where_they_are_read() -> None:
 def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
     inputs = rows(5)
     expected = engine(NAME).generate(EmbedsPrompt([inputs, [5]]), GREEDY).token_ids
-    with LLM(bundle=bundle(NAME), threads=1) as llm:
+    with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
         (completion,) = llm.generate({"prompt_embeds": [inputs, [5]]}, GREEDY, use_tqdm=False)
         assert (completion.outputs[0].token_ids, completion.prompt_token_ids) == (expected, (-1, -1, -1, -1, -1, 5))
         with pytest.raises(RequestError, match="prompt 0: prompt_embeds: part 0 is float64"):
@@ -187,6 +186,7 @@ def test_run(
     inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
     np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
+    words.append("--no-calibrate")
     for more, parts in (([], [inputs]), (["-p", " one two"], [inputs, " one two"])):
         assert main([*words, *more]) == 0
         assert tuple(json.loads(capsys.readouterr().out)["token_ids"]) == (
@@ -200,7 +200,7 @@ def test_run(
 
 def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
     async def said() -> list[int]:
-        async with AsyncEngine.open(bundle=bundle(NAME), threads=1) as serving:
+        async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
             return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
 
     text = EmbedsPrompt([[5], rows(3)])

@@ -22,6 +22,7 @@ from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_session
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN, Speculative
+from tests.streams import started
 from tests.ways import ways
 
 SPINE = TokenTree((-1, 0, 0, 1, 1, 3))
@@ -67,9 +68,7 @@ def _ways(engine: Engine) -> Iterator[Speculative]:
 
 def _said(engine: Engine, prompts: Sequence[list[int]], way: Speculative | str, tokens: int = TOKENS) -> list[Said]:
     """Tokens and log-probabilities of texts that are decoded side by side."""
-    streams = [engine.stream(prompt, GREEDY.replace(max_tokens=tokens), way) for prompt in prompts]
-    for stream in streams:
-        stream.start()
+    streams = started(engine.stream(prompt, GREEDY.replace(max_tokens=tokens), way) for prompt in prompts)
     return [[(entry.token, entry.logprob) for chunk in stream for entry in chunk.logprobs] for stream in streams]
 
 
@@ -153,13 +152,15 @@ def test_prompt_remainders_use_narrow_chunks(bundle: Callable[[str], Path], monk
     assert ran == [(16, 1), (1, 1), (1, 1), (1, 1)]
 
 
-def test_a_text_may_end_where_the_largest_cache_does(bundle: Callable[[str], Path]) -> None:
-    with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
-        limit = engine.manifest.max_seq_len
-        prompt = np.random.default_rng(3).integers(3, engine.manifest.target.vocab_size, limit - 6).tolist()
+@pytest.mark.parametrize("name", ["llama-near-batch", "qwen3-lookahead"])
+def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Callable[[str], Path]) -> None:
+    """A text that repeats, so that methods that look text up draft to its end."""
+    with Engine.load(bundle(name), threads=1) as engine:
+        prompt = [20 + at % 5 for at in range(engine.manifest.max_seq_len - 22)]
+        plain = engine.generate(prompt, GREEDY, PLAIN).token_ids
         for way in _ways(engine):
             done = engine.generate(prompt, GREEDY, way)
-            assert (done.finish_reason, len(done.token_ids)) == ("length", 6)
+            assert (done.finish_reason, done.token_ids, len(plain)) == ("length", plain, 22)
 
 
 def test_logits_that_are_no_numbers_end_the_request_and_no_other(

@@ -179,7 +179,7 @@ def test_a_target_and_a_draft_are_built_on_first_use(
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     draft = {"model": str(file), "num_speculative_tokens": 3}
-    options: dict[str, Any] = {"max_model_len": 128, "max_batch_size": 1}
+    options: dict[str, Any] = {"max_model_len": 128, "max_batch_size": 1, "calibrate": False}
     texts = []
     for _ in range(2):
         with LLM(model=str(file), speculative_config=draft, **options) as llm:

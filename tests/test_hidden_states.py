@@ -28,6 +28,7 @@ from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
 from tests.hidden_states import GREEDY, changed
+from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
 from tests.ways import ways
 
@@ -72,6 +73,7 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path], metho
         assert (text.token_ids, text.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("method", SMALL_TREES)
 def test_several_requests_at_once(bundle: Callable[[str], Path], method: str) -> None:
     """What is drafted of one does not depend on the others, though their trees are of different depths."""
@@ -84,9 +86,9 @@ def test_several_requests_at_once(bundle: Callable[[str], Path], method: str) ->
         plain = [engine.generate(prompt, params, PLAIN).token_ids for prompt in prompts]
         drawn = engine.generate(prompts[2], sampled, small)
         requests: list[Any] = [method, PLAIN, small, method, "ngram", method]
-        streams = [engine.stream(prompt, params, how) for prompt, how in zip(prompts, requests, strict=True)]
-        streams.append(engine.stream(prompts[2], sampled, small))
-        *together, again = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        asks = [*((prompt, params, how) for prompt, how in zip(prompts, requests, strict=True))]
+        streams = started(engine.stream(*ask) for ask in (*asks, (prompts[2], sampled, small)))
+        *together, again = [tokens_of(stream) for stream in streams]
         assert sum(stream.stats.drafted for stream in streams) > 0
     assert together == plain
     assert again == drawn.token_ids
@@ -132,7 +134,7 @@ def test_build_inspect_and_verify(
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
     assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
-    with LLM(model=str(out)) as llm:
+    with LLM(model=str(out), calibrate=False) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
     other = changed(copytree(draft, tmp_path / "other"), {n: torch.randn_like(each) for n, each in changes.items()})
     originals: dict[str, Any] = {"target": other} if method == "mtp" else {"sources": {f"{method}.model": other}}

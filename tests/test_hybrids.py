@@ -40,6 +40,7 @@ from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
 from tests.manifests import rewritten
+from tests.streams import started, tokens_of
 from tests.test_bundle import at
 from tests.ways import ways
 
@@ -234,6 +235,7 @@ def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[
     assert [entry.logprob for entry in later.logprobs] == [entry.logprob for entry in by_steps.logprobs[17:]]
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", ["qwen3_5_text-hybrid-batch", "dice-hybrid-batch", "dice-hybrid-portable"])
 def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]) -> None:
     """Of unequal lengths, coming and going, so that slots are taken over and moved."""
@@ -247,8 +249,8 @@ def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]
         alone = [
             model.generate(text, speculation, PLAIN).token_ids for text, speculation in zip(texts, params, strict=True)
         ]
-        streams = [model.stream(text, speculation) for text, speculation in zip(texts, params, strict=True)]
-        together = [tuple(token for chunk in stream for token in chunk.token_ids) for stream in streams]
+        streams = started(map(model.stream, texts, params))
+        together = [tokens_of(stream) for stream in streams]
     assert together == alone
 
 

@@ -105,6 +105,15 @@ CASES: dict[str, tuple[str, Arrays, Arrays]] = {
 }
 
 
+START = RANDOM.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whichever ran before it."""
+    RANDOM.bit_generator.state = START
+
+
 def save(path: Path, body: str, inputs: Arrays, constants: Arrays, ranks_alone: bool = False) -> Path:
     """A graph with the inputs' shapes, or with their ranks alone, and the output y."""
     types = {"float32": 1, "int64": 7, "bool": 9, "int8": 3}

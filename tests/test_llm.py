@@ -122,14 +122,14 @@ def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Callable[[str
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
     for seed in (1, 1, 2):
-        with LLM(bundle=bundle(NAME), seed=seed, threads=1) as llm:
+        with LLM(bundle=bundle(NAME), seed=seed, threads=1, calibrate=False) as llm:
             texts.append([out.outputs[0].token_ids for out in llm.generate(["one"] * 3, params, use_tqdm=False)])
     assert texts[0] == texts[1] != texts[2]
     assert len(set(texts[0])) == 3
 
 
 def test_max_model_len_bounds_prompt_and_output(bundle: Callable[[str], Path]) -> None:
-    with LLM(bundle=bundle(NAME), max_model_len=20, threads=1) as llm:
+    with LLM(bundle=bundle(NAME), max_model_len=20, threads=1, calibrate=False) as llm:
         (output,) = llm.generate([5] * 15, GREEDY, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 5
         assert output.outputs[0].finish_reason == "length"
@@ -137,7 +137,7 @@ def test_max_model_len_bounds_prompt_and_output(bundle: Callable[[str], Path]) -
             llm.generate([[5], [5] * 20], GREEDY, use_tqdm=False)
     for wrong, expected in ((1, "a whole number >= 2"), (513, "at most 512, for which this bundle was built")):
         with pytest.raises(BuildError, match=f"max_model_len is {wrong}; expected {expected}"):
-            LLM(bundle=bundle(NAME), max_model_len=wrong, threads=1)
+            LLM(bundle=bundle(NAME), max_model_len=wrong, threads=1, calibrate=False)
 
 
 def test_nothing_runs_if_one_request_is_refused(llm: LLM) -> None:
@@ -148,13 +148,14 @@ def test_nothing_runs_if_one_request_is_refused(llm: LLM) -> None:
 
 
 def test_a_bundle_may_be_named_as_the_model(bundle: Callable[[str], Path]) -> None:
-    with LLM(str(bundle(NAME)), speculative_config={"method": "draft_model", "num_speculative_tokens": 2}) as llm:
+    config = {"method": "draft_model", "num_speculative_tokens": 2}
+    with LLM(str(bundle(NAME)), speculative_config=config, calibrate=False) as llm:
         (output,) = llm.generate("one two", GREEDY, use_tqdm=False)
         assert output.outputs[0].metrics.drafted <= 2 * output.outputs[0].metrics.steps_with_draft
 
 
 def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
-    with LLM(bundle=bundle(NAME), threads=1) as llm:
+    with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
         scored, plain = llm.generate(
             [[5, 6, 7, 8], [5, 6]], [GREEDY.replace(prompt_logprobs=1, max_tokens=0), GREEDY], use_tqdm=False
         )
@@ -168,7 +169,7 @@ def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
 
 
 def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
-    with LLM(bundle=bundle(NAME), threads=1, backend="onnxruntime") as llm:
+    with LLM(bundle=bundle(NAME), threads=1, calibrate=False, backend="onnxruntime") as llm:
         assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
     with pytest.raises(BackendError, match="there is no backend 'abacus'; expected one of onnxruntime"):
         LLM(bundle=bundle(NAME), backend="abacus")
@@ -184,6 +185,8 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": "{}", "seed": -1}, "seed is -1"),
         ({"bundle": "{}", "precision": "int8"}, "precision was given with a bundle"),
         ({"bundle": "{}", "presicion": "int8"}, "presicion is no option; expected some of model, "),
+        ({"model": "m", "presicion": "int8"}, "presicion is no option; expected some of model, "),
+        ({"model": "m", "methods": ()}, "methods is no option"),
         ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
         ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
         (
@@ -327,6 +330,7 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
         ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to"),
         ({"method": "medusa"}, "`model`"),
         ({"method": "medusa", "model": "h", "trees": "nowhere.json"}, "nowhere.json"),
+        ({"method": "medusa", "model": "h", "trees": [Path("nowhere.json")]}, "nowhere.json"),
         ({"method": "medusa", "model": "h", "trees": 5}, "trees is 5; expected names of presets, files or trees"),
         ({"method": "medusa", "model": "h", "heads": 3}, "'heads' is no key of method 'medusa'"),
         ({"method": "medusa_draft", "model": "d"}, "`medusa`"),
@@ -363,14 +367,14 @@ def test_methods_that_read_text_work_in_a_bundle_built_without_them(
 ) -> None:
     prompts = ["one two three one two three one two"]
     (plain,) = llm.generate(prompts, GREEDY, use_tqdm=False)
-    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as first:
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1, calibrate=False) as first:
         (output,) = first.generate(prompts, GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callable[[str], Path]) -> None:
     fields = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
-    with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1) as first:
+    with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1, calibrate=False) as first:
         methods = first._frontend.engine.methods
         assert methods["suffix"].store_tokens == 400  # type: ignore[attr-defined]
         assert methods["ngram"].prompt_lookup_max == 3  # type: ignore[attr-defined]
@@ -382,7 +386,7 @@ def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callabl
 
 @pytest.mark.parametrize("config", [None, "hypothesis", {"method": "hypothesis", "num_speculative_tokens": [8, 2]}])
 def test_requests_may_always_have_a_hypothesis(bundle: Callable[[str], Path], config: Any) -> None:
-    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1) as first:
+    with LLM(bundle=bundle(NAME), speculative_config=config, threads=1, calibrate=False) as first:
         prompts = [[9, 8, 7, 6, 5], [5, 6, 7]]
         before = [output.outputs[0].token_ids for output in first.generate(prompts, GREEDY, use_tqdm=False)]
         expected = [{"hypothesis": tokens} for tokens in before]

@@ -12,6 +12,7 @@ import pytest
 from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.logits import token_logprobs
 from specexport.runtime.speculative import PLAIN
+from tests.streams import started, tokens_of
 
 Engines = Callable[[str], Engine]
 DICE_PROMPT = (5, 8, 5, 8)
@@ -112,14 +113,12 @@ def test_scored_prompts_run_beside_others(engine: Engines) -> None:
     alone = [
         loaded.generate(text, params.replace(prompt_logprobs=1 if at % 2 else None)) for at, text in enumerate(texts)
     ]
-    streams = [
+    streams = started(
         loaded.stream(text, params.replace(prompt_logprobs=1 if at % 2 else None, max_tokens=0 if at == 3 else 12))
         for at, text in enumerate(texts)
-    ]
-    for stream in streams:
-        stream.start()
+    )
     for at, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
-        got = tuple(token for chunk in stream for token in chunk.token_ids)
+        got = tokens_of(stream)
         assert got == (() if at == 3 else expected.token_ids)
         assert [prompt_logprob.token for prompt_logprob in stream.prompt_logprobs] == (texts[at][1:] if at % 2 else [])
         assert [prompt_logprob.logprob for prompt_logprob in stream.prompt_logprobs] == pytest.approx(

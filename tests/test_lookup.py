@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -294,16 +293,6 @@ def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engi
         assert all(proposal.tree.is_chain for _, proposal in recorder)
 
 
-def test_a_text_may_end_with_the_context(engine: Engines) -> None:
-    loaded = engine(NAME)
-    prompt = [20 + at % 5 for at in range(490)]
-    whole = loaded.generate(prompt, GREEDY.replace(max_tokens=100), PLAIN)
-    for method in ("ngram", "suffix"):
-        done = loaded.generate(prompt, GREEDY.replace(max_tokens=100), method)
-        assert (done.token_ids, done.finish_reason) == (whole.token_ids, "length")
-        assert len(done.token_ids) == 22
-
-
 def state(engine: Engine) -> list[dict[int, Any]]:
     ngram, suffix = (engine.loaded_methods[name].proposer for name in ("ngram", "suffix"))
     assert isinstance(ngram, NgramProposer)
@@ -384,39 +373,6 @@ def test_invalid_lookup_options_are_refused(
         read_manifest(folder)
 
 
-# --- the commands -----------------------------------------------------------------------------------------------------
-
-
-def test_run_and_inspect(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(bundle(NAME))
-    texts = []
-    for speculation in (
-        ["--no-speculation"],
-        ["--method", "ngram"],
-        ["--method", "suffix", "--num-speculative-tokens", "4"],
-    ):
-        assert (
-            main(["run", folder, "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json", *speculation])
-            == 0
-        )
-        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert texts[0] == texts[1] == texts[2]
-    assert main(["inspect", folder]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "ngram, matches of 4 to 2 tokens: up to 8 draft tokens a step in a chain" in shown
-    assert "suffix, at most 1.5 a matched token" in shown
-    assert main(["inspect", folder, "--tree", "--method", "suffix"]) == 0
-    assert "9 nodes with the root, depth 8" in capsys.readouterr().out
-
-
-def test_methods_without_trees_cannot_be_tuned(
-    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["tune", "tree", str(bundle("dice-ngram")), "--dry-run", "--data", str(tmp_path / "any")]
-    assert main(words) == 1
-    assert "--method is 'ngram', whose steps follow from its options" in capsys.readouterr().err
-
-
 @pytest.mark.exporter
 def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
     from specexport.verify.bundle import verify
@@ -428,20 +384,11 @@ def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.exporter
-@pytest.mark.parametrize(
-    ("methods", "reason"),
-    [
-        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max"),
-        ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min is 4; expected 1 to"),
-        ({"method": "ngram", "num_speculative_tokens": 40}, "num_speculative_tokens"),
-        (["ngram", {"method": "ngram", "prompt_lookup_max": 3}], "method 'ngram' was asked for twice"),
-    ],
-)
-def test_impossible_builds_are_refused(methods: Any, reason: str) -> None:
+def test_a_method_is_built_once() -> None:
     from specexport.exporter.options import BuildOptions
 
-    with pytest.raises(BuildError, match=reason):
-        BuildOptions(target="x", output=Path("y"), methods=methods)
+    with pytest.raises(BuildError, match="method 'ngram' was asked for twice"):
+        BuildOptions("x", Path("y"), ["ngram", {"method": "ngram", "prompt_lookup_max": 3}])  # type: ignore[arg-type]
 
 
 @pytest.mark.exporter

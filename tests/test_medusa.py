@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.methods import read_methods
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
@@ -151,22 +151,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: Any
         (pickle.dumps({"0.0.linear.weight": Evil()}), "refused: only plain tensors"),
         (b"not a pickle", "refused: only plain tensors"),
         (b"", "refused: only plain tensors"),
+        ({"0.0.linear.weight": Evil()}, "could run code"),
+        ([torch.zeros(2)], "holds list; expected a dictionary of tensors"),
     ],
 )
-def test_a_pickle_with_code_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_files_with_code_are_refused(tmp_path: Path, content: Any, reason: str) -> None:
+    """Pickles, and torch's files of them."""
     fasterdecoding(tmp_path)
-    (tmp_path / "medusa_lm_head.pt").write_bytes(content)
+    file = tmp_path / "medusa_lm_head.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     with pytest.raises(BuildError, match=reason):
-        load_medusa(tmp_path, hidden=H, vocab=V)
-
-
-def test_a_torch_file_with_code_is_refused(tmp_path: Path) -> None:
-    fasterdecoding(tmp_path)
-    torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(BuildError, match="could run code"):
-        load_medusa(tmp_path, hidden=H, vocab=V)
-    torch.save([torch.zeros(2)], tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(BuildError, match="holds list; expected a dictionary of tensors"):
         load_medusa(tmp_path, hidden=H, vocab=V)
 
 
@@ -216,38 +210,33 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def built(tmp_path: Path, checkpoints: dict[str, str]) -> Callable[..., Path]:
+    """Builds a bundle of the target with methods."""
+
+    def make(*methods: Any, name: str = "bundle", **options: Any) -> Path:
+        return build(BuildOptions(checkpoints["target"], tmp_path / name, methods, **{"max_seq_len": 128} | options))
+
+    return make
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("heads", ["heads", "tied"])
 def test_graphs_propose_the_heads_candidates(
-    tmp_path: Path, checkpoints: dict[str, str], heads: str, precision: Any
+    built: Callable[..., Path], checkpoints: dict[str, str], heads: str, precision: Any
 ) -> None:
-    out = tmp_path / "bundle"
-    options = BuildOptions(
-        target=checkpoints["target"],
-        methods=ways(medusa=checkpoints[heads]),
-        output=out,
-        max_seq_len=256,
-        precision=precision,
-    )
-    build(options)
+    out = built(*ways(medusa=checkpoints[heads]), max_seq_len=256, precision=precision)
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=16)
     assert report.verdict == "passed", report
     (check,) = (check for check in report.checks if check.name == "medusa")
     assert check.numbers["positions"] >= 24
 
 
-def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_heads_are_stored_in_fewer_bits_than_an_exact_target(
+    built: Callable[..., Path], tmp_path: Path, checkpoints: dict[str, str]
+) -> None:
     for precision in ("int8", "fp32"):
-        out = tmp_path / precision
-        build(
-            BuildOptions(
-                target=checkpoints["target"],
-                methods=ways(medusa=checkpoints["tied"]),
-                output=out,
-                max_seq_len=128,
-                draft_precision=precision,  # type: ignore[arg-type]
-            )
-        )
+        out = built(*ways(medusa=checkpoints["tied"]), name=precision, draft_precision=precision)
         model = onnx.load(out / "target" / "step.onnx", load_external_data=False)
         integers = [
             initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
@@ -263,18 +252,10 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(tmp_path: Path, che
     assert plain[0] == plain[1]
 
 
-def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_sizes_make_the_trees_that_suit_the_heads(built: Callable[..., Path], tmp_path: Path) -> None:
     heads = random_heads(1, tied=True)
     save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=ACCURACY)
-    build(
-        BuildOptions(
-            target=checkpoints["target"],
-            methods=ways(medusa=tmp_path / "heads", sizes=(4, 1, 7)),
-            output=tmp_path / "bundle",
-            max_seq_len=128,
-        )
-    )
-    (method,) = read_manifest(tmp_path / "bundle").methods
+    (method,) = read_manifest(built(*ways(medusa=tmp_path / "heads", sizes=(4, 1, 7)))).methods
     assert [sorted(choices) for choices in method.trees] == [
         [(0,), (0, 0), (1,), (2,)],
         [(0,)],
@@ -293,36 +274,22 @@ def test_sizes_make_the_trees_that_suit_the_heads(tmp_path: Path, checkpoints: d
     ],
 )
 def test_invalid_head_options_are_refused(
-    tmp_path: Path, checkpoints: dict[str, str], options: dict[str, Any], reason: str
+    built: Callable[..., Path], tmp_path: Path, checkpoints: dict[str, str], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(BuildError, match=reason):
-        build(
-            BuildOptions(
-                target=checkpoints["target"],
-                methods=ways(medusa=checkpoints["heads"], **options),
-                output=tmp_path / "out",
-            )
-        )
+        built(*ways(medusa=checkpoints["heads"], **options))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_without_sense_are_refused() -> None:
-    with pytest.raises(BuildError, match="missing required field `model`"):
-        read_methods("medusa_draft:medusa=x")
+def test_thresholds_out_of_range_are_refused() -> None:
     with pytest.raises(BuildError, match=r"posterior_alpha is 2\.0"):
         BuildOptions(target="x", output=Path("y"), posterior_alpha=2.0)
 
 
-def test_a_drafts_tree_has_a_spine(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_a_drafts_tree_has_a_spine(built: Callable[..., Path], checkpoints: dict[str, str]) -> None:
     tree = TokenTree.from_choices([[0], [1], [1, 0]])
     with pytest.raises(BuildError, match="only the most probable token of each depth can have children"):
-        build(
-            BuildOptions(
-                target=checkpoints["target"],
-                methods=ways(draft=checkpoints["target"], trees=(tree,)),
-                output=tmp_path / "out",
-            )
-        )
+        built(*ways(draft=checkpoints["target"], trees=(tree,)))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -333,33 +300,18 @@ def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) 
     """A bundle with a draft and heads, and a tree of 64 nodes: as wide as a prefill chunk."""
     out = tmp_path_factory.mktemp("both") / "bundle"
     wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 64, 8, HEADS)
-    return build(
-        BuildOptions(
-            target=checkpoints["target"],
-            methods=ways(
-                draft=checkpoints["target"],
-                medusa=checkpoints["heads"],
-                trees=(TokenTree.from_choices([[0], [1], [0, 0]]), wide),
-            ),
-            output=out,
-            max_seq_len=160,
-            posterior_threshold=0.0,
-            posterior_alpha=0.0,
-        )
-    )
+    target, trees = checkpoints["target"], (TokenTree.from_choices([[0], [1], [0, 0]]), wide)
+    methods = ways(draft=target, medusa=checkpoints["heads"], trees=trees)
+    options = BuildOptions(target, out, methods, max_seq_len=160, posterior_threshold=0.0, posterior_alpha=0.0)
+    return build(options)
 
 
 def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
     with Engine.load(both) as engine:
         assert list(engine.methods)[:2] == ["draft_model", "medusa"]
         plain = engine.generate([9, 8, 7], GREEDY, PLAIN)
-        for method, size in (
-            ("draft_model", None),
-            ("draft_model", 4),
-            ("medusa", None),
-            ("medusa", 3),
-            ("medusa", 63),
-        ):
+        choices = (("draft_model", None), ("draft_model", 4), ("medusa", None), ("medusa", 3), ("medusa", 63))
+        for method, size in choices:
             done = engine.generate([9, 8, 7], GREEDY, {"method": method, "num_speculative_tokens": size})
             assert done.token_ids == plain.token_ids
             assert done.stats.drafted == (size or {"draft_model": 4, "medusa": 3}[method]) * done.stats.steps_with_draft
@@ -415,22 +367,17 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
     assert "requests may choose 2, 6" in shown
     assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
     assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
-    run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos"]
+    run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos", "--no-calibrate"]
     texts = []
     for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
         assert main([*run, *more]) == 0
         texts.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert texts[0] == texts[1] == texts[2]
     for wrong, reason in (
-        (
-            ["run", str(out), "--prompt", "x", "--method", "draft_model"],
-            "method is 'draft_model'; the bundle has medusa",
-        ),
-        (
-            ["inspect", str(out), "--tree", "--method", "draft_model"],
-            "--method is 'draft_model'; the bundle has medusa",
-        ),
-        (["inspect", str(out), "--method", "medusa"], "--method was given without --tree"),
+        ("run --prompt x --method draft_model", "method is 'draft_model'; the bundle has medusa"),
+        ("inspect --tree --method draft_model", "--method is 'draft_model'; the bundle has medusa"),
+        ("inspect --method medusa", "--method was given without --tree"),
     ):
-        assert main(wrong) == 1
+        command, *flags = wrong.split()
+        assert main([command, str(out), *flags]) == 1
         assert reason in capsys.readouterr().err

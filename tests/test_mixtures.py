@@ -99,15 +99,6 @@ def test_step_graph_equals_transformers(family: Family, form: str) -> None:
     assert max(worst.values()) < TOLERANCE, worst
 
 
-def test_greedy_text_is_that_of_transformers(family: Family) -> None:
-    graph, text = Graph(family.folder / "step.onnx", family.checkpoint, 1, 40), random_text(12, 3)
-    logits, written = graph.step(np.array([text]), [0], TokenTree.chain(12))[0, -1], list(text)
-    for _ in range(12):
-        written.append(int(logits.argmax()))
-        logits = graph.step(np.array([written[-1:]]), [len(written) - 1], TokenTree.chain(1))[0, -1]
-    assert written[12:] == family.greedy(text, 12)
-
-
 def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
     """Each with its matrices in a branch, none gathered."""
     graph = ir.load(family.folder / "branches.onnx").graph

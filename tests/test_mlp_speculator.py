@@ -318,16 +318,9 @@ def quantized(
     tmp_path_factory: pytest.TempPathFactory, target: Path, speculators: Callable[[bool, bool], Path]
 ) -> Path:
     """A bundle for two slots with a speculator in int8, its stages tied."""
-    return build(
-        BuildOptions(
-            target=str(target),
-            methods=ways(mlp_speculator=speculators(True, True), trees=(TREE,)),
-            output=tmp_path_factory.mktemp("quantized") / "bundle",
-            max_seq_len=128,
-            max_batch_size=2,
-            block_size=16,
-        )
-    )
+    out = tmp_path_factory.mktemp("quantized") / "bundle"
+    methods = ways(mlp_speculator=speculators(True, True), trees=(TREE,))
+    return build(BuildOptions(str(target), out, methods, max_seq_len=128, max_batch_size=2, block_size=16))
 
 
 def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tests.cuda_stand_in import StandIn
 from tests.device import require_same_as_alone
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
 from tests.step_program import GREEDY, SAMPLED, WAYS, for_onnxruntime, same, says_what_it_says
+from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
 
@@ -98,9 +99,7 @@ def test_eagle3_drafts_in_the_step(
 def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
     name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
     with load(name, max_batch_size=4) as on_gpu:
-        streams = [on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts]
-        for stream in streams:
-            stream.start()
+        streams = started(on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts)
         texts = [complete(stream) for stream in streams]
     assert [loaded.token_ids for loaded in texts] == [
         engine(name).generate(loaded, GREEDY, PLAIN).token_ids for loaded in prompts
@@ -155,13 +154,11 @@ def test_the_device_decides_for_several_at_once(
     with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
         texts = []
         for engine in (on_gpu, cpu):
-            streams = [
+            streams = started(
                 engine.stream([7, 9, 11, at], params.replace(seed=at), None if speculation else PLAIN)
                 for at, params in enumerate((GREEDY, SAMPLED) * 3)
                 for speculation in (True, False)
-            ]
-            for stream in streams:
-                stream.start()
+            )
             texts.append([complete(stream) for stream in streams])
         for ours, theirs in zip(*texts, strict=True):
             same(ours, theirs)

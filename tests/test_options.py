@@ -193,13 +193,14 @@ def test_ray_takes_the_servers_options() -> None:
 
 
 def test_contradictions_name_the_parameter() -> None:
-    for given, param in (
-        ({"json_schema": "{}", "grammar": "start: /a/"}, "grammar"),
-        ({"json_schema": {"type": "object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"grammar": "start: /a/", "min_tokens": 2}, "min_tokens"),
-        ({"max_tokens": 1, "min_tokens": 2}, "min_tokens"),
+    for given, message in (
+        ({"json_schema": "{}", "grammar": "start: /a/"}, "grammar is "),
+        ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos is True; expected False with a json_schema"),
+        ({"json_schema": {"type": "object"}, "ignore_eos": True}, "ignore_eos is True; expected False"),
+        ({"grammar": "start: /a/", "min_tokens": 1}, "min_tokens is "),
+        ({"max_tokens": 1, "min_tokens": 2}, "min_tokens is "),
     ):
         with pytest.raises(RequestError) as caught:
             SamplingParams(**given)  # type: ignore[arg-type]
-        assert caught.value.param == param
-        assert str(caught.value).startswith(f"{param} is ")
+        assert caught.value.param == message.split()[0]
+        assert str(caught.value).startswith(message)

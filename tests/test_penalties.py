@@ -119,8 +119,6 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
         {"presence_penalty": float("nan")},
         {"repetition_penalty": 0.001},
         {"min_tokens": 200},
-        {"grammar": "start: /a/", "min_tokens": 1},
-        {"grammar": "start: /a/", "json_schema": "{}"},
     ],
 )
 def test_values_out_of_range_are_named(wrong: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, plan
+from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, DevicePlan, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
@@ -34,6 +35,12 @@ DEVICE = DeviceLimits(memory=10**9, bandwidth=10**9, capability="8.7", reserved=
 
 def drafted(draft: Path) -> MethodOptions:
     return read_method({"method": "draft_model", "model": str(draft)})
+
+
+def planned(folder: Path, method: MethodOptions | None = None, **options: Any) -> DevicePlan:
+    """In fp16 for :data:`DEVICE`, half of all draft tokens accepted, unless said otherwise."""
+    device, settings = options.pop("device", DEVICE), {"precision": "fp16", "acceptance": 0.5}
+    return plan(str(folder), method, device, context=CONTEXT, **settings | options)
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +56,22 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_is_counted(tied: Path, untied: Path) -> None:
     vocab, hidden, heads, layers = 320, 64, 2, 2
     for folder, size in ((tied, 24), (untied, 16)):
-        (estimate,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+        (estimate,) = planned(folder).models
         assert estimate.weights == 2 * estimate.parameters
         assert estimate.read == estimate.weights - (0 if folder == tied else 2 * vocab * hidden)
         assert estimate.cache_row == layers * heads * 2 * size * 2
         assert estimate.cache == estimate.cache_row * cache_buckets(CONTEXT, PREFILL_CHUNK)[-1]
-    (whole,) = plan(str(untied), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
-    (quarter,) = plan(str(untied), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5).models
+    (whole,) = planned(untied).models
+    (quarter,) = planned(untied, precision="int4").models
     table, norms = 2 * vocab * hidden, 2 * hidden * (2 * layers + 1)
     assert quarter.read - norms == (whole.read - norms) / 2 * (0.5 + 2 / 32)
     assert quarter.weights == quarter.read + table
     ada = dataclasses.replace(DEVICE, capability="8.9")
-    (eighth,) = plan(str(untied), None, ada, precision="fp8", context=CONTEXT, acceptance=0.5).models
+    (eighth,) = planned(untied, device=ada, precision="fp8").models
     columns = 2 * (layers * (2 * 64 + 2 * 32 + 2 * 96 + 64) + vocab)
     assert eighth.read - norms == (whole.read - norms) / 2 + columns
     # A tied embedding is looked up in fp16 and multiplied as integers: two matrices.
-    (both,) = plan(str(tied), None, DEVICE, precision="int8", context=CONTEXT, acceptance=0.5).models
+    (both,) = planned(tied, precision="int8").models
     assert both.weights == both.read + table
 
 
@@ -73,10 +80,7 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
     vocab, hidden, widest = 320, 64, 320
     deciding = 18 * 9 * vocab * 4  # plainly and by look-ups: of the root and at most 8 draft tokens
     half, eighth = (
-        [
-            plan(str(tied), None, DEVICE, precision=precision, context=CONTEXT, acceptance=0.5, backend=backend)
-            for backend in ("tensorrt", "onnxruntime-cuda")
-        ]
+        [planned(tied, precision=precision, backend=backend) for backend in ("tensorrt", "onnxruntime-cuda")]
         for precision in ("fp16", "int8")
     )
     (engine,), (session,) = (estimates.models for estimates in half)
@@ -88,7 +92,7 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
 
 
 def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
-    estimate = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+    estimate = planned(untied, drafted(tied))
     target, draft = estimate.models
     steps = [
         (model.read + model.cache_row * CONTEXT / 2) / (EFFICIENCY * DEVICE.bandwidth) for model in (target, draft)
@@ -96,7 +100,7 @@ def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path
     assert len(estimate.speeds) == 9
     assert estimate.speeds[0] == pytest.approx(1 / steps[0])
     assert estimate.speeds[2] == pytest.approx((1 + 0.5 + 0.25) / (steps[0] + 2 * steps[1]))
-    never = plan(str(untied), drafted(tied), DEVICE, precision="fp16", context=CONTEXT, acceptance=0.0)
+    never = planned(untied, drafted(tied), acceptance=0.0)
     assert never.best_k == 0
 
 
@@ -107,7 +111,7 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
     drafts = {"eagle3": (tied, eagle3), "dflash": (tied, dflash), "mtp": (experts, None)}
     for name, (target, folder) in drafts.items():
         method = read_method({"method": name} | ({"model": str(folder)} if folder else {}))
-        estimate = plan(str(target), method, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5)
+        estimate = planned(target, method)
         draft = estimate.models[1]
         if folder is not None:  # an embedding and a head of its own are stored in any case
             stored = {key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if "2" not in key}
@@ -121,30 +125,16 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
     assert draft.active < draft.parameters  # of its experts a token uses some
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=96)
     with pytest.raises(BuildError, match="trained for another model"):
-        plan(
-            str(other),
-            read_method({"method": "eagle3", "model": str(eagle3)}),
-            DEVICE,
-            precision="fp16",
-            context=CONTEXT,
-            acceptance=0.5,
-        )
+        planned(other, read_method({"method": "eagle3", "model": str(eagle3)}))
     make_heads(tmp_path / "heads", tied, 2, tied=True)
     with pytest.raises(BuildError, match="plan knows what drafts that are models of their own take"):
-        plan(
-            str(tied),
-            read_method({"method": "medusa", "model": str(tmp_path / "heads")}),
-            DEVICE,
-            precision="fp16",
-            context=CONTEXT,
-            acceptance=0.5,
-        )
+        planned(tied, read_method({"method": "medusa", "model": str(tmp_path / "heads")}))
 
 
 def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -> None:
     config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=16, **{**GROUPED, **config})
-    estimate = plan(str(folder), drafted(tied), DEVICE, precision="int8", context=CONTEXT, acceptance=0.5)
+    estimate = planned(folder, drafted(tied), precision="int8")
     mixture, draft = estimate.models
     experts = 2 * 8 * 3 * 64 * 32
     assert mixture.active == mixture.parameters - experts * 6 // 8
@@ -158,13 +148,13 @@ def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -
 def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tmp_path: Path) -> None:
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     folder = make_checkpoint(tmp_path, "minicpm3", **{**GROUPED, "num_key_value_heads": 4}, **latent)
-    (estimate,) = plan(str(folder), None, DEVICE, precision="fp16", context=CONTEXT, acceptance=0.5).models
+    (estimate,) = planned(folder).models
     assert estimate.cache_row == 2 * 4 * (24 + 16) * 2
 
 
 def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = DeviceLimits(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
-    assert not plan(str(tied), None, small, precision="fp16", context=CONTEXT, acceptance=0.5).fits
+    assert not planned(tied, device=small).fits
     line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
     assert main([*line, "--draft", str(tied), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -194,7 +184,7 @@ def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, obje
 
 def test_invalid_configurations_are_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"empty: no such folder"):
-        plan(str(tmp_path / "empty"), None, DEVICE, precision="int4", context=CONTEXT, acceptance=0.5)
+        planned(tmp_path / "empty")
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------------

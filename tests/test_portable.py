@@ -130,16 +130,8 @@ def test_a_portable_bundle_passes_verification(name: str, bundle: Bundles) -> No
 def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
     """Tied embeddings, which are looked up too, and a merged matrix; on every onnxruntime they are fp32 in memory."""
     checkpoint = make_checkpoint(tmp_path / "qwen3", "qwen3")
-    folder = build(
-        BuildOptions(
-            str(checkpoint),
-            tmp_path / "bundle",
-            ways(draft=checkpoint),
-            precision="int8",
-            lowering="portable",
-            max_seq_len=128,
-        )
-    )
+    options: dict[str, Any] = {"precision": "int8", "lowering": "portable", "max_seq_len": 128}
+    folder = build(BuildOptions(str(checkpoint), tmp_path / "bundle", ways(draft=checkpoint), **options))
     target = read_manifest(folder).target
     assert target.precision.weights == "int8"
     assert target.precision.block_size is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ pytestmark = pytest.mark.exporter
 
 KEPT = {"gptq", "gptq_int8", "packed", "packed_channel", "int8", "float", "awq", "packed_zeros", "fp8"}
 ZEROS = {"awq", "packed_zeros"}
+Small = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """Gives a checkpoint of one layer in a layout and its plain twin, which are not to be changed."""
+    root = tmp_path_factory.mktemp("small")
+    return cache(lambda layout: make_quantized(root / layout, layout, num_hidden_layers=1))
 
 
 def _built(
@@ -137,9 +147,15 @@ def test_transformers_reads_the_same(tmp_path: Path, layout: str) -> None:
     ],
 )
 def test_scales_are_kept_where_they_fit(
-    tmp_path: Path, layout: str, precision: StoredAs | None, lowering: LoweredAs, backend: BackendName, kept: bool
+    small: Small,
+    tmp_path: Path,
+    layout: str,
+    precision: StoredAs | None,
+    lowering: LoweredAs,
+    backend: BackendName,
+    kept: bool,
 ) -> None:
-    quantized, _ = make_quantized(tmp_path, layout, num_hidden_layers=1)
+    quantized, _ = small(layout)
     stored = _built(quantized, tmp_path / "bundle", precision, lowering, backend).precision
     before = stored.quantized_before
     assert before is not None and (before.kept, before.converted) == ((7, 0) if kept else (0, 7))
@@ -147,22 +163,20 @@ def test_scales_are_kept_where_they_fit(
     assert before.rest == ("bf16" if precision is None else None)
 
 
-def test_fp32_dequantizes(tmp_path: Path) -> None:
-    quantized, _ = make_quantized(tmp_path, "awq", num_hidden_layers=1)
-    precision = _built(quantized, tmp_path / "bundle", "fp32").precision
+def test_fp32_dequantizes(small: Small, tmp_path: Path) -> None:
+    precision = _built(small("awq")[0], tmp_path / "bundle", "fp32").precision
     assert precision.weights == "fp32" and precision.quantized_before is not None
     assert (precision.quantized_before.kept, precision.quantized_before.converted) == (0, 0)
 
 
-def test_zero_points_are_not_compiled_for_tensorrt(tmp_path: Path) -> None:
-    quantized, _ = make_quantized(tmp_path, "awq", num_hidden_layers=1)
-    _built(quantized, tmp_path / "bundle")
+def test_zero_points_are_not_compiled_for_tensorrt(small: Small, tmp_path: Path) -> None:
+    _built(small("awq")[0], tmp_path / "bundle")
     with pytest.raises(BuildError, match=r"have zero points.*build with --backend tensorrt-rtx"):
         compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
 
 
-def test_the_head_of_a_quantized_checkpoint_is_found(tmp_path: Path) -> None:
-    quantized, plain = make_quantized(tmp_path, "awq", num_hidden_layers=1)
+def test_the_head_of_a_quantized_checkpoint_is_found(small: Small) -> None:
+    quantized, plain = small("awq")
     table = stored_table(quantized, head=True)
     assert table.name == "lm_head.weight"
     assert torch.equal(table.finite(quantized), load_file(plain / "model.safetensors")["lm_head.weight"])
@@ -215,8 +229,8 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("int8", _set(f"{Q}.weight_scale", lambda t: t * torch.nan), r"weight_scale' holds numbers that are not fin"),
     ],
 )  # fmt: skip
-def test_faults_are_named(tmp_path: Path, layout: str, change: Change, message: str) -> None:
-    quantized, _ = make_quantized(tmp_path, layout, num_hidden_layers=1)
+def test_faults_are_named(small: Small, tmp_path: Path, layout: str, change: Change, message: str) -> None:
+    quantized = shutil.copytree(small(layout)[0], tmp_path / "quantized")
     tensors, config = load_file(quantized / "model.safetensors"), json.loads((quantized / "config.json").read_text())
     change(tensors, config["quantization_config"])
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})

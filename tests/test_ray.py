@@ -7,13 +7,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +23,14 @@ import pytest
 from specexport.cli import main
 from specexport.contract.errors import BackendError
 from specexport.runtime import Engine, SamplingParams
+from tests.serving import free_port, wait_for_server
+from tests.threads import JOIN, wait_until
 
 pytest.importorskip("ray", reason="the [ray] extra is not in [dev]: make ray")
 
 PROMPTS = ["one two three", "what", "a b c", "the end of it", "seven", "four five"]
 TOKENS = 120
-DEADLINE = 120.0
+wait = partial(wait_until, every=0.2)  # requests that ask how things are shall be few
 
 
 @pytest.mark.parametrize(
@@ -172,19 +173,6 @@ def cluster() -> Iterator[Cluster]:
     ray.shutdown()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def wait(done: Callable[[], bool], kind: str) -> None:
-    until = time.monotonic() + DEADLINE
-    while not done():
-        assert time.monotonic() < until, kind
-        time.sleep(0.2)
-
-
 def greedy(folder: Path, tokens: int = TOKENS) -> dict[str, str]:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     with Engine.load(folder, threads=1) as engine:
@@ -195,11 +183,11 @@ def ask(url: str, prompt: str, stream: bool, tokens: int = TOKENS) -> tuple[str,
     """The model that answered and the text, or ``error`` and what the client was told."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
     if not stream:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=JOIN)
         if answer.status_code != 200:
             return "error", f"{answer.status_code} {answer.text}"
         return answer.json()["model"], answer.json()["choices"][0]["text"]
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=JOIN) as answer:
         if answer.status_code != 200:
             return "error", f"{answer.status_code} {answer.read().decode()}"
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -266,12 +254,12 @@ def right(load: Load, texts: dict[str, dict[str, str]]) -> None:
 def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, bundle: Callable[[str], Path]) -> None:
     cluster.deploy(bundle(MODELS["first"]), "first", replicas=1, max_queue=2)
     body = {"prompt": PROMPTS[0], "max_tokens": 480, "temperature": 0, "n": 4, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=JOIN) as answer:
         next(answer.iter_lines())
     wait(lambda: sum(cluster.metric("num_requests_running").values()) == 0, "nobody reads what is decoded")
 
     def one(_: int) -> httpx.Response:
-        return httpx.post(f"{cluster.url}/v1/completions", json=body | {"stream": False}, timeout=DEADLINE)
+        return httpx.post(f"{cluster.url}/v1/completions", json=body | {"stream": False}, timeout=JOIN)
 
     with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(one, range(30)))
@@ -301,7 +289,7 @@ def test_a_replica_that_dies_takes_its_own_requests_with_it(
         load.more(12)
         # Long, as a model this small may be done before its first tokens have come through.
         body = {"prompt": PROMPTS[0], "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE) as answer:
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=JOIN) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             running = cluster.metric("num_requests_running")
@@ -374,7 +362,7 @@ def test_a_config_file_scales_with_the_requests_that_wait(
             assert load.failures == []
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(DEADLINE)
+            process.wait(JOIN)
 
 
 def _replicas(cluster: Cluster) -> int:
@@ -394,15 +382,7 @@ def test_sigterm_to_the_command_finishes_streams(
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen([*command, "--api-key", "k"]) as process:
         try:
-            until = time.monotonic() + DEADLINE
-            while True:
-                assert process.poll() is None
-                assert time.monotonic() < until
-                try:
-                    if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.2)
+            wait_for_server(process, f"{url}/health")
             assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
             headers = {"Authorization": "Bearer k"}
             body = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -413,6 +393,6 @@ def test_sigterm_to_the_command_finishes_streams(
                 events = list(lines)
             assert events[-1] == "data: [DONE]"
             assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-            assert process.wait(DEADLINE) == 0
+            assert process.wait(JOIN) == 0
         finally:
             process.kill()

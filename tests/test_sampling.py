@@ -254,14 +254,6 @@ def test_draws_stay_in_range(p: np.ndarray) -> None:
     assert [form.draw(1.0) for form in forms(p)] == [np.flatnonzero(p)[-1]] * 2
 
 
-@given(distributions)
-def test_draw_gives_every_token_its_share_of_the_noise(p: np.ndarray) -> None:
-    ends = np.cumsum(p)
-    middles = ends - p / 2
-    for token in np.flatnonzero(p > 1e-9):
-        assert [form.draw(middles[token]) for form in forms(p)] == [token, token]
-
-
 # --- the residual -----------------------------------------------------------------------------------------------------
 
 
@@ -273,9 +265,6 @@ def test_residual_is_the_positive_part_of_p_minus_q(case: tuple[np.ndarray, np.n
     assume((p - whole).max() > 1e-6)
     for form in forms(p):
         rest = everywhere(form.residual(ids, q), len(p))
-        assert rest.sum() == pytest.approx(1.0)
-        assert (rest >= 0).all()
-        assert (rest[p <= whole] == 0).all()
         np.testing.assert_allclose(rest, np.maximum(p - whole, 0) / np.maximum(p - whole, 0).sum(), rtol=1e-6)
 
 

@@ -13,8 +13,12 @@ import pytest
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
+from specexport.exporter.build import build
+from specexport.exporter.options import BuildOptions
 from specexport.methods.self_draft.spec import SelfDraft
 from specexport.runtime import Engine, SamplingParams
+from specexport.verify.bundle import verify
+from tests.checkpoints import make_checkpoint
 from tests.manifests import Document, rewritten
 from tests.ways import ways
 
@@ -25,8 +29,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def test_it_is_the_targets_first_layers(bundle: Callable[[str], Path], engine: Engines) -> None:
-    from specexport.verify.bundle import verify
-
     report = verify(bundle(NAME), prompts=("one two three", "some words of it"), max_tokens=12)
     assert report.verdict == "passed", report
     names = [check.name for check in report.checks]
@@ -40,10 +42,6 @@ def test_it_is_the_targets_first_layers(bundle: Callable[[str], Path], engine: E
 
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
-    from specexport.exporter.build import build
-    from specexport.exporter.options import BuildOptions
-    from tests.checkpoints import make_checkpoint
-
     target = str(make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=3))
     options = {"target": target, "precision": precision, "max_seq_len": 128}
     plain = build(BuildOptions(output=tmp_path / "plain", **options))
@@ -60,10 +58,6 @@ def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
 
 
 def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from specexport.exporter.build import build
-    from specexport.exporter.options import BuildOptions
-    from tests.checkpoints import make_checkpoint
-
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
         with pytest.raises(BuildError, match=f"layers is {count}, but of .*: it has 2 layers; expected 1 to 1|>= 1"):

@@ -57,7 +57,7 @@ def test_without_ray_its_extra_is_named(
 def test_sigterm_finishes_streams(bundle: Callable[[str], Path]) -> None:
     flags = ("-tp", "1", "--seed", "42", "--max_model_len", "256", "--gpu_memory_utilization", "0.8", "--api_key", "k")
     config = '{"num_speculative_tokens": 2, "method": "draft_model"}'
-    with server(bundle("llama-near"), *flags, "--speculative_config", config, threads=1) as running:
+    with server(bundle("llama-near"), *flags, "--no-calibrate", "--speculative_config", config, threads=1) as running:
         headers = {"Authorization": "Bearer k"}
         models = httpx.get(f"{running.url}/v1/models", headers=headers).json()
         assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("model", 256)

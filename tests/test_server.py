@@ -16,6 +16,7 @@ import pytest
 
 from specexport.runtime import Engine, SamplingParams
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
+from tests.threads import wait_until
 
 PROMPT = "one two three"
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -136,47 +137,28 @@ def test_an_event_is_one_line_to_every_client(tiny: Served) -> None:
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == prompt
 
 
-@pytest.mark.parametrize("room", [0, 5])
-def test_echoed_logprobs_are_the_prompts_and_the_outputs(tiny: Served, client: openai.OpenAI, room: int) -> None:
-    expected = answer_text(
-        tiny, PROMPT, temperature=0.0, max_tokens=room, ignore_eos=True, logprobs=2, prompt_logprobs=2
-    )
+@pytest.mark.parametrize(("room", "echo"), [(0, True), (5, True), (8, False)])
+def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI, room: int, echo: bool) -> None:
+    """Of the output, and with ``echo`` of the prompt before it."""
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": room, "ignore_eos": True, "logprobs": 2}
+    expected = answer_text(tiny, PROMPT, **params, prompt_logprobs=2 if echo else None)
     entries = [*expected.prompt_logprobs, *expected.logprobs]
-    arguments: dict[str, Any] = {
-        "model": NAME,
-        "prompt": PROMPT,
-        "max_tokens": room,
-        "logprobs": 2,
-        "echo": True,
-        **GREEDY,
-    }
+    logprobs = [*[None] * echo, *(pytest.approx(entry.logprob, abs=1e-3) for entry in entries)]
+    arguments: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": room, "logprobs": 2, "echo": echo}
+    arguments |= GREEDY
     response = client.completions.create(**arguments).choices[0]
-    assert response.text == PROMPT + expected.text
-    assert response.logprobs is not None
-    assert response.logprobs.token_logprobs == [None, *(pytest.approx(entry.logprob, abs=1e-3) for entry in entries)]
-    assert response.logprobs.top_logprobs is not None
-    assert response.logprobs.top_logprobs[0] is None
-    assert response.logprobs.text_offset is not None
-    assert response.logprobs.text_offset[:2] == [0, len((response.logprobs.tokens or [""])[0])]
+    assert response.text == PROMPT * echo + expected.text
+    details: Any = response.logprobs
+    assert details.token_logprobs == logprobs
+    assert details.text_offset[0] == 0
+    if echo:
+        assert details.top_logprobs[0] is None
+        assert details.text_offset[1] == len(details.tokens[0])
     parts = [choice for part in client.completions.create(**arguments, stream=True) for choice in part.choices]
     assert "".join(part.text for part in parts) == response.text
     streamed = [part.logprobs for part in parts if part.logprobs is not None]
-    assert [value for entry in streamed for value in entry.token_logprobs or []] == response.logprobs.token_logprobs
-    assert [value for entry in streamed for value in entry.text_offset or []] == response.logprobs.text_offset
-
-
-def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI) -> None:
-    expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
-    logprobs = [pytest.approx(entry.logprob, abs=1e-3) for entry in expected.logprobs]
-    response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **GREEDY).choices[0]
-    assert response.logprobs is not None
-    assert response.logprobs.token_logprobs == logprobs
-    assert response.logprobs.text_offset is not None
-    assert response.logprobs.text_offset[0] == 0
-    parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, stream=True, **GREEDY)
-    streamed = [choice.logprobs for part in parts for choice in part.choices if choice.logprobs is not None]
     assert [value for entry in streamed for value in entry.token_logprobs or []] == logprobs
-    assert [value for entry in streamed for value in entry.text_offset or []] == response.logprobs.text_offset
+    assert [value for entry in streamed for value in entry.text_offset or []] == details.text_offset
 
 
 def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
@@ -481,12 +463,9 @@ def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) 
     assert "more than 100000 bytes" in answer.json()["error"]["message"]
 
 
-def test_other_models_paths_and_methods(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_other_models_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="model 'gpt-5' is not served; there is 'tiny', 'also'"):
         client.completions.create(model="gpt-5", prompt="a")
-    for answer, status in ((http.get("/v1/nothing"), 404), (http.get("/v1/completions"), 405)):
-        assert answer.status_code == status
-        assert answer.json()["error"]["message"]
 
 
 def test_an_unforeseen_error_tells_nothing_of_this_machine(
@@ -698,9 +677,7 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
         thread.start()
         assert begun.wait(120)
         running.server.should_exit = True
-        until = time.monotonic() + 60
-        while not running.service.engine.closed:
-            assert time.monotonic() < until
+        wait_until(lambda: running.service.engine.closed, "it takes requests")
         assert thread.is_alive(), "the stream ended before it was asked"
         ready, answer = (
             httpx.get(f"{running.url}/ready"),
@@ -712,15 +689,6 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
         assert httpx.get(f"{running.url}/health").status_code == 200
     thread.join(120)
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-
-
-def test_an_engine_that_drains_is_not_ready(folder: Path) -> None:
-    with served(folder) as running, httpx.Client(base_url=running.url) as http:
-        running.service.engine._closed = True
-        assert http.get("/ready").status_code == 503
-        assert http.get("/health").status_code == 200
-        answer = http.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
 
 def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:

@@ -46,6 +46,7 @@ from tests.compiled import compiled
 from tests.nccl_stand_in import followed
 from tests.onnxruntime_stand_in import installed as onnxruntime_installed
 from tests.ranks import followers
+from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
 pytestmark = pytest.mark.exporter
@@ -386,9 +387,8 @@ def test_split_targets_equal_the_cpu(shared: Path, split: Callable[[str], Path])
                 ours, theirs = (pid.generate(prompt, GREEDY, speculative) for pid in (on_gpu, cpu))
                 assert ours.token_ids == theirs.token_ids
                 assert ours.stats.execution == "graph per engine"
-        streams = [on_gpu.stream(prompt, GREEDY) for prompt in PROMPTS]  # both at once
-        texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
-        assert texts == [list(cpu.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
+        texts = [tokens_of(stream) for stream in started(on_gpu.stream(prompt, GREEDY) for prompt in PROMPTS)]
+        assert texts == [cpu.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
     assert not Path(f"/proc/{process}").exists()
 
 

@@ -216,12 +216,6 @@ def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
     return [complete(stream) for stream in streams]
 
 
-@pytest.fixture
-def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
-    monkeypatch.setattr(SpeculationPolicy, "_share", lambda self, request, others: request.tree)
-
-
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", TOGETHER)
 def test_batches_equal_single_requests_on_the_cpu(

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,8 @@ from specexport.runtime.backends import ranks as runtime_ranks
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ranks import followers
+from tests.streams import started, tokens_of
+from tests.threads import JOIN, wait_until
 
 pytestmark = pytest.mark.exporter
 
@@ -80,10 +81,9 @@ def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, p
         with Engine.load(bundle, threads=2, calibrate=False) as engine:
             plain = [engine.generate(prompt, GREEDY, PLAIN) for prompt in PROMPTS]
             for method in ("draft_model", "ngram", "suffix"):
-                streams = [engine.stream(prompt, GREEDY, method) for prompt in PROMPTS]  # two run at once
+                streams = started(engine.stream(prompt, GREEDY, method) for prompt in PROMPTS)  # two run at once
                 for stream, expected in zip(streams, plain, strict=True):
-                    chunks = list(stream)
-                    assert [token for chunk in chunks for token in chunk.token_ids] == list(expected.token_ids)
+                    assert tokens_of(stream) == expected.token_ids
             texts.append([entry.token_ids for entry in plain])
             scores.append([entry.logprob for text in plain for entry in text.logprobs])
     assert len(texts[1][0]) == 40
@@ -166,11 +166,9 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         if ending is not None:
             first.send_signal(ending)
         first.stdin.close()
-        first.wait(20)
-        end = time.monotonic() + 20
-        while any(Path(f"/proc/{process}").exists() for process in processes):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        first.wait(JOIN)
+        for folder in (Path(f"/proc/{process}") for process in processes):
+            wait_until(lambda folder=folder: not folder.exists(), "a rank is left")  # type: ignore[misc]
         first.stdout.close()
 
 

@@ -24,6 +24,7 @@ from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
 from tests.device import require_same_as_alone
+from tests.streams import tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -284,7 +285,7 @@ def test_prompts_are_scored_in_the_window_of_all_slots(
         running = on_gpu.stream([5] * 30, params)
         tokens = list(next(running).token_ids)
         ours = on_gpu.generate(prompt, scored, PLAIN).prompt_logprobs
-        tokens += [token for chunk in running for token in chunk.token_ids]
+        tokens += tokens_of(running)
     theirs = engine("llama-near").generate(prompt, scored, PLAIN).prompt_logprobs
     assert tokens == list(engine("llama-near").generate([5] * 30, params, PLAIN).token_ids)
     assert [our.logprob for our in ours] == pytest.approx([our.logprob for our in theirs], abs=1e-4)

@@ -113,7 +113,7 @@ def test_it_is_verified_and_benched(command: Command, built: Path) -> None:
 
 def test_it_is_served(python: Path, built: Path) -> None:
     server = subprocess.Popen(
-        [python, "-m", "specexport", "serve", str(built), "--port", "0"],
+        [python, "-m", "specexport", "serve", str(built), "--port", "0", "--no-calibrate"],
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
+from tests.threads import wait_until
 from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle
 
 CHAT: Any = [{"role": "user", "content": "one two"}]
@@ -60,8 +60,9 @@ def client(running: Served) -> openai.OpenAI:
 def streamed(client: openai.OpenAI, **request: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """Text, thoughts, calls and the finish of a streamed answer."""
     text, thoughts, calls, finish = "", "", dict[int, list[str]](), ""
-    for part in client.chat.completions.create(**request, stream=True):
+    for number, part in enumerate(client.chat.completions.create(**request, stream=True)):
         delta = part.choices[0].delta
+        assert (delta.role == "assistant") == (number == 0)
         text += delta.content or ""
         thoughts += getattr(delta, "reasoning_content", None) or ""
         for piece in delta.tool_calls or []:
@@ -246,10 +247,7 @@ def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict
 def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
     """Before the first request that needs it: of many tokens it takes seconds."""
     known = running.service.engine.frontend.engine._grammars._vocabularies
-    until = time.monotonic() + 60
-    while len(known) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert known.keys() == {True, False}
+    wait_until(lambda: known.keys() == {True, False}, "it is not read")
 
 
 def test_strict_changes_no_prompt() -> None:

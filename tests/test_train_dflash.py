@@ -1,20 +1,17 @@
-"""DFlash drafts are trained: by the formulas, they learn, go on where they stopped, and bundles are built of them."""
+"""DFlash drafts are trained: by the formulas, and they learn."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specexport.graphs.layers import recorded_states
-from specexport.methods.dflash.export import read_dflash, save_dflash
+from specexport.methods.dflash.export import save_dflash
 from specexport.methods.dflash.train import draft_accuracy, draft_loss, new_draft, random_anchors
 from specexport.methods.dflash.train_options import DFlashOptions
 from specexport.training.data import Windows
@@ -22,15 +19,7 @@ from specexport.training.loop import Loss
 from specexport.training.run import load_model
 from tests.checkpoints import VOCAB
 from tests.test_dflash import Paper
-from tests.training import (
-    CPU,
-    LANGUAGE,
-    saying,
-    train_on_language,
-    train_whole_and_parted,
-    training_options,
-    windows_of,
-)
+from tests.training import CPU, LANGUAGE, saying, train_on_language, training_options, windows_of
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -105,26 +94,3 @@ def test_anchors_are_drawn_where_something_is_learnt() -> None:
     # Behind the anchor comes the root, and behind that a token that is learnt.
     assert all(8 <= at < 18 for at in (*first.flatten().tolist(), *second.flatten().tolist()))
     assert all(len(set(row)) == 5 for row in first.tolist())
-
-
-@pytest.mark.parametrize(
-    ("settings", "stopped_at"),
-    [
-        ({"self_distill": 16, "accumulate": 2, "mask_token_id": 5}, "draft: step 4"),
-        ({"optimizer": "muon", "states": None, "layers": 1}, "draft: step 6"),
-    ],
-    ids=["texts", "data"],
-)
-def test_resumed_runs_equal_uninterrupted_ones(
-    options: Callable[..., DFlashOptions], settings: dict[str, Any], stopped_at: str
-) -> None:
-    record, whole, _ = train_whole_and_parted("dflash", options, settings, stopped_at)
-    outline = read_dflash(str(whole))
-    assert outline.states == ((2,) if "layers" in settings else STATES)
-    assert (outline.block_size, outline.causal) == (BLOCK, (False,) * settings.get("layers", 2))
-    assert outline.mask_token == settings.get("mask_token_id", outline.mask_token)
-    state = load_file(whole / "model.safetensors")
-    assert "layers.0.self_attn.q_norm.weight" in state
-    assert not {"lm_head.weight", "embed_tokens.weight"} & state.keys()
-    assert len(record["accuracy"]) == BLOCK - 1
-    assert json.loads((whole / "training.json").read_text()) == record

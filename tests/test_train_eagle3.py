@@ -1,8 +1,7 @@
-"""EAGLE-3 drafts are trained: by the formulas, they learn, go on where they stopped, and bundles are built of them."""
+"""EAGLE-3 drafts are trained: by the formulas, they learn, and go on from drafts that are there."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,15 +29,7 @@ from specexport.methods.eagle3.train_options import Eagle3Options
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.test_eagle3 import Paper
-from tests.training import (
-    CPU,
-    LANGUAGE,
-    silent,
-    train_on_language,
-    train_whole_and_parted,
-    training_options,
-    windows_of,
-)
+from tests.training import CPU, LANGUAGE, silent, train_on_language, training_options, windows_of
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -109,28 +100,6 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
     assert accuracy.paths[0, 0, 0] > 0.8
     assert len(trained.history[-1]["top-1"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "stopped_at"),
-    [
-        ({"self_distill": 16, "accumulate": 2, "draft_vocab_size": 100}, "draft: step 4"),
-        ({"optimizer": "muon", "tie_lm_head": True}, "draft: step 6"),
-    ],
-    ids=["texts", "data"],
-)
-def test_resumed_runs_equal_uninterrupted_ones(
-    options: Callable[..., Eagle3Options], settings: dict[str, Any], stopped_at: str
-) -> None:
-    record, whole, _ = train_whole_and_parted("eagle3", options, settings, stopped_at)
-    outline = read_eagle3(str(whole))
-    assert (outline.states, outline.draft_vocab) == (STATES, settings.get("draft_vocab_size", VOCAB))
-    state = load_file(whole / "model.safetensors")
-    assert "midlayer.self_attn.q_proj.weight" in state
-    assert ("lm_head.weight" in state) is ("tie_lm_head" not in settings)
-    assert {"d2t", "t2d"} <= state.keys() if "draft_vocab_size" in settings else not {"d2t", "t2d"} & state.keys()
-    assert len(record["accuracy"]) == 3
-    assert json.loads((whole / "training.json").read_text()) == record
 
 
 def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Options], target: Path) -> None:

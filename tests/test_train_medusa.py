@@ -1,4 +1,4 @@
-"""Medusa heads are trained, alone and with the model: they learn, go on where they stopped, and are read back."""
+"""Medusa heads are trained, alone and with the model: they learn, and are read back."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads
 from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.hidden import run_model
 from tests.checkpoints import FAMILIES, VOCAB, make_model
-from tests.training import (
-    CPU,
-    LANGUAGE,
-    silent,
-    train_over,
-    train_whole_and_parted,
-    training_options,
-    windows_of,
-    write_words,
-)
+from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -72,20 +63,6 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
         assert share <= accuracy.ranks[len(path) - 1][path[-1]] * 1.2
         assert len(path) == 1 or share <= accuracy.paths[path[:-1]]
     assert len(trained.history[-1]["top-1"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "stopped_at"),
-    [
-        ({"self_distill": 24, "cache_hidden": True, "accumulate": 2}, "heads: step 6"),
-        ({"stage": 2, "tie_lm_head": True, "heads_first": 0.5, "lm_loss": "kl"}, "joint: step 3"),
-    ],
-    ids=["heads", "together"],
-)
-def test_resumed_runs_equal_uninterrupted_ones(
-    options: Callable[..., MedusaOptions], settings: dict[str, Any], stopped_at: str
-) -> None:
-    train_whole_and_parted("medusa", options, settings, stopped_at)
 
 
 def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(

@@ -1,4 +1,4 @@
-"""MLP speculators are trained: they learn, go on where they stopped, and bundles are built of them."""
+"""MLP speculators are trained: they learn, and the command prints its record."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from specexport.cli import main
-from specexport.methods.mlp_speculator.checkpoint import read_speculator
 from specexport.methods.mlp_speculator.train import new_speculator, speculator_loss, stage_accuracy
 from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
 from tests.checkpoints import make_model
-from tests.training import CPU, train_over, train_whole_and_parted, training_options, windows_of, write_words
+from tests.training import CPU, train_over, training_options, windows_of, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -47,26 +46,6 @@ def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., Spec
     assert accuracy.chain_length == pytest.approx(1 + chain)
     assert chain > 0.7
     assert len(trained.history[-1]["top-1"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "stopped_at"),
-    [
-        ({"self_distill": 16, "cache_hidden": True}, "texts: step 4"),
-        ({"tie_weights": True, "scale_input": True, "accumulate": 2}, "data: step 6"),
-    ],
-    ids=["texts", "data"],
-)
-def test_resumed_runs_equal_uninterrupted_ones(
-    options: Callable[..., SpeculatorOptions], settings: dict[str, Any], stopped_at: str
-) -> None:
-    record, whole, parted = train_whole_and_parted("mlp_speculator", options, settings, stopped_at)
-    outline = read_speculator(str(parted))
-    assert (outline.stages, outline.inner, outline.tied, outline.scale_input) == (
-        2, 32, "tie_weights" in settings, "scale_input" in settings
-    )  # fmt: skip
-    assert outline.accuracy is not None
-    assert json.loads((whole / "training.json").read_text()) == record
 
 
 def test_the_command_prints_the_record(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,26 @@
-"""What the trainings of all methods over a target share: options that are refused, and bundles of what they write."""
+"""What all trainings over a target share: refused options, runs that go on where they stopped, bundles of them."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.methods.dflash.export import read_dflash
+from specexport.methods.eagle3.export import read_eagle3
+from specexport.methods.mlp_speculator.checkpoint import read_speculator
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
-from tests.training import TRAININGS, silent, training_options, write_words
+from tests.checkpoints import VOCAB
+from tests.training import TRAININGS, silent, train_whole_and_parted, training_options, write_words
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
@@ -88,3 +95,56 @@ def test_trained_folders_are_built(
         text = engine.generate([5, 6, 7], greedy)
         assert text.stats.drafted > 0
         assert text.token_ids == engine.generate([5, 6, 7], greedy, PLAIN).token_ids
+
+
+def check_dflash(folder: Path, settings: dict[str, Any]) -> None:
+    outline = read_dflash(str(folder))
+    assert outline.states == ((2,) if "layers" in settings else (1, 2))
+    assert (outline.block_size, outline.causal) == (4, (False,) * settings.get("layers", 2))
+    assert outline.mask_token == settings.get("mask_token_id", outline.mask_token)
+    state = load_file(folder / "model.safetensors")
+    assert "layers.0.self_attn.q_norm.weight" in state
+    assert not {"lm_head.weight", "embed_tokens.weight"} & state.keys()
+
+
+def check_eagle3(folder: Path, settings: dict[str, Any]) -> None:
+    outline = read_eagle3(str(folder))
+    assert (outline.states, outline.draft_vocab) == ((0, 1, 2), settings.get("draft_vocab_size", VOCAB))
+    state = load_file(folder / "model.safetensors")
+    assert "midlayer.self_attn.q_proj.weight" in state
+    assert ("lm_head.weight" in state) is ("tie_lm_head" not in settings)
+    assert {"d2t", "t2d"} <= state.keys() if "draft_vocab_size" in settings else not {"d2t", "t2d"} & state.keys()
+
+
+def check_speculator(folder: Path, settings: dict[str, Any]) -> None:
+    outline = read_speculator(str(folder))
+    assert (outline.stages, outline.inner, outline.accuracy is None) == (2, 32, False)
+    assert (outline.tied, outline.scale_input) == ("tie_weights" in settings, "scale_input" in settings)
+
+
+CHECKS = {"dflash": check_dflash, "eagle3": check_eagle3, "mlp_speculator": check_speculator}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "stopped_at"),
+    [
+        ("dflash", {"self_distill": 16, "accumulate": 2, "mask_token_id": 5}, "draft: step 4"),
+        ("dflash", {"optimizer": "muon", "states": None, "layers": 1}, "draft: step 6"),
+        ("eagle3", {"self_distill": 16, "accumulate": 2, "draft_vocab_size": 100}, "draft: step 4"),
+        ("eagle3", {"optimizer": "muon", "tie_lm_head": True}, "draft: step 6"),
+        ("medusa", {"self_distill": 24, "cache_hidden": True, "accumulate": 2}, "heads: step 6"),
+        ("medusa", {"stage": 2, "tie_lm_head": True, "heads_first": 0.5, "lm_loss": "kl"}, "joint: step 3"),
+        ("mlp_speculator", {"self_distill": 16, "cache_hidden": True}, "texts: step 4"),
+        ("mlp_speculator", {"tie_weights": True, "scale_input": True, "accumulate": 2}, "data: step 6"),
+    ],
+)
+def test_resumed_runs_equal_uninterrupted_ones(
+    target: Path, tmp_path: Path, method: str, settings: dict[str, Any], stopped_at: str
+) -> None:
+    options = partial(training_options, method, target, tmp_path)
+    record, whole, parted = train_whole_and_parted(method, options, settings, stopped_at)
+    if method in CHECKS:
+        CHECKS[method](parted, settings)
+        assert json.loads((whole / "training.json").read_text()) == record
+    if method in ("dflash", "eagle3"):
+        assert len(record["accuracy"]) == 3

@@ -10,11 +10,9 @@ import os
 import queue
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +24,11 @@ import pytest
 
 from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
+from tests.serving import free_port, wait_for_server
+from tests.threads import JOIN, wait_until
 
 PROMPT = "one two three"
 TRITON = os.environ.get("SPECEXPORT_TRITON")
-DEADLINE = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ class Request:
             self.sent.put(None)
 
     def responses(self) -> list[Response]:
-        return list(iter(lambda: self.sent.get(timeout=DEADLINE), None))
+        return list(iter(lambda: self.sent.get(timeout=JOIN), None))
 
     def texts(self) -> list[str]:
         responses = self.responses()
@@ -251,13 +250,10 @@ def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, mess
 def test_disconnected_clients_requests_end(model: Any) -> None:
     request = Request(parameters={**PARAMETERS, "max_tokens": 400}, stream=True)
     model.execute([request])
-    request.sent.get(timeout=DEADLINE)
+    request.sent.get(timeout=JOIN)
     request.cancelled = True
     assert len(request.responses()) < 60
-    until = time.monotonic() + DEADLINE
-    while model._engine.running:
-        assert time.monotonic() < until, "the slot is not freed"
-        time.sleep(0.01)
+    wait_until(lambda: not model._engine.running, "the slot is not freed")
 
 
 def test_unloading_lets_requests_finish(
@@ -266,7 +262,7 @@ def test_unloading_lets_requests_finish(
     model = loaded(repository, monkeypatch)
     requests = [Request(sampling_parameters=SAMPLING, stream=True) for _ in range(4)]
     model.execute(requests)
-    first = [request.sent.get(timeout=DEADLINE) for request in requests]
+    first = [request.sent.get(timeout=JOIN) for request in requests]
     model.finalize()
     for response, request in zip(first, requests, strict=True):
         assert response is not None
@@ -309,43 +305,29 @@ def triton(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # Its Python is isolated, but for the working folder, where NumPy 1 lies.
     with subprocess.Popen(words, env=environment, cwd=root) as process:
         try:
-            until = time.monotonic() + DEADLINE
-            while True:
-                assert process.poll() is None
-                assert time.monotonic() < until, "Triton does not start"
-                try:
-                    if httpx.get(f"http://localhost:{http}/v2/models/tiny/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.1)
+            wait_for_server(process, f"http://localhost:{http}/v2/models/tiny/ready")
             yield http, grpc
             process.terminate()
-            assert process.wait(DEADLINE) == 0
+            assert process.wait(JOIN) == 0
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.skipif(TRITON is None, reason="SPECEXPORT_TRITON names no folder with Triton's server")
 def test_tritons_server_answers(triton: tuple[int, int], repository: Path, expected_answers: dict[str, Any]) -> None:
     url = f"http://localhost:{triton[0]}/v2/models/tiny"
-    whole = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "parameters": PARAMETERS}, timeout=DEADLINE)
+    whole = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "parameters": PARAMETERS}, timeout=JOIN)
     assert whole.json()["text_output"] == PROMPT + expected_answers["text"]
     body = {"text_input": PROMPT, "stream": True, "return_finish_reason": True, **PARAMETERS}
-    events = httpx.post(f"{url}/generate_stream", json=body, timeout=DEADLINE).text
+    events = httpx.post(f"{url}/generate_stream", json=body, timeout=JOIN).text
     parts = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line]
     assert "".join(part["text_output"] for part in parts) == expected_answers["text"]
     assert (len(parts) > 2, parts[-1]["finish_reason"]) == (True, "length")
-    wrong = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "top_p": 2}, timeout=DEADLINE)
+    wrong = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "top_p": 2}, timeout=JOIN)
     assert "top_p: Input should be less than or equal to 1" in wrong.json()["error"]
 
     code = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     code = code.replace("localhost:8001", f"localhost:{triton[1]}").replace('"one two"', repr(PROMPT))
     code = code.replace('"max_tokens": 20', '"max_tokens": 24, "ignore_eos": True')
-    client = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=DEADLINE)
+    client = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=JOIN)
     assert client.stdout.decode() == expected_answers["text"]

@@ -22,7 +22,8 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
 from specexport.tree_search import Observed, candidates, observe, recorded, step_costs
-from tests.manifests import Document, rewritten
+from tests.manifests import rewritten
+from tests.test_bundle import compiled
 
 Bundles = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -179,22 +180,8 @@ def test_steps_are_observed_where_they_are_timed(
 def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
     bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compiled(document: Document) -> None:
-        target = document["target"]
-        engine = {
-            "file": target["weights"],
-            "source": target["graph"]["master"],
-            "runtime": "tensorrt-rtx",
-            "version": "1.7.1.116",
-            "compute_capabilities": ["8.6"],
-            "compute": "fp16",
-            "profiles": [target["graph"]["points"][0]],
-        }
-        target["engines"] = [engine]
-        document["backend"] = "tensorrt-rtx"
-
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
-    rewritten(folder, compiled)
+    rewritten(folder, lambda document: (compiled(document), document.update(backend="tensorrt-rtx")))
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
     for more in ([], ["--dry-run"]):
         assert main(["tune", "tree", str(folder), "--data", str(data), *more]) == 1

@@ -56,7 +56,7 @@ def test_text_that_is_not_utf8_is_explained_in_one_line(
 
 
 def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path]) -> None:
-    words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json")
+    words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json", "--no-calibrate")
     latin = command(*words, stdin="ab\xff".encode("latin-1"), env={"PYTHONIOENCODING": "latin-1"})
     assert latin.returncode == 0
     output = [json.loads(done.stdout) for done in (latin, command(*words, "-p", "ab\xff"))]
@@ -121,7 +121,7 @@ def test_a_folder_may_have_any_name_that_is_text(bundle: Callable[[str], Path], 
 
 
 def test_unprintable_characters_are_replaced(bundle: Callable[[str], Path]) -> None:
-    words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos")
+    words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos", "--no-calibrate")
     shown = command(*words).stdout.decode()
     assert not shown.isascii()  # else this would show nothing
     plain = command(*words, env={"PYTHONIOENCODING": "ascii"})

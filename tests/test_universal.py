@@ -98,21 +98,15 @@ def test_nothing_is_proposed_within_a_character() -> None:
 
 @pytest.mark.exporter
 def test_decoding_is_lossless(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
     from specexport.verify.bundle import verify
-    from tests.checkpoints import make_checkpoint
+    from tests.checkpoints import VOCAB, make_checkpoint
+    from tests.make_bundles import reversed_tokenizer
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, calm=True)
     draft = make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, calm=True)
-    # Bytes alone, each by another number than in the target's tokenizer.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
-    bytewise = Tokenizer(models.BPE({letter: 10 + at for at, letter in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(draft)
+    reversed_tokenizer(VOCAB).save_pretrained(draft)  # bytes alone, each by another number than the target's
     options = {"target": str(target), "output": tmp_path / "bundle", "max_seq_len": 128}
     build(BuildOptions(methods=ways(universal_draft=draft), **options))
     (method,) = read_manifest(tmp_path / "bundle").methods

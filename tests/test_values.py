@@ -95,7 +95,8 @@ def test_token_ids_of_a_prompt_with_embeddings(engine: Callable[[str], Engine]) 
         ([5, [6]], r"token 1 is \[6\]"),
         ([[5], [6]], "is 2 lists; expected one of token ids"),
         ([5, 10**30], "the prompt holds token 1000000000000000000000000000000; the model has tokens 0 to "),
-        ([-1], "the prompt holds token -1"),
+        ([3, -1, 4], "the prompt holds token -1"),
+        ([320], "the prompt holds token 320; the model has tokens 0 to 319"),
     ],
 )
 def test_invalid_token_ids_are_refused(llm: LLM, engine: Callable[[str], Engine], prompt: Any, named: str) -> None:

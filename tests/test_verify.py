@@ -54,15 +54,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _build(checkpoints: dict[str, Path], output: Path, sizes: tuple[int, ...], **options: Any) -> Path:
-    return build(
-        BuildOptions(
-            target=str(checkpoints["target"]),
-            methods=ways(draft=checkpoints["draft"], sizes=sizes),
-            output=output,
-            max_seq_len=128,
-            **options,
-        )
-    )
+    methods = ways(draft=checkpoints["draft"], sizes=sizes)
+    return build(BuildOptions(str(checkpoints["target"]), output, methods, max_seq_len=128, **options))
 
 
 @pytest.fixture(scope="module")

@@ -216,32 +216,39 @@ def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import resource, sys
+import sys, threading, time
 from pathlib import Path
-from typing import Any
+import onnxruntime, torch, transformers
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.passes.tensorrt import restore_tables
-import onnxruntime, torch, transformers
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    global most
+    while True:
+        most = max(most, held())
+        time.sleep(0.005)
+
+before = most = held()
+threading.Thread(target=watch, daemon=True).start()
 build(BuildOptions(target=sys.argv[1], output=Path(sys.argv[2]), precision=sys.argv[3], max_seq_len=256))
-print(peak() - before)
+print(max(most, held()) - before)
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of a process's memory")
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path: Path, precision: str) -> None:
+    """Pages of files, which the system may drop, not counted. A child's ru_maxrss would begin with its parent's."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     source = make_checkpoint(tmp_path / "model", "llama", **sizes)
     weights = (source / "model.safetensors").stat().st_size
-    out = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "bundle"), precision],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(out.stdout.split()[-1]) <= 1.6 * weights
+    words = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "bundle"), precision]
+    out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    assert 0.2 * weights < int(out.stdout.split()[-1]) <= 1.6 * weights
 
 
 @pytest.mark.parametrize(

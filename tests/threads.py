@@ -1,8 +1,9 @@
-"""Work in other threads that must not hang."""
+"""Work in other threads and processes that must not hang."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,15 @@ Answer = TypeVar("Answer")
 
 JOIN = 120.0
 """Seconds after which a thread that should have ended is taken to hang."""
+
+
+def wait_until(done: Callable[[], Answer], otherwise: str, every: float = 0.01) -> Answer:
+    """Waits until something is true; gives what it is then."""
+    end = time.monotonic() + JOIN
+    while not (answer := done()):
+        assert time.monotonic() < end, otherwise
+        time.sleep(every)
+    return answer
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

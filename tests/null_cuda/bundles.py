@@ -51,20 +51,6 @@ _EXPERTS: dict[str, Any] = {
 _PRECISIONS = ("fp32", "fp16", "int8", "int4")
 _MIXED = [pair for pair in itertools.product(_PRECISIONS, get_args(LoweredAs)) if pair != ("int4", "portable")]
 """Every precision with every lowering, but for what cannot be stored."""
-KINDS = (
-    "hybrid",
-    "medusa_draft",
-    "universal_draft",
-    "draft_model",
-    "eagle3",
-    "dflash",
-    "mtp",
-    "medusa",
-    "mlp_speculator",
-    "self_draft",
-    "plain",
-    "split",
-)
 CHOSEN: tuple[tuple[str, int], ...] = (
     ("hybrid-fp32-native", 1),
     ("hybrid-fp32-portable", 4),
@@ -139,8 +125,8 @@ def make(name: str, root: Path) -> Path:
     return folder
 
 
-def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
-    """What a kind of bundle was built with; ways to look text up are in every bundle."""
+def _methods(checkpoints: Path) -> dict[str, tuple[Method, ...]]:
+    """What each kind of bundle is built with; ways to look text up are in every bundle."""
     draft, heads, stages = (checkpoints / name for name in ("draft", "heads", "speculator"))
     eagle3, dflash = (checkpoints / name for name in ("eagle3", "dflash"))
     return {
@@ -165,7 +151,15 @@ def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
         "self_draft": ways(self_draft=1, trees=(_TREE,)),
         "plain": (),
         "split": ways(draft=draft, sizes=(3,)),
-    }[kind]
+    }
+
+
+def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
+    """What a kind of bundle is built with."""
+    return _methods(checkpoints)[kind]
+
+
+KINDS = tuple(_methods(Path()))
 
 
 def _checkpoints(root: Path) -> None:

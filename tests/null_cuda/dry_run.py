@@ -30,6 +30,7 @@ from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import HostProgram
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
+from tests.streams import started
 
 CUDA = "CUDAExecutionProvider"
 STEPS = 8
@@ -229,9 +230,7 @@ class DryRun:
         try:
             slots = range(self._engine.slots)
             params = [SAMPLINGS[sampling].replace(seed=slot) for slot in slots]
-            streams = [self._engine.stream([slot + 3, *PROMPT], params[slot], arguments) for slot in slots]
-            for stream in streams:
-                stream.start()
+            streams = started(self._engine.stream([slot + 3, *PROMPT], params[slot], arguments) for slot in slots)
             done = [complete(stream) for stream in streams]
         except Exception as error:
             self.problems.append(f"{self.asked}: {type(error).__name__}: {error}")
