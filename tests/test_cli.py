@@ -121,6 +121,15 @@ def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.Ca
     assert (result["params"]["max_tokens"], result["params"]["top_p"]) == (3, 0.5)
 
 
+@pytest.mark.parametrize(("words", "said"), [([], True), (["--max-tokens", "128"], False)])
+def test_a_terminal_is_told_that_the_text_was_cut(
+    folder: str, words: list[str], said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words]) == 0
+    assert ("(ended after 128 tokens; --max-tokens sets how many)" in capsys.readouterr().err) == said
+
+
 def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", folder, "--prompt", PROMPT, "-n", "12", "--stats", "--no-calibrate"])
     captured = capsys.readouterr()

@@ -117,6 +117,9 @@ def run_command(arguments: argparse.Namespace) -> int:
                 for chunk in stream:
                     print(chunk.text, end="", flush=True)
                 print(flush=True)
+                by_default = not command.chat and "max_tokens" not in overrides
+                if by_default and stream.stats.output_tokens == params.max_tokens and sys.stderr.isatty():
+                    print(f"(ended after {params.max_tokens} tokens; --max-tokens sets how many)", file=sys.stderr)
             if command.stats:
                 print(
                     describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
