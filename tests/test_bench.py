@@ -45,7 +45,11 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
         read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
-def test_bench(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(
+    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The default is compared where costs are measured, as they are outside these tests.
+    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)  # type: ignore[attr-defined]
     folder = str(bundle(NAME))
     words = ["bench", folder, "--methods", "all", "--prompts", "1", "--prompt-tokens", "64", "-n", "24"]
     assert main([*words, "--json"]) == 0
