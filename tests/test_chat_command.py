@@ -111,7 +111,7 @@ def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) 
 
 
 def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -> None:
-    words = ["chat", str(folder), *GREEDY, "--no-speculation"]
+    words = ["chat", str(folder), *GREEDY, "--no-speculation", "--min-tokens", "2000"]  # as many as the context holds
     with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
         chat.expect(">")
         chat.type("half a message")
