@@ -252,6 +252,7 @@ def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) ->
     order = torch.argsort(energy, descending=True)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(products[order][:, order]))
     factor = torch.linalg.cholesky(inverse, upper=True)
+    del inverse  # as large as the products
     outputs, depth = weight.shape
     blocks = weight.reshape(outputs, depth // block, block)
     scale, zero = fit_scales(

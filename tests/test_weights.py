@@ -242,13 +242,17 @@ print(max(most, held()) - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of a process's memory")
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path: Path, precision: str) -> None:
-    """Pages of files, which the system may drop, not counted. A child's ru_maxrss would begin with its parent's."""
+    """Pages of files, which the system may drop, not counted. A child's ru_maxrss would begin with its parent's.
+
+    Calibration adds four square matrices of the greatest depth, which for larger models is a smaller part.
+    """
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    calibration = 4 * 4 * sizes["intermediate_size"] ** 2 if precision == "int4" else 0
     source = make_checkpoint(tmp_path / "model", "llama", **sizes)
     weights = (source / "model.safetensors").stat().st_size
     words = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "bundle"), precision]
     out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    assert 0.2 * weights < int(out.stdout.split()[-1]) <= 1.6 * weights
+    assert 0.2 * weights < int(out.stdout.split()[-1]) <= 1.6 * weights + calibration
 
 
 @pytest.mark.parametrize(
