@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that the draft may propose")
-    parser.add_argument("--intermediate-size", type=int, default=1024)
+    parser.add_argument("--intermediate-size", type=int, default=1536)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"))
     parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to resume from")
