@@ -238,11 +238,11 @@ class AcceptModule(torch.nn.Module):
             again = (tokens[..., None] == tokens[..., None, :]) & earlier
             p_x = torch.where(torch.where(again, 1.0, 0.0).sum(-1) > 0, 0.0, of_x)
             mass, q_x = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0), q.squeeze(3)
-            others, known, rest = tokens, of_x, torch.where(has_child[..., :1], 0.0, of_x)
+            others, p_others, rest = tokens, of_x, torch.where(has_child[..., :1], 0.0, of_x)
         else:
             # Siblings have the same ids, so what is left of p is followed at those of the first child alone.
             tokens, others = of_child(draft_tokens), of_child(draft_ids)[:, :, 0]
-            known = rest = p.gather(2, others)
+            p_others = rest = p.gather(2, others)
             beside, each, masses = (mass - rest.sum(-1, keepdim=True)).clamp(min=0.0), [rest], [mass]
             for q_of_child in q.unbind(2):
                 rest = (rest - masses[-1] * q_of_child).clamp(min=0.0)
@@ -261,7 +261,7 @@ class AcceptModule(torch.nn.Module):
         last = path.gather(1, accepted)
         # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
         # left, and p itself is drawn from: a rejection has probability 0.
-        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * known))
+        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * p_others))
         whole, others, rest = at_last
         after = whole.scatter(1, others, rest)
         drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))

@@ -90,6 +90,7 @@ template <int kTiles>
 inline size_t distance(size_t bytes, size_t at, size_t tile_bytes) {
   return bytes + (at + bytes < tile_bytes ? 0 : (kTiles - 1) * tile_bytes);
 }
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 inline Integers pairs(Integers a, Integers b, Integers total) {
   return (Integers)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);

@@ -7,6 +7,7 @@ draft tokens are accepted or rejected by the changed p, whatever q they were dra
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,10 +45,11 @@ class LogitsProcessor(Protocol):
         """Advances by the tokens that a step committed."""
 
     def check(self) -> None:
-        """Raises the error that a step could not raise, as other requests share it."""
+        """Raises the error that a step could not raise, as other requests share it; none by default."""
+        return
 
 
-class _OutputProcessor:
+class _OutputProcessor(LogitsProcessor):
     """Changes each node's logits by the prompt, the output so far and the draft tokens on the node's path.
 
     ``prompt`` are its tokens; negative numbers stand for embeddings.
@@ -68,12 +70,9 @@ class _OutputProcessor:
     def advance(self, tokens: Sequence[int]) -> None:
         self._output += tokens
 
-    def check(self) -> None:
-        pass
-
+    @abstractmethod
     def _change(self, row: Floats, output: Ints) -> None:
         """Changes the logits ``[V]`` after an output, int64 ``[M]``."""
-        raise NotImplementedError
 
 
 class Penalties(_OutputProcessor):

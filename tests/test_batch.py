@@ -206,8 +206,8 @@ def test_a_batch_samples_the_target_distribution(
     prices = (lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
     costs = curve(read_manifest(bundle(name)), *prices) if budget == "measured" else None
     loaded = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1, costs=costs)
-    asked = [None] if costs else [{"num_speculative_tokens": count} for count in (5, 1, 3)]
-    queue = [loaded.stream(DICE_PROMPT, params.replace(seed=seed), asked[seed % len(asked)]) for seed in range(2000)]
+    ways = [None] if costs else [{"num_speculative_tokens": count} for count in (5, 1, 3)]
+    queue = [loaded.stream(DICE_PROMPT, params.replace(seed=seed), ways[seed % len(ways)]) for seed in range(2000)]
     texts, drafted = [], 0
     for at, stream in enumerate(queue):
         for ahead in queue[at : at + SLOTS]:
