@@ -192,8 +192,8 @@ class _Calibration:
     block_size: int
     rounded: dict[str, RoundedTensor]
     progress: Progress
-    _read: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """The input that was multiplied last, and the factor of its products."""
+    _read: tuple[torch.Tensor | None, InputFactor | None] = (None, None)
+    """The input that was multiplied last, and its factor, which queries, keys and values share."""
 
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
@@ -227,32 +227,57 @@ class _Calibration:
         else:
             seen, factor = self._read
             if seen is not x or factor is None:
-                factor = products_of(x.reshape(-1, x.shape[-1]).float())
+                del factor
+                self._read = None, None  # frees the last one before the next is computed
+                factor = InputFactor.of(x.reshape(-1, x.shape[-1]).float())
                 self._read = x, factor
             self.rounded[name] = gptq(name, weight, factor, block)
         self.progress("rounding the target for a text", len(self.rounded), len(self.matrices))
 
 
-def products_of(x: torch.Tensor) -> torch.Tensor:
-    """The products ``[K,K]`` of inputs ``[T,K]``, damped."""
-    products = x.T @ x
-    diagonal = products.diagonal()
-    diagonal[diagonal == 0] = 1.0  # inputs that are always 0, whose weights change nothing
-    diagonal += _DAMPING * diagonal.mean()
-    return products
+@dataclass(frozen=True)
+class InputFactor:
+    """What rounding needs to know of inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
+
+    Attributes:
+        energy: their diagonal ``[K]``.
+        order: inputs, the largest first.
+        factor: upper Cholesky factor of their inverse ``[K,K]``, rows and columns in that order.
+    """
+
+    energy: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> InputFactor:
+        """Of inputs in fp32.
+
+        Backwards, the products are ``L @ L.T``; so their inverse is ``U.T @ U`` where ``U`` is the inverse of ``L``
+        turned around, and neither they nor the inverse are needed in memory beside it.
+        """
+        products = x.T @ x
+        diagonal = products.diagonal()
+        diagonal[diagonal == 0] = 1.0  # inputs that are always 0, whose weights change nothing
+        diagonal += _DAMPING * diagonal.mean()
+        energy = diagonal.clone()
+        order = torch.argsort(energy, descending=True)
+        del diagonal  # a view, which would keep the products
+        backwards = order.flip(0)
+        products = products[backwards[:, None], backwards]
+        factor = torch.linalg.cholesky(products, out=products).flip(0, 1)
+        del products
+        identity = torch.eye(len(factor))
+        return cls(energy, order, torch.linalg.solve_triangular(factor, identity, upper=True, out=identity))
 
 
-def gptq(name: str, weight: torch.Tensor, products: torch.Tensor, block: int) -> RoundedTensor:
+def gptq(name: str, weight: torch.Tensor, inputs: InputFactor, block: int) -> RoundedTensor:
     """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others compensate for its error.
 
     Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales
     and zero points are fitted beforehand, errors weighed by the inputs' energy.
     """
-    energy = products.diagonal()
-    order = torch.argsort(energy, descending=True)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(products[order][:, order]))
-    factor = torch.linalg.cholesky(inverse, upper=True)
-    del inverse  # as large as the products
+    energy, order, factor = inputs.energy, inputs.order, inputs.factor
     outputs, depth = weight.shape
     blocks = weight.reshape(outputs, depth // block, block)
     scale, zero = fit_scales(

@@ -13,7 +13,7 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
-from specexport.exporter.calibration import calibrate, calibration_text, gptq, products_of
+from specexport.exporter.calibration import InputFactor, calibrate, calibration_text, gptq
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.quantize import RoundedTensor, fit_blocks
@@ -30,7 +30,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     mixed = torch.randn(DEPTH // 4, DEPTH, generator=generator)  # inputs that go together, as in models
     x = torch.randn(512, DEPTH // 4, generator=generator) @ mixed + 0.3 * torch.randn(512, DEPTH, generator=generator)
     weight = torch.randn(OUTPUTS, DEPTH, generator=generator)
-    rounded = gptq("w", weight, products_of(x), 32)
+    rounded = gptq("w", weight, InputFactor.of(x), 32)
     alone = torch.from_numpy(fit_blocks(weight.T.numpy(), 0, 32, -8, 7, zero_points=True).restored(0)).T
 
     def error(other: torch.Tensor) -> float:
@@ -42,7 +42,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     assert scales is not None and scales.zero is not None and scales.scale.coarse.dtype == np.float16
     # Inputs that are always 0 say nothing of their weights, and few tokens leave most directions open.
     x[:, 3] = 0
-    assert bool(gptq("w", weight, products_of(x[:4]), 32).read().isfinite().all())
+    assert bool(gptq("w", weight, InputFactor.of(x[:4]), 32).read().isfinite().all())
 
 
 def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:

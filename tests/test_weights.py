@@ -244,7 +244,7 @@ print(max(most, held()) - before)
 def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path: Path, precision: str) -> None:
     """Pages of files, which the system may drop, not counted. A child's ru_maxrss would begin with its parent's.
 
-    Calibration adds four square matrices of the greatest depth, which for larger models is a smaller part.
+    Calibration adds activations and square matrices of the greatest depth, which for larger models are a smaller part.
     """
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     calibration = 4 * 4 * sizes["intermediate_size"] ** 2 if precision == "int4" else 0
