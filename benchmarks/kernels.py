@@ -1,7 +1,7 @@
 """The cost of a step of T tokens on our kernels and on onnxruntime's, in turns, and its ratio to reading the weights.
 
-The target's step graph runs at every T, with 100 tokens in the cache, on one session of each kind. The reading speed is
-that of all threads summing an array larger than the processor's caches.
+The target's step graph runs at every T, with 100 tokens in the cache, on one session of each kind; its products with
+weights also alone, at T = 1. The reading speed is that of all threads summing an array larger than their caches.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import onnx
+from onnx.external_data_helper import ExternalDataInfo
+from onnx.shape_inference import infer_shapes
+from onnx.utils import Extractor
 
 from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.runtime.backend import Graph, buffers, open_graph
-from specexport.runtime.backends.onnxruntime.kernels import SWITCH, instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.graph import open_session
+from specexport.runtime.backends.onnxruntime.kernels import SWITCH, PackedWeights, instruction_set, kernels_described
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 
@@ -54,7 +61,12 @@ def main(args: argparse.Namespace) -> int:
                     of_width += more
         medians = {name: [statistics.median(part) for part in parts] for name, parts in times.items()}
         weights = opened.file(opened.manifest.target.weights).stat().st_size
-        results[precision] = {"reading": reading, "weights": weights, "seconds": medians}
+        results[precision] = {
+            "reading": reading,
+            "weights": weights,
+            "seconds": medians,
+            "products": _products(opened, args.threads, args.rounds),
+        }
         _show(precision, widths, results[precision])
     report = {"machine": common.machine(args.threads), "kernels": instruction_set(), "tokens": widths}
     common.write_report(args.json, {**report, "results": results})
@@ -63,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(precision: str, widths: tuple[int, ...], result: dict[str, Any]) -> None:
     table = common.new_table(
-        f"{precision}, {result['weights'] / 1e6:.0f} MB of weights; reading {result['reading'] / 1e9:.1f} GB/s",
+        f"{precision}, {result['weights'] / 1e6:.0f} MB of weights; reading {result['reading'] / 1e9:.1f} GB/s, "
+        f"products {result['products'] / 1e9:.1f}",
         ["T"],
         ["ours, ms", "onnxruntime, ms", "ours / onnxruntime", "c(T) / c(1)", "of onnxruntime's", "of reading"],
     )
@@ -80,6 +93,34 @@ def _open(opened: Bundle, threads: int, kernels: str) -> Graph:
         graph = open_graph(opened, opened.manifest.target, 1, buffers(opened.manifest.target_signature), threads)
     graph.reserve(PAST + 64)
     return graph
+
+
+def _products(opened: Bundle, threads: int, rounds: int) -> float:
+    """Bytes of weights a second that the products of the target's step read on our kernels, with one row each."""
+    model = opened.manifest.target
+    path = opened.file(model.graph.master)
+    graph = infer_shapes(onnx.load(path, load_external_data=False))
+    constant = {tensor.name for tensor in graph.graph.initializer}
+    for node in graph.graph.node:  # in an order in which inputs come first
+        if constant.issuperset(name for name in node.input if name):
+            constant.update(node.output)
+    products = [node for node in graph.graph.node if node.op_type == "MatMul" and node.input[1] in constant]
+    part = Extractor(graph).extract_model([node.input[0] for node in products], [node.output[0] for node in products])
+    stored = sum(ExternalDataInfo(tensor).length or 0 for tensor in part.graph.initializer if tensor.external_data)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        weights = opened.file(model.weights)
+        os.link(weights, Path(folder) / weights.name)
+        onnx.save(part, Path(folder) / path.name)
+        packed = PackedWeights.of(opened.files_hash, False)  # the step's: the same matrices in the same order
+        lowering, stored_as = opened.manifest.lowering, model.precision.weights
+        session = open_session(Path(folder) / path.name, threads, lowering, stored_as, packed=packed)
+    inputs = {value.name: np.ones((1, 1, value.shape[-1]), np.float32) for value in session.get_inputs()}
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        session.run(None, inputs)
+        times.append(time.perf_counter() - start)
+    return stored / statistics.median(times[1:])
 
 
 def _reading(threads: int) -> float:

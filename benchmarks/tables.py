@@ -154,12 +154,16 @@ def verify_costs(name: str = "kernels") -> str:
     widths = report["tokens"]
     for precision, result in report["results"].items():
         ours, theirs = result["seconds"]["ours"], result["seconds"]["onnxruntime"]
-        reading = f"{result['weights'] / ours[0] / result['reading']:.0%}"
+        step, products = f"{result['weights'] / ours[0] / result['reading']:.0%}", ""
+        if "products" in result:
+            products = f"{result['products'] / result['reading']:.0%}"
         for name, seconds in (("specexport", ours), ("ONNX Runtime", theirs)):
             ratios = [f"{time / seconds[0]:.2f}" for time in seconds[1:]]
-            rows.append((precision, name, f"{1e3 * seconds[0]:.1f}", *ratios, reading if seconds is ours else ""))
-        rows.append((precision, "ours / theirs", *(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True)), ""))
-    return markdown(("weights", "kernels", "c(1), ms", *(f"c({T}) / c(1)" for T in widths[1:]), "of reading"), rows)
+            read = (step, products) if seconds is ours else ("", "")
+            rows.append((precision, name, f"{1e3 * seconds[0]:.1f}", *ratios, *read))
+        rows.append((precision, "ours / theirs", *(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True)), "", ""))
+    ratios = [f"c({T}) / c(1)" for T in widths[1:]]
+    return markdown(("weights", "kernels", "c(1), ms", *ratios, "step / reading", "products"), rows)
 
 
 def opening() -> str:

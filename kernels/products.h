@@ -18,6 +18,7 @@ constexpr int kLanes = 8;
 constexpr int kParts = kTile / kLanes;  // vectors per row of a tile
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
 // A sum of integers of a block as a pair of 16-bit integers, lower + 256 * upper: in this form it is multiplied by zero
 // points like the integers by weights.
@@ -235,11 +236,17 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
       const Integers low = every(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
         prefetch();
+        Integers all[kSums];
+        for (int p = 0; p < kSums; p++) {
+          all[p] = integers_at(at(tile, p, kVector));
+#if defined(__AVX512F__)
+          asm("" : "+v"(all[p]));  // otherwise GCC reads it anew for every shift
+#endif
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kSums];
-          // As 32-bit numbers: bits from the upper half are masked.
-          for (int p = 0; p < kSums; p++) four[p] = integers_at(at(tile, p, kVector)) >> 4 * i & low;
+          for (int p = 0; p < kSums; p++) four[p] = i < 3 ? all[p] >> 4 * i & low : (Integers)((Shorts)all[p] >> 12);
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
             const Integers a = pair_at(q + m * depth + k + 2 * i);

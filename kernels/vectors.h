@@ -62,7 +62,32 @@ inline float sum(Vec v) {
   return (s0 + s2) + (s1 + s3);
 }
 
-inline int32_t sum(Ints v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+inline Ints larger(Ints u, Ints v) {
+#if defined(__AVX2__)
+  return (Ints)_mm256_max_epi32((__m256i)u, (__m256i)v);
+#else
+  const Ints yes = (Ints)(u > v);
+  return (yes & u) | (~yes & v);
+#endif
+}
+// The eight lanes combined by a function that adds or compares lanes in any order.
+template <typename Function>
+inline int32_t fold(Ints v, Function function) {
+#if defined(__AVX2__)
+  auto with = [&](__m256i moved) { v = function(v, (Ints)moved); };
+  with(_mm256_permute2x128_si256((__m256i)v, (__m256i)v, 1));
+  with(_mm256_shuffle_epi32((__m256i)v, 0x4e));
+  with(_mm256_shuffle_epi32((__m256i)v, 0xb1));
+#else
+  for (int half = 4; half; half /= 2) {
+    Ints moved = v;
+    for (int i = 0; i < half; i++) moved[i] = v[i + half];
+    v = function(v, moved);
+  }
+#endif
+  return v[0];
+}
+inline int32_t sum(Ints v) { return fold(v, [](Ints a, Ints b) { return a + b; }); }
 
 inline Vec select(Ints mask, Vec yes, Vec no) { return (Vec)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 inline Vec vmin(Vec a, Vec b) { return select(a < b, a, b); }
@@ -164,21 +189,11 @@ constexpr float kLeast = 1e-30f;  // a block of smaller numbers is rounded to ze
 inline float largest_of(const float* x, int block) {
   Ints a = Ints{}, b = Ints{};
   // Compared as integers, among which NaN is the largest.
-  auto larger = [](Ints u, Ints v) {
-#if defined(__AVX2__)
-    return (Ints)_mm256_max_epi32((__m256i)u, (__m256i)v);
-#else
-    const Ints yes = (Ints)(u > v);
-    return (yes & u) | (~yes & v);
-#endif
-  };
   for (int i = 0; i < block; i += 16) {
     a = larger((Ints)load(x + i) & 0x7fffffff, a);
     b = larger((Ints)load(x + i + 8) & 0x7fffffff, b);
   }
-  a = larger(a, b);
-  int32_t top = 0;
-  for (int i = 0; i < 8; i++) top = a[i] > top ? a[i] : top;
+  const int32_t top = fold(larger(a, b), larger);
   if (top >= 0x7f800000) return __builtin_nanf("");
   float largest;
   std::memcpy(&largest, &top, 4);
