@@ -33,7 +33,7 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
-from specexport.exporter import pipeline, trace
+from specexport.exporter import pipeline
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
@@ -73,7 +73,7 @@ def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: 
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
     outputs = [*module.output_names, *cache_outputs(cache, layers, module.lowering, "T")]
-    return trace_module(module.model, module, inputs, outputs, module.lowering)
+    return trace_module(module, inputs, outputs, module.lowering, rotary=module.model)
 
 
 def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
@@ -84,7 +84,8 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
     layers = list(draft.states.values())
     rows = row_inputs(cache, layers)
     inputs: Inputs = [*PASS_INPUTS, tensors.SAMPLING, _past(cache, layers), rows]
-    return trace_module(draft.model, draft, inputs, [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)], lowering)
+    outputs = [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)]
+    return trace_module(draft, inputs, outputs, lowering, rotary=draft.model)
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
@@ -98,7 +99,7 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
         "typical": TypicalModule,
     }
     module, signature = modules[rule](), accept_signature(rule, candidates)
-    return trace_module(module, module, signature.inputs, signature.outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, signature.inputs, signature.outputs, opset=PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
@@ -109,13 +110,12 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
         drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
         inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
     module = StagesFillModule() if stages else FillModule()
-    return trace_module(module, module, inputs, signature.outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, inputs, signature.outputs, opset=PROGRAM_OPSET)
 
 
 def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
-    module = CommitModule()
-    return trace_module(module, module, [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
+    return trace_module(CommitModule(), [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
@@ -134,22 +134,23 @@ def _past(cache: Sequence[CacheLayer], layers: Sequence[StateLayer]) -> tuple[Te
 
 @uncollected()
 def trace_module(
-    rotary: torch.nn.Module,
     module: torch.nn.Module,
     inputs: Inputs,
     outputs: Sequence[str],
     lowering: LoweredAs = "native",
+    *,
     opset: int | None = None,
+    rotary: torch.nn.Module | None = None,
 ) -> ir.Model:
     """Traces a module.
 
     Args:
-        rotary: the part of it that has rotary embeddings.
-        module: what is traced.
+        module: the module.
         inputs: see :data:`Inputs`.
-        outputs: names.
-        lowering: the operators of attention.
+        outputs: names of its outputs.
+        lowering: how its attention is lowered.
         opset: None for the lowering's.
+        rotary: the submodule whose family's rotary embedding to fuse; None for none.
     """
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
     names = list(map(str, flat))
@@ -162,7 +163,7 @@ def trace_module(
         with (
             quiet(),
             fast_trace(),
-            fused_rotary(rotary) if lowering == "native" else contextlib.nullcontext(),
+            fused_rotary(rotary) if rotary is not None and lowering == "native" else contextlib.nullcontext(),
             torch.no_grad(),
         ):
             try:
@@ -229,7 +230,7 @@ def _root_cause(error: BaseException) -> BaseException:
 @functools.lru_cache(maxsize=8)
 def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
     """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
-    serialized: bytes = ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
+    serialized: bytes = ir.to_proto(trace_accept(rule, max_children, candidates)).SerializeToString()
     return serialized
 
 
@@ -267,8 +268,8 @@ def write_program(
     for method in methods:
         if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in graphs):
             support, stages = method.support, method.drafted_stages
-            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace.trace_fill(support, stages))
+            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace_fill(support, stages))
             graphs.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        graphs.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
+        graphs.append(Commit(file=save("commit", trace_commit(cache)), model="target"))
     return tuple(graphs)

@@ -250,7 +250,7 @@ def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: Low
     inputs: trace.Inputs = [*block_inputs(draft.fc.in_features), tensors.SAMPLING, caches(shapes)]
     outputs = [*tensors.DRAFTED, *cache_outputs(shapes, (), lowering, "F")]
     attention = draft.layers[0].get_submodule("self_attn")
-    traced = trace.trace_module(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
+    traced = trace.trace_module(DFlashModule(draft, lowering), inputs, outputs, lowering, rotary=attention)
     for value in traced.graph.outputs:
         dims = list(value.shape or ())
         if value.name in tensors.DRAFTED:

@@ -179,10 +179,10 @@ def trace_own_state(
     """
     attention = draft.layers[0].get_submodule("self_attn")
     states = own_state_inputs(draft.reads, draft.hidden)
-    first = trace.trace_module(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
+    first = trace.trace_module(OwnStateStart(draft), states, ["hidden", "real"], lowering)
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
     real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
     rows = trace.row_inputs(shapes)
     inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]
-    return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)
+    return first, trace.trace_module(OwnStatePass(draft), inputs, outputs, lowering, rotary=attention)

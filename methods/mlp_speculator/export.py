@@ -135,8 +135,8 @@ def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
     inputs: trace.Inputs = [*speculator_inputs(len(speculator), speculator.hidden), tensors.SAMPLING]
-    outputs, module = stage_outputs("M", len(speculator), "T"), SpeculatorModule(speculator)
-    return trace.trace_module(module, module, inputs, outputs, lowering)
+    outputs = stage_outputs("M", len(speculator), "T")
+    return trace.trace_module(SpeculatorModule(speculator), inputs, outputs, lowering)
 
 
 EXPORTER = MlpSpeculatorExporter()
