@@ -15,7 +15,6 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
-_DTYPES = {"int64": _INT64, "float32": _FLOAT, "bool": _BOOL}
 _LARGEST_CONSTANT = 1024
 """Elements; larger constants are parameters, and stay where they are multiplied."""
 _FUSED = frozenset({"Transpose"})
@@ -107,7 +106,7 @@ def propose_graph(
 
 
 def _value(tensor: Tensor) -> ir.Value:
-    return ir.val(str(tensor), _DTYPES[tensor.dtype], list(tensor.dims))
+    return ir.val(str(tensor), ir.DataType.from_numpy(np.dtype(tensor.dtype)), list(tensor.dims))
 
 
 def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:

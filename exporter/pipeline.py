@@ -21,12 +21,10 @@ import onnx_ir.passes.common as common
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
 from specexport.exporter.build_state import Progress, during
-from specexport.exporter.passes.compute_type import Store, compute_in
+from specexport.exporter.passes.compute_type import HALF_TYPES, Store, compute_in
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
 from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
-
-NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 class Form(enum.Flag):
@@ -125,8 +123,8 @@ def for_device(
         passes.append(Pass(partial(restore_tables, store=store), needs=Form.STORED))
     if compiled and "B" not in sizes:
         passes.append(Pass(flatten_products, needs=Form.PRODUCTS | Form.STRAIGHT))
-    if compute in NARROW:
-        narrow = partial(compute_in, narrow=NARROW[compute], store=store, narrow_norms=not compiled)
+    if compute in HALF_TYPES:
+        narrow = partial(compute_in, narrow=HALF_TYPES[compute], store=store, narrow_norms=not compiled)
         passes.append(Pass(narrow, needs=Form.STRAIGHT))
     return (*passes, Pass(partial(fix_sizes, sizes=sizes), needs=Form.STORED))
 

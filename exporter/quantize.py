@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
@@ -87,7 +87,7 @@ def apply_scales(
     matrix: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
     zero: npt.NDArray[np.int8] | None,
-    kind: Literal["int4", "int8", "fp8"],
+    kind: Kind,
     offset: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """Numbers ``(matrix - offset) / scale + zero``, rounded; scale, zero and offset broadcast to the matrix.

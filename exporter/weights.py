@@ -15,7 +15,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter import quantize
-from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import (
     GATHERED,
     StoredFactors,
@@ -27,23 +27,17 @@ from specexport.exporter.dequantize import (
 )
 from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
 from specexport.exporter.options import Storage
+from specexport.exporter.passes.compute_type import HALF_TYPES
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
 from specexport.exporter.quantize import SMALLEST_BLOCK, KeptScales, RoundedTensor, block_for, row_chunks
 
 _EXACT = Storage("fp32", None)
-
 _STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[StoredAs, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
 """Precisions that ``stored`` may become, the fewest bits first."""
 
-_Half = Literal["fp16", "bf16"]
-_Quantized = Literal["int8", "int4", "fp8"]
-_HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
-    "fp16": (ir.DataType.FLOAT16, np.float16),
-    "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
-}
-_DTYPES: dict[_Quantized, ir.DataType] = {
+_DTYPES: dict[Kind, ir.DataType] = {
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.INT4,
     "fp8": ir.DataType.FLOAT8E4M3FN,
@@ -178,14 +172,14 @@ class WeightsFile(DataFile):
                 kinds.append("int8" if tensor is None else _STORED.get(tensor.dtype, "fp32"))
         return max(kinds, key=_WIDTHS.index)
 
-    def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Half) -> ir.Value | None:
+    def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: str) -> ir.Value | None:
         """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
-        dtype, numpy_dtype = _HALVES[kind]
+        dtype = HALF_TYPES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
-        if largest > float(ml_dtypes.finfo(numpy_dtype).max):
+        if largest > float(ml_dtypes.finfo(dtype.numpy()).max):
             self._store_fp32(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
             return None
-        chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in row_chunks(array))
+        chunks = (chunk.astype(dtype.numpy()).view(np.uint16) for chunk in row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
         cast = op("Cast", [stored], f"{value.name}.fp32", to=ir.DataType.FLOAT.value)
         graph.insert_before(graph[0], cast)
@@ -195,7 +189,7 @@ class WeightsFile(DataFile):
         self.report.not_quantized[_name(value)] = why
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, row_chunks(array))
 
-    def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, storage: Storage) -> None:
+    def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: Kind, storage: Storage) -> None:
         """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups.
 
         A stack of experts, ``[E,K,N]``, is one that is looked up.
@@ -231,7 +225,7 @@ class WeightsFile(DataFile):
                 )
                 return
             # Experts, most of a mixture's weights, are gathered as bytes of two integers.
-            width: _Quantized = "int8" if by_rows else kind
+            width: Kind = "int8" if by_rows else kind
             # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
@@ -270,7 +264,7 @@ class WeightsFile(DataFile):
         matrix: _Matrix,
         axis: int,
         block: int | None,
-        kind: _Quantized,
+        kind: Kind,
         kept: KeptScales | None,
         storage: Storage,
     ) -> StoredMatrix:

@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, SINGLE
 
+Kind = Literal["int4", "int8", "fp8"]
+"""Types of quantized matrices."""
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
 NARROW = 16
@@ -282,6 +284,3 @@ def _read_weights(stand_ins: dict[str, Any], module: torch.nn.Module, _args: Any
 
 def _release_weights(stand_ins: dict[str, Any], module: torch.nn.Module, *_: Any) -> None:
     module._parameters.update(stand_ins)
-
-
-Kind = Literal["int4", "int8", "fp8"]

@@ -24,7 +24,8 @@ _FLOAT = ir.DataType.FLOAT
 _NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
 _NORMS = {"RMSNormalization", "LayerNormalization"}
 _WIDE = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
-_TYPES: dict[ir.DataType, npt.DTypeLike] = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
+HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+"""The 16-bit types by their names in options."""
 
 Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
 """Keeps a converted constant: its name, type and content."""
@@ -100,7 +101,7 @@ class _Narrowing:
             node.replace_input_with(index, self._as(value, narrow))
         self.is_narrow |= dict.fromkeys(makes_floats, narrow)
         if narrow and node.op_type == "ConstantOfShape":
-            zero = ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
+            zero = ir.tensor(np.zeros(1, self._narrow.numpy()), self._narrow)
             node.attributes["value"] = ir.AttrTensor("value", zero)
         elif narrow and node.op_type == "Cast":
             node.attributes["to"] = ir.AttrInt64("to", self._narrow.value)
@@ -124,7 +125,7 @@ class _Narrowing:
         return tensor is None or tensor.size != 1 or self._fits(tensor.numpy())
 
     def _fits(self, array: npt.NDArray[np.generic]) -> bool:
-        largest = float(ml_dtypes.finfo(_TYPES[self._narrow]).max)
+        largest = float(ml_dtypes.finfo(self._narrow.numpy()).max)
         finite = array[np.isfinite(array)] if array.dtype == np.float32 else array
         return bool(np.abs(finite.astype(np.float32)).max(initial=0.0) <= largest)
 
@@ -176,7 +177,7 @@ class _Narrowing:
         assert value.const_value is not None
         self._require_fit(value)
         name = f"{value.name}.{self._narrow.name.lower()}"
-        tensor = self._store(name, self._narrow, value.const_value.numpy().astype(_TYPES[self._narrow]))
+        tensor = self._store(name, self._narrow, value.const_value.numpy().astype(self._narrow.numpy()))
         twin = ir.val(name, const_value=tensor)
         self._graph.register_initializer(twin)
         return twin
