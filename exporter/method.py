@@ -115,13 +115,13 @@ class MethodExporter(Generic[O, M]):
         """
         return cast(M, options)
 
-    def sized(self, method: M, size: int) -> TokenTree:
+    def tree_of_size(self, method: M, size: int) -> TokenTree:
         """Its tree of so many draft tokens."""
         return TokenTree.chain(size + 1)
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
         """The trees it verifies by default."""
-        return tuple(self.sized(method, size) for size in self.default_sizes)
+        return tuple(self.tree_of_size(method, size) for size in self.default_sizes)
 
     def plan(self, options: O, target: TargetOutline) -> M:
         """The method with the trees it is built for.
@@ -130,7 +130,10 @@ class MethodExporter(Generic[O, M]):
             BuildError: a tree is one that it cannot fill; says why.
         """
         method = self.outline(options, target)
-        requested = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
+        requested = (
+            *map(TokenTree.from_choices, options.trees),
+            *(self.tree_of_size(method, size) for size in options.sizes),
+        )
         trees = _distinct(method.name, requested) or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:

@@ -23,7 +23,7 @@ from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
 
 EFFICIENCY = 0.7
 """Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
-MOST_DRAFTS = 8
+MAX_DRAFTS = 8
 _DEFAULT_TREES = (5, 7, 9)
 """Nodes of a draft's default chains."""
 _ACCEPT_ARRAYS = 18
@@ -165,24 +165,24 @@ def plan(
     _check_acceptance(acceptance)
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
-    outlined = outline(target)
-    models = [_model(target, outlined, precision, context, backend, nodes)]
+    nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
+    target_outline = outline(target)
+    models = [_model_plan(target, target_outline, precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
-        draft = _draft(method, target, outlined)
+        draft = _draft(method, target, target_outline)
         block = draft.block
-        most = MOST_DRAFTS if block is None else min(MOST_DRAFTS, block)
-        models.append(_model(draft.source, draft.outline, precision, context, backend))
-    return _planned(models, device, context, acceptance, most, one_pass=block is not None)
+        most = MAX_DRAFTS if block is None else min(MAX_DRAFTS, block)
+        models.append(_model_plan(draft.source, draft.outline, precision, context, backend))
+    return _device_plan(models, device, context, acceptance, most, one_pass=block is not None)
 
 
-def _draft(method: MethodOptions, target: str, outlined: ModelOutline) -> MetaDraft:
+def _draft(method: MethodOptions, target: str, target_outline: ModelOutline) -> MetaDraft:
     """A method's own model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
         return MetaDraft(source, outline(source))
-    draft = exporter_of(method).meta_draft(method, target, outlined)
+    draft = exporter_of(method).meta_draft(method, target, target_outline)
     if draft is None:
         raise BuildError(
             f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
@@ -200,17 +200,19 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
     """
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
-    models = [_bundled(source, manifest.target, sizes)]
+    models = [_bundle_model_plan(source, manifest.target, sizes)]
     method = next((candidate for candidate in manifest.methods if candidate.models and candidate.needs_graph), None)
     most = 0
     if method is not None:
-        most = min(MOST_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
-        models += [_bundled(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]]
+        most = min(MAX_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
+        models += [
+            _bundle_model_plan(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]
+        ]
     one_pass = method is not None and not method.call_widths
-    return _planned(models, device, manifest.max_seq_len, acceptance, most, one_pass)
+    return _device_plan(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 
 
-def _bundled(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
+def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
     weights = sum(sizes.get(part.weights, 0) for part in model.ranks or (model,))
     row, points = model.cache_row_bytes, model.graph.points
     return ModelPlan(
@@ -232,7 +234,7 @@ def _check_acceptance(acceptance: float) -> None:
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
 
 
-def _planned(
+def _device_plan(
     models: Sequence[ModelPlan], device: DeviceLimits, context: int, acceptance: float, most: int, one_pass: bool
 ) -> DevicePlan:
     """Memory and speeds of a target and, where up to ``most`` tokens are drafted, its draft."""
@@ -246,7 +248,7 @@ def _planned(
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
 
-def _model(
+def _model_plan(
     source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
     """The plan of one model; ``nodes`` are those of all trees that a target's acceptance is decided for."""
@@ -275,11 +277,11 @@ def _model(
             weights += 0 if parameter.table and _BITS[precision] == 16 and not by_onnxruntime else stored
     wide = max(model.intermediate, model.hidden)
     # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MOST_DRAFTS + 1) * model.vocab * 4
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MAX_DRAFTS + 1) * model.vocab * 4
     if by_onnxruntime:
         scratch += _ACCEPT_ARRAYS * nodes * model.vocab * 4
     if by_onnxruntime and precision in _DEQUANTIZED_ABOVE:
-        widest = max(2 * wide, model.vocab if _DEQUANTIZED_ABOVE[precision] <= MOST_DRAFTS else 0)
+        widest = max(2 * wide, model.vocab if _DEQUANTIZED_ABOVE[precision] <= MAX_DRAFTS else 0)
         scratch += 2 * 2 * widest * model.hidden
     return ModelPlan(
         source=source,

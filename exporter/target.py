@@ -27,7 +27,7 @@ from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.writing import TracedGraph, traced, write_models
+from specexport.exporter.writing import TracedGraph, trace_checkpoint, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -210,7 +210,7 @@ def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
     states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
     module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
-    graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
+    graph = trace_checkpoint(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
     return TracedGraph("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
 
 

@@ -182,13 +182,13 @@ def trace_module(
             except torch.onnx.OnnxExporterError as error:
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
-            run_passes(program.model, pipeline.exported(_aliases(module)))
+            run_passes(program.model, pipeline.export_passes(_aliases(module)))
         return program.model
 
     module.eval()
     about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
     model = kept_trace(module, about, make)
-    run_passes(model, pipeline.traced(lowering))
+    run_passes(model, pipeline.trace_passes(lowering))
     return model
 
 

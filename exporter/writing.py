@@ -19,7 +19,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.options import QUANTIZED, Storage
-from specexport.exporter.pipeline import run_passes, written
+from specexport.exporter.pipeline import run_passes, write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
 
 
@@ -68,7 +68,7 @@ def write_models(
         for graph in graphs:
             weights.report = WeightsReport()
             store = partial(weights.externalize, stored=stored, heads=heads, checkpoint=checkpoint.tensors)
-            run_passes(graph.model, written(store, branches=stored.branches))
+            run_passes(graph.model, write_passes(store, branches=stored.branches))
             ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(
@@ -162,12 +162,12 @@ def write_draft(
         BuildError: torch cannot trace it.
     """
     with build.during(f"tracing the {title}"):
-        graph = TracedGraph(name, traced(draft, tracer), points, draft.cache, draft.parameters)
+        graph = TracedGraph(name, trace_checkpoint(draft, tracer), points, draft.cache, draft.parameters)
     (model,) = write_models(build, role, [graph], draft, build.options.proposing)
     return model
 
 
-def traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
+def trace_checkpoint(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
     """The graph that ``tracer`` returns, with errors that name the checkpoint.
 
     Raises:

@@ -53,7 +53,7 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
     return hidden[0], logits[0] if rows is not None else logits[:0, 0]
 
 
-def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
+def weighted_loss(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
     """Σ decay^i · the mean of loss i, and each one's top-1 and top-5 accuracy."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
@@ -189,7 +189,7 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measured(
+def measure_accuracy(
     losses_of: Callable[[Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     count: int,
     windows: Windows,

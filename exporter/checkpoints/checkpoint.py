@@ -233,7 +233,7 @@ def reference_embeds(model: Any, text: Array) -> Array:
     return embeds
 
 
-def as_read(tokens: list[int], model: Any) -> Array:
+def clamp_tokens(tokens: list[int], model: Any) -> Array:
     """Tokens as a graph reads them: those beyond the embedding are read as its last token."""
     read: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
     return read

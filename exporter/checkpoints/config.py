@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.adapters import merged
+from specexport.exporter.checkpoints.adapters import merge_adapter
 from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, INDEX, SINGLE, read_object, require_sane
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import locate, unreadable
 from specexport.exporter.checkpoints.outline import ModelOutline, Parameter
-from specexport.exporter.checkpoints.quantized import dequantized, quantization
+from specexport.exporter.checkpoints.quantized import dequantize_tensors, quantization
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor, stored_tensors
 
@@ -62,7 +62,7 @@ def _empty_model(folder: Path, config: Any) -> Any:
         raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {reason}") from error
 
 
-def outlined(model: Any, config: Any) -> ModelOutline:
+def outline_of(model: Any, config: Any) -> ModelOutline:
     """The outline of a transformers model."""
     sizes, shares = text_sizes(config), _expert_shares(model, config)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -251,7 +251,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
         return tensors_of(header, _outline(folder))
     path = folder / CONFIG
     document = read_object(path)
-    tensors = dequantized(path, document, _files(folder))
+    tensors = dequantize_tensors(path, document, _files(folder))
     text_alone = not isinstance(document.get(_TEXT_PART), dict)
     if (folder / ADAPTER).is_file():
         if not text_alone or quantization(path, document) is not None:
@@ -259,7 +259,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
                 f"{folder / ADAPTER}: an adapter of a model that is quantized or reads more than text; merge it with "
                 "peft (merge_and_unload) into the model as it was trained, and build from what save_pretrained writes"
             )
-        return merged(folder, _outline, tensors)
+        return merge_adapter(folder, _outline, tensors)
     if text_alone:
         return tensors
     return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)

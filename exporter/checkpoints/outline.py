@@ -142,16 +142,16 @@ def outline(source: str | Path) -> ModelOutline:
         document = json.loads((folder / CONFIG).read_bytes())
         if not isinstance(document, dict):
             raise UnknownSizesError
-        return described(document)
+        return outline_from_config(document)
     except (UnknownSizesError, OSError, ValueError, RecursionError):
         # Imported here: torch takes seconds.
-        from specexport.exporter.checkpoints.config import meta_model, outlined
+        from specexport.exporter.checkpoints.config import meta_model, outline_of
 
         model = meta_model(folder)
-        return outlined(model, model.config)
+        return outline_of(model, model.config)
 
 
-def described(document: Mapping[str, Any]) -> ModelOutline:
+def outline_from_config(document: Mapping[str, Any]) -> ModelOutline:
     """The model of a ``config.json`` that determines all sizes.
 
     Raises:

@@ -114,7 +114,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
         raise BuildError(f"{path}: {QUANTIZATION}: {error}") from error
 
 
-def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
     """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
 
     Raises:

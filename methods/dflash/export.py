@@ -213,7 +213,7 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)
     read = staticmethod(read_dflash)
 
-    def built(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
+    def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
         return DFlash(model=options.model, block_size=outline.block_size, **fields)
 
     def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:

@@ -15,7 +15,7 @@ from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
 from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import measured, summed_loss, weighted
+from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
@@ -101,7 +101,7 @@ def draft_loss(
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, given the text
     before it. As the draft sees none of the tokens between, it learns that distribution marginalized over them.
     """
-    return weighted(_losses(draft, model, states, batch, anchors), decay)
+    return weighted_loss(_losses(draft, model, states, batch, anchors), decay)
 
 
 def draft_accuracy(
@@ -113,7 +113,7 @@ def draft_accuracy(
         anchors = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
         return _losses(draft, model, states, batch, anchors)
 
-    return measured(losses, draft.shape.block_size - 1, windows, place)
+    return measure_accuracy(losses, draft.shape.block_size - 1, windows, place)
 
 
 def _losses(

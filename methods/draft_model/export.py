@@ -15,7 +15,7 @@ from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_logits
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_logits
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
@@ -51,7 +51,7 @@ class ChainDraftExporter(MethodExporter[O, C]):
         model = load_reference(checkpoint, draft, layers)
         agreement = run.agreement(draft.precision.weights)
         for text, drafted in drafts:
-            tokens = as_read([*text, *drafted[:-1]], model)
+            tokens = clamp_tokens([*text, *drafted[:-1]], model)
             agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
         return "the draft graph proposes the draft model's own token", agreement
 

@@ -169,7 +169,7 @@ class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
     title: ClassVar[str] = "EAGLE-3 draft"
     read = staticmethod(read_eagle3)
 
-    def built(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:
+    def method_for(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:
         return Eagle3(model=options.model, draft_hidden=outline.layer.hidden_size, **fields)
 
 

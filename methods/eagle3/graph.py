@@ -76,7 +76,7 @@ class Eagle3Draft(OwnStateModule):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:

@@ -18,7 +18,7 @@ from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
 from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, summed_loss, weighted
+from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
@@ -125,7 +125,7 @@ def draft_loss(
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, restricted to the
     draft's vocabulary, over positions where that has the target's most probable token (arXiv 2503.01840, SpecForge).
     """
-    return weighted(_losses(draft, model, states, batch, steps), decay)
+    return weighted_loss(_losses(draft, model, states, batch, steps), decay)
 
 
 def _losses(
@@ -146,7 +146,7 @@ def _losses(
     in_vocab = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-    hidden = draft.fused(target_states)
+    hidden = draft.fuse(target_states)
     attention = _TrainingTimeTest()
     for step in range(steps):
         with lowering(attention):
@@ -166,7 +166,7 @@ def draft_accuracy(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
 ) -> HeadAccuracy:
     """Measures each drafted position, after correct drafts, over windows that the draft was not trained on."""
-    return measured(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
+    return measure_accuracy(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
 
 
 class _TrainingTimeTest:

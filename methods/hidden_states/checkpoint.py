@@ -26,7 +26,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.quantized import dequantized
+from specexport.exporter.checkpoints.quantized import dequantize_tensors
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
@@ -325,7 +325,7 @@ class OwnFilesOutline(DraftOutline):
     def parts(self) -> dict[str, StoredTensor]:
         parts: dict[str, StoredTensor] = {}
         path = self.path / CONFIG
-        for tensor in dequantized(path, read_object(path), head_tensors(self.path)):
+        for tensor in dequantize_tensors(path, read_object(path), head_tensors(self.path)):
             name = tensor.name.removeprefix("model.")
             for start, to in self.prefixes.items():
                 name = to + name.removeprefix(start) if name.startswith(start) else name

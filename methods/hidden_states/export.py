@@ -19,7 +19,7 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
-from specexport.exporter.checkpoints.config import layers_in, outlined
+from specexport.exporter.checkpoints.config import layers_in, outline_of
 from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
@@ -70,13 +70,13 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
 
     # --- the build ----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def built(self, options: P, outline: Any, **fields: Any) -> S:
+    def method_for(self, options: P, outline: Any, **fields: Any) -> S:
         """The method for these options and this checkpoint; ``fields`` are common to all such drafts."""
 
     def outline(self, options: P, target: TargetOutline) -> S:
         outline = self.read(self.source(options, str(target.path)))
         outline.require_fit(hidden=target.hidden, vocab=target.vocab, layers=target.layers)
-        return self.built(
+        return self.method_for(
             options,
             outline,
             trees=(),
@@ -116,7 +116,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         with torch.device("meta"):
             cache = read.cache(draft)
         row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
-        meta = dataclasses.replace(outlined(draft, read.layer), row=row)
+        meta = dataclasses.replace(outline_of(draft, read.layer), row=row)
         return MetaDraft(f"{source}, {options.name}", meta)
 
     # --- verify -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class OwnStateExporter(StatesDraftExporter[P, O]):
     ) -> Sequence[torch.Tensor]:
         """See :class:`StatesDraftExporter`; recomputes all rows for every token."""
         model, logits = draft.model, []
-        hidden, ids = model.fused(states), [*text[1:], *drafted]
+        hidden, ids = model.fuse(states), [*text[1:], *drafted]
         empty = [
             (torch.zeros(1, layer.heads, 0, layer.key_size), torch.zeros(1, layer.heads, 0, layer.value_size))
             for layer in draft.cache

@@ -36,7 +36,7 @@ class OwnStateModule(torch.nn.Module, ABC):
     target_ids: torch.Tensor | None
 
     @abstractmethod
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """Fuses the target's states, all layers concatenated, ``[B,T,reads]`` to ``[B,T,H]``."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class OwnStateModule(torch.nn.Module, ABC):
 
         Args:
             input_ids: int64 ``[B,T]``, the token after each row's own.
-            hidden: ``[B,T,H]``, :meth:`fused` states, or the state returned for the previous row.
+            hidden: ``[B,T,H]``, :meth:`fuse` states, or the state returned for the previous row.
             position_ids: int64 ``[B,T]``.
 
         Returns:
@@ -77,7 +77,7 @@ class OwnStateStart(torch.nn.Module):
 
         See :class:`OwnStatePass`. In slots that read the draft's own state, all rows except the first are padding.
         """
-        hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fused(layer_states))
+        hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fuse(layer_states))
         return hidden, layer_states[:, :0, 0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.method import MethodExporter, TargetOutline
-from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, sized
+from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, lookahead_method
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
@@ -26,7 +26,7 @@ class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
             raise BuildError(f"{named}, (N - 1)(W + G) = {nodes} tokens a step; at most {MAX_NODES} are verified")
         if W < N - 2:
             raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {N - 2}")
-        return sized(options, W, N, G)
+        return lookahead_method(options, W, N, G)
 
     def default_trees(self, method: Lookahead) -> tuple[TokenTree, ...]:
         return method.token_trees()

@@ -133,7 +133,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
             slot = self._slots[view.slot] = self._begin(view.tokens)
         root, guess_length = view.tokens[-1], self._method.ngram - 1
         guesses = slot.pool.guesses(root, (len(view.tree) - 1) // guess_length)
-        tokens, parents = merged(guesses)
+        tokens, parents = merge_guesses(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)
         window, above = slot.trajectory.nodes()
@@ -174,7 +174,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
             state.pool.add(first, rest)
 
 
-def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+def merge_guesses(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Guesses as a tree below the root: the tokens and the parents of its nodes 1, 2, ...."""
     tokens: list[int] = []
     parents: list[int] = []

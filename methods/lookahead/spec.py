@@ -126,7 +126,7 @@ def guess_tree(guesses: int, ngram: int) -> TokenTree:
     return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
 
 
-def sized(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
+def lookahead_method(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
     """The method with W, N and G, and its trees: a step may also verify G/2, G/4, ... guesses."""
     counts = [guesses]
     while counts[-1] > 1:

@@ -25,7 +25,7 @@ from specexport.contract.methods import MethodOptions, RankedMethod
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_states
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, save_head_tensors, stored_tensors
 from specexport.exporter.method import (
@@ -260,7 +260,7 @@ class HeadsExporter(MethodExporter[O, H]):
     def heads_folder(self, method: H) -> str:
         """The folder of the heads."""
 
-    def sized(self, method: H, size: int) -> TokenTree:
+    def tree_of_size(self, method: H, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size."""
         heads = read_outline(expanded(self.heads_folder(method)))
         weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
@@ -300,7 +300,7 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
         agreement = run.agreement(target.precision.weights, method.weights)
         for text, tokens in recorded:
             # The heads read the target's cache, which holds all tokens except the last; theirs follow the head's own.
-            expected = reference_heads(model, heads, as_read(text[:-1], model))
+            expected = reference_heads(model, heads, clamp_tokens(text[:-1], model))
             agreement.count(expected[1:, : vocabulary(run.bundle.manifest, target)], tokens)
         return "the heads in the target's graph propose the original heads' own token", agreement
 

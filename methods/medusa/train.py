@@ -23,7 +23,7 @@ from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
-from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
@@ -82,7 +82,7 @@ def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head
     Returns:
         The loss, and each head's ``top-1`` and ``top-5`` accuracy.
     """
-    return weighted(_losses(heads, hidden, batch, lm_head), decay)
+    return weighted_loss(_losses(heads, hidden, batch, lm_head), decay)
 
 
 def _losses(
@@ -106,7 +106,7 @@ def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _losses(heads, run_model(model, batch.ids)[0], batch, lm_head)
 
-    return measured(losses, len(heads), windows, place)
+    return measure_accuracy(losses, len(heads), windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

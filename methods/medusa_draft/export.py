@@ -14,7 +14,7 @@ from specexport.contract.folders import expanded
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
+from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
@@ -77,7 +77,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         model = load_reference(checkpoint, draft)
         agreement = run.agreement(draft.precision.weights)
         for text, tokens in recorded:
-            expected = reference_heads(model, heads, as_read(text, model))
+            expected = reference_heads(model, heads, clamp_tokens(text, model))
             agreement.count(expected[:, : vocabulary(run.bundle.manifest, draft)], tokens)
         return "the heads in the draft's graph propose the original heads' own token", agreement
 

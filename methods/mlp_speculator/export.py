@@ -57,7 +57,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             candidates=min(MAX_CANDIDATES, outline.vocab),
         )
 
-    def sized(self, method: MlpSpeculator, size: int) -> TokenTree:
+    def tree_of_size(self, method: MlpSpeculator, size: int) -> TokenTree:
         """See :class:`MethodExporter`; no wider than the speculator's widths.
 
         Raises:
@@ -74,7 +74,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
         widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
-        return (self.sized(method, min(*self.default_sizes, widest)),)
+        return (self.tree_of_size(method, min(*self.default_sizes, widest)),)
 
     def points(self, method: MlpSpeculator, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""

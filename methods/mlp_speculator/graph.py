@@ -25,10 +25,10 @@ class RmsNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., I]`` to ``[..., I]``."""
-        return self.weight * normalized(x) + self.bias
+        return self.weight * rms_normalize(x) + self.bias
 
 
-def normalized(x: torch.Tensor) -> torch.Tensor:
+def rms_normalize(x: torch.Tensor) -> torch.Tensor:
     """``x / rms(x)`` over the last axis."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
@@ -74,7 +74,7 @@ class SpeculatorStages(torch.nn.Module):
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
         """The first stage's input, ``[..., H]``, from the target's hidden state."""
-        return normalized(hidden) / 2**0.5 if self.scale_input else hidden
+        return rms_normalize(hidden) / 2**0.5 if self.scale_input else hidden
 
     def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The state ``[..., I]`` of a stage, from the previous stage's state and its input token.

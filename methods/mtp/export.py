@@ -74,7 +74,7 @@ class MTPDraft(OwnStateModule):
         self.rotary_emb = model.rotary_emb
         self.register_buffer("target_ids", None, persistent=False)
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
         fused: torch.Tensor = self.target_norm(states)
         return fused
 
@@ -207,7 +207,7 @@ class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
     title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)
 
-    def built(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:
+    def method_for(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:
         return MTP(draft_hidden=outline.layer.hidden_size, **fields)
 
 
