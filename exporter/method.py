@@ -37,10 +37,10 @@ class TargetOutline:
     """Sizes of the target on which trees depend, and which methods must fit.
 
     Attributes:
-        vocab: V.
-        hidden: H, of what its head reads.
+        vocab: V, the width of its logits.
+        hidden: H, the width of its head's input.
         path: its folder.
-        proposing: how matrices of what only proposes are stored.
+        draft_storage: how the matrices of drafts and heads are stored.
     """
 
     vocab: int
@@ -48,7 +48,7 @@ class TargetOutline:
     layers: int
     hidden: int
     path: Path
-    proposing: StoredAs
+    draft_storage: StoredAs
 
 
 class Agreement(Protocol):

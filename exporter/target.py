@@ -129,7 +129,7 @@ def plan(target: TargetBuild) -> None:
         checkpoint.layers,
         hidden,
         checkpoint.path,
-        options.proposing.kind,
+        options.draft_storage.kind,
     )
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if checkpoint.states:
@@ -217,7 +217,7 @@ def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
 def round_for_text(target: TargetBuild) -> None:
     """Rounds matrices to int4 for a text, if the options say so."""
     if target.options.calibrated:
-        block_size = target.options.stored.block_size or DEFAULT_BLOCK_SIZE
+        block_size = target.options.target_storage.block_size or DEFAULT_BLOCK_SIZE
         target.checkpoint = calibrate(target.checkpoint, target.calibration, block_size, target.build.progress)
 
 
@@ -228,7 +228,9 @@ def write(target: TargetBuild) -> None:
         models = iter([_write_ranks(target)])
     else:
         models = iter(
-            write_models(target.build, "target", target.graphs, checkpoint, options.stored, options.proposing)
+            write_models(
+                target.build, "target", target.graphs, checkpoint, options.target_storage, options.draft_storage
+            )
         )
     model = next(models)
     methods = tuple(
@@ -250,7 +252,7 @@ def _write_ranks(target: TargetBuild) -> Model:
     for rank in range(options.tensor_parallel):
         role = f"target/rank-{rank}"
         graph = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [graph], target.checkpoint, options.stored, options.proposing)
+        (model,) = write_models(build, role, [graph], target.checkpoint, options.target_storage, options.draft_storage)
         segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)

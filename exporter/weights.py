@@ -18,6 +18,7 @@ from specexport.exporter import quantize
 from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import (
     GATHERED,
+    Role,
     StoredFactors,
     StoredMatrix,
     dequantize_lookup,
@@ -66,8 +67,8 @@ class WeightsReport:
     any_scales: bool = False
     _error: float = 0.0
     _energy: float = 0.0
-    _second_error: float = 0.0
-    _second_energy: float = 0.0
+    _converted_error: float = 0.0
+    _converted_energy: float = 0.0
 
     @property
     def rms_error(self) -> float:
@@ -77,7 +78,7 @@ class WeightsReport:
     @property
     def converted_error(self) -> float:
         """:attr:`rms_error` of the matrices that were rounded again."""
-        return float(np.sqrt(self._second_error / self._second_energy)) if self._second_energy else 0.0
+        return float(np.sqrt(self._converted_error / self._converted_energy)) if self._converted_energy else 0.0
 
     def add(self, error: float, energy: float) -> None:
         """Adds squares to :attr:`rms_error`."""
@@ -91,7 +92,10 @@ class WeightsReport:
         energy = float(np.square(original, dtype=np.float64).sum())
         self.add(error, energy)
         if again:
-            self._second_error, self._second_energy = self._second_error + error, self._second_energy + energy
+            self._converted_error, self._converted_energy = (
+                self._converted_error + error,
+                self._converted_energy + energy,
+            )
 
 
 class WeightsFile(DataFile):
@@ -112,7 +116,7 @@ class WeightsFile(DataFile):
     def externalize(
         self,
         model: ir.Model,
-        stored: Storage,
+        storage: Storage,
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
     ) -> None:
@@ -120,9 +124,9 @@ class WeightsFile(DataFile):
 
         Args:
             model: changed in place.
-            stored: how matrices that are multiplied or looked up are stored; all else (norms, biases) is in fp32.
-            heads: how those of Medusa heads are; None for ``stored``.
-            checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
+            storage: of matrices that are multiplied or looked up; everything else (norms, biases) is stored in fp32.
+            heads: of the matrices of Medusa heads; None for ``storage``.
+            checkpoint: its tensors by name. Quantized ones keep their scales if the bundle can store them.
         """
         self._tensors = checkpoint or {}
         self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}
@@ -130,8 +134,8 @@ class WeightsFile(DataFile):
             router_matrices = routers(graph)
             of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
             for value in list(graph.initializers.values()):
-                storage = heads if heads is not None and value in of_heads else stored
-                self._move(graph, value, _EXACT if value in router_matrices else storage)
+                chosen = heads if heads is not None and value in of_heads else storage
+                self._move(graph, value, _EXACT if value in router_matrices else chosen)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
         tensor = value.const_value
@@ -260,7 +264,7 @@ class WeightsFile(DataFile):
         graph: ir.Graph,
         value: ir.Value,
         name: str,
-        role: str,
+        role: Role,
         matrix: _Matrix,
         axis: int,
         block: int | None,
@@ -342,7 +346,7 @@ class WeightsFile(DataFile):
         elif block is None:
             stored_scales = Factors(kept.scale.values()[0])
         else:
-            stored_scales = kept.scale.turned() if by_rows else kept.scale
+            stored_scales = kept.scale.transposed() if by_rows else kept.scale
         zero = offset = None
         if zeros or (kept is not None and kept.zero is not None):
             each = np.concatenate(zeros) if kept is None or kept.zero is None else kept.zero
@@ -350,7 +354,7 @@ class WeightsFile(DataFile):
             zero = self._initializer(graph, f"{name}.zero", dtype, each.shape, iter([packed]))
             self.report.any_scales = True
         if kept is not None and kept.offset is not None:
-            offset = factors("offset", kept.offset.turned() if by_rows else kept.offset)
+            offset = factors("offset", kept.offset.transposed() if by_rows else kept.offset)
         return StoredMatrix(name, stored, factors("scale", stored_scales), zero, offset, block, by_rows)
 
     def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:

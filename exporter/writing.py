@@ -43,17 +43,17 @@ def write_models(
     role: str,
     graphs: list[TracedGraph],
     checkpoint: Checkpoint,
-    stored: Storage,
+    storage: Storage,
     heads: Storage | None = None,
 ) -> list[Model]:
-    """Writes one weights file and the graphs that share it, which are rewritten in place, into the folder ``role``.
+    """Writes one weights file, and the graphs that share it, into the folder ``role``; graphs are rewritten in place.
 
-    ``heads`` is how matrices of Medusa heads are stored; None for ``stored``.
+    ``heads`` is the storage of Medusa heads; None for ``storage``.
 
     Returns:
         The manifest's entry of each.
     """
-    folder, title = build.folder / role, f"writing the {role}'s weights ({stored.kind})"
+    folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
     total = 4 * checkpoint.parameters
     done = 0
@@ -67,8 +67,8 @@ def write_models(
     with WeightsFile(folder / "weights.bin", advance) as weights:
         for graph in graphs:
             weights.report = WeightsReport()
-            store = partial(weights.externalize, stored=stored, heads=heads, checkpoint=checkpoint.tensors)
-            run_passes(graph.model, write_passes(store, branches=stored.branches))
+            store = partial(weights.externalize, storage=storage, heads=heads, checkpoint=checkpoint.tensors)
+            run_passes(graph.model, write_passes(store, branches=storage.branches))
             ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(
@@ -77,7 +77,7 @@ def write_models(
                     parameters=graph.parameters,
                     vocab_size=checkpoint.vocab_size,
                     max_positions=checkpoint.max_positions,
-                    precision=_precision_info(stored, weights.report, checkpoint),
+                    precision=_precision_info(storage, weights.report, checkpoint),
                     cache=graph.cache,
                     weights=f"{role}/weights.bin",
                     graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
@@ -87,9 +87,9 @@ def write_models(
     return models
 
 
-def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
-    quantized = stored.kind in QUANTIZED
-    block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
+def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
+    quantized = storage.kind in QUANTIZED
+    block = report.kept_block or (storage.block_size if storage.kind != "fp8" else None)
     quantized_before = None
     if checkpoint.quantized_in:
         quantized_before = QuantizedBefore(
@@ -97,10 +97,10 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
             kept=len(report.kept),
             converted=len(report.converted),
             converted_rms_error=report.converted_error if report.converted else None,
-            rest=stored.rest,
+            rest=storage.rest,
         )
     return PrecisionInfo(
-        weights=stored.kind,
+        weights=storage.kind,
         compute="fp32",
         cache="fp32",
         block_size=block if quantized else None,
@@ -163,7 +163,7 @@ def write_draft(
     """
     with build.during(f"tracing the {title}"):
         graph = TracedGraph(name, trace_checkpoint(draft, tracer), points, draft.cache, draft.parameters)
-    (model,) = write_models(build, role, [graph], draft, build.options.proposing)
+    (model,) = write_models(build, role, [graph], draft, build.options.draft_storage)
     return model
 
 

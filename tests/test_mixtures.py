@@ -21,7 +21,7 @@ from specexport.exporter import kept_traces, trace
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import outline_of
-from specexport.exporter.dequantize import of_experts
+from specexport.exporter.dequantize import gathers_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, Storage
@@ -102,7 +102,7 @@ def test_step_graph_equals_transformers(family: Family, form: str) -> None:
 def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
     """Each with its matrices in a branch, none gathered."""
     graph = ir.load(family.folder / "branches.onnx").graph
-    assert not any(of_experts(node, 3) for node in graph)
+    assert not any(gathers_experts(node, 3) for node in graph)
     chosen = [node.attributes["then_branch"].as_graph() for node in graph if node.op_type == "If"]
     assert len(chosen) == EXPERTS * len(family.checkpoint.cache)
     for branch in chosen:

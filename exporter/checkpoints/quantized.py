@@ -209,7 +209,7 @@ class _Read:
     scale: npt.NDArray[np.float32]
     zero: npt.NDArray[np.int8] | None = None
     groups: npt.NDArray[np.int64] | None = None
-    turned: bool = True
+    transposed: bool = True
     """Whether the model holds the matrix as ``[...,N,K]``."""
 
 
@@ -225,7 +225,7 @@ def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
     if read.zero is not None:
         restored -= _rows(read, read.zero)
     restored *= _rows(read, read.scale)
-    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.turned else restored))
+    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.transposed else restored))
     rows, groups = read.numbers.shape[-2], read.scale.shape[-2]
     in_order = read.groups is None or (
         rows % groups == 0 and np.array_equal(read.groups, np.arange(rows) // (rows // groups))
@@ -348,7 +348,7 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
         four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
         scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled
-        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), turned=False)
+        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), transposed=False)
 
     return parts.matrix((experts, groups * 32, columns), read)
 

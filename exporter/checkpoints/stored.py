@@ -28,8 +28,8 @@ Kind = Literal["int4", "int8", "fp8"]
 """Types of quantized matrices."""
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
-NARROW = 16
-"""Minimum number of rows and columns of such a matrix."""
+_MIN_SIDE = 16
+"""Minimum number of its rows and of its columns."""
 _STORED, _FORM = "stored_tensor", "stored_form"
 
 
@@ -84,7 +84,7 @@ class Factors:
             values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
         return values
 
-    def turned(self) -> Factors:
+    def transposed(self) -> Factors:
         """The factors of the transposed matrix, from those with the blocks on the last axis."""
         fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
         return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
@@ -217,7 +217,7 @@ class StandIns:
         """The tensor to load: a stand-in for a large one."""
         shapes = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
         # Narrow ones belong to convolutions, whose weights are read by the module around them.
-        matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
+        matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= _MIN_SIDE
         if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in shapes:
             return tensor.read()
         stand_in = torch.full((), torch.nan).expand(tensor.shape)

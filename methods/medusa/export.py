@@ -287,7 +287,7 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
             heads=heads.count,
             candidates=min(MAX_TOP_K, target.vocab),
             parameters=count_parameters(folder, hidden=target.hidden, vocab=target.vocab),
-            weights=target.proposing,
+            weights=target.draft_storage,
         )
 
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:

@@ -124,7 +124,7 @@ def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
     """The scales and offsets of a matrix of a type in :data:`KEPT`, from its rows ``[N,bytes]``."""
     block = KEPT[kind]
     scale, offset = block.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
-    return Scales(block.kind, block.group, scale.turned(), None, None if offset is None else offset.turned())
+    return Scales(block.kind, block.group, scale.transposed(), None, None if offset is None else offset.transposed())
 
 
 def format_of(header: Header) -> str:
