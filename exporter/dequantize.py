@@ -145,8 +145,8 @@ class _Nodes:
 def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
     """Makes a product, ``MatMul(x, W)``, read a stored matrix.
 
-    An offset is the same for a whole block, so a separate product multiplies the sums of blocks of ``x`` by the offsets,
-    and compilers still fuse the product of the integers.
+    A whole block has one offset, so a separate product multiplies the sums of blocks of ``x`` by the offsets, and
+    compilers still fuse the product of the integers.
     """
     nodes = _Nodes(graph, matrix.name)
     numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}

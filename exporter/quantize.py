@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -110,31 +110,31 @@ def apply_scales(
     return integers, restored if offset is None else restored + offset
 
 
-def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
-    """One scale for each column of a matrix, from the largest magnitude in it; none is 0, which TensorRT refuses.
+def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[np.float32]:
+    """One scale for each column of a matrix, from its largest magnitude; none is 0, which TensorRT refuses.
 
-    Those of fp8 are powers of two: floating point is as exact at any scale, and a power of two is the same number in
-    fp32, fp16 and bf16, so that a graph in fp32 and an engine in fp16 multiply the same weights.
+    Scales of fp8 are powers of two: these lose no precision, and are the same numbers in fp32, fp16 and bf16, so that a
+    graph in fp32 and an engine in fp16 multiply the same weights.
     """
     scales: npt.NDArray[np.float32]
-    if kind == "int8":
-        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, _TINY), np.float32(1))
-    else:
+    if kind == "fp8":
         exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _LARGEST_FLOAT8))
         scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+    else:
+        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, _TINY), np.float32(1))
     return scales
 
 
 def quantize_columns(
-    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
+    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Kind
 ) -> npt.NDArray[np.generic]:
-    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to int8 or to float8_e4m3fn."""
+    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to float8_e4m3fn, or to int8."""
     scaled = matrix / scales
     rounded: npt.NDArray[np.generic]
-    if kind == "int8":
-        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
-    else:
+    if kind == "fp8":
         rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+    else:
+        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
     return rounded
 
 
@@ -292,8 +292,8 @@ def kept_scales(
 ) -> KeptScales | None:
     """The checkpoint's own scales of a matrix ``[...,K,N]``, if its integers can be stored with them.
 
-    ``parts`` are the scales of each matrix that was joined into it, None for one that is not quantized; ``role`` is how
-    it is read.
+    ``parts`` are the scales of the matrices that were joined into it, None for one that is not quantized; ``role`` says
+    how it is read.
     """
     scales = [part for part in parts if part is not None]
     by_rows = role == "lookup" or (role == "tied" and storage.any_scales)
