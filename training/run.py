@@ -17,10 +17,9 @@ from transformers import AutoTokenizer
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
-from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored, text_sizes
+from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
@@ -85,6 +84,11 @@ class TrainingModel:
     stored: torch.dtype
     ends: tuple[int, ...]
     max_positions: int
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of the embedding and of the head, ``[V,H]``.
@@ -154,38 +158,6 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
         ends=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         max_positions=longest if isinstance(longest, int) else 1 << 30,
     )
-
-
-def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Checks the layer counts after which a draft reads the target's residual stream.
-
-    Raises:
-        TrainError: one exceeds the target's layers, or occurs twice.
-    """
-    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
-        raise TrainError(
-            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
-            f"{layers}"
-        )
-    return tuple(states)
-
-
-def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
-    """Configuration fields of layers with a target's attention heads and, by default, its MLP width."""
-    config, (vocab, hidden) = target.model.config, target.tables()[1].shape
-    sizes, rotary = text_sizes(config), getattr(config, "rope_parameters", None) or {}
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate_size or sizes.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": sizes.key_value_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": min(target.max_positions, 1 << 17),
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
-        "attn_implementation": ATTENTION_NAME,
-    }
 
 
 def save_model(

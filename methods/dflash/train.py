@@ -13,12 +13,12 @@ from specexport.graphs.attention import lowering
 from specexport.methods.dflash.export import read_dflash, save_dflash, usual_states
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
-from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
+from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 _AT_ONCE = 32
 """Blocks of a window that are evaluated together."""
@@ -32,9 +32,8 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = layers_of(target.model)
-    states = seen_states(options.states or usual_states(options.layers, layers), layers)
-    within("states", min(states), 1, layers, "the target's layers")
+    states = checked_states(options.states or usual_states(options.layers, target.layers), target.layers)
+    within("states", min(states), 1, target.layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
         run.prepare(options.self_distill)
@@ -50,7 +49,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
             (),
             loss_of,
             lambda windows: draft_accuracy(draft, target.model, states, windows, place),
-            lambda folder: save_dflash(folder, draft.cpu(), states, layers),
+            lambda folder: save_dflash(folder, draft.cpu(), states, target.layers),
             read_dflash,
         )
     return run.record

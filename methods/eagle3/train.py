@@ -16,12 +16,12 @@ from specexport.graphs.attention import AttentionCall, lowering
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3, usual_states
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
-from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
+from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
 from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 
 def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
@@ -32,9 +32,10 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = layers_of(target.model)
-    initial = None if options.draft is None else initial_draft(options, target, layers)
-    states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
+    initial = None if options.draft is None else initial_draft(options, target)
+    states = (
+        checked_states(options.states or usual_states(target.layers), target.layers) if initial is None else initial[1]
+    )
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)
@@ -78,8 +79,8 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     return draft
 
 
-def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
-    """The draft to start from, and the layer counts after which it reads states of a target with ``layers`` layers.
+def initial_draft(options: Eagle3Options, target: TrainingModel) -> tuple[Eagle3Draft, tuple[int, ...]]:
+    """The draft to start from, and the layer counts after which it reads the target's states.
 
     A narrower MLP keeps the units whose three weight rows have the largest product of norms.
 
@@ -88,7 +89,7 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
         TrainError: drafts of its kind cannot be written, or its MLP is narrower than requested.
     """
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
-    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
+    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=target.layers)
     layer = outline.layer
     unsupported = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
     unsupported |= {
@@ -100,7 +101,7 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
     if any(unsupported.values()):
         names = ", ".join(name for name, on in unsupported.items() if on)
         raise TrainError(f"{outline.path}: has {names}; expected one plain llama layer as wide as the target")
-    draft = outline.load(target.path, layers, target.max_positions).to(head.device)
+    draft = outline.load(target.path, target.layers, target.max_positions).to(head.device)
     draft.embed_tokens.weight = frozen(table)
     if options.tie_lm_head:
         draft.lm_head.weight = frozen(head if draft.target_ids is None else head[draft.target_ids])
@@ -114,7 +115,7 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
         linear.weight = torch.nn.Parameter(linear.weight.detach()[kept])
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
     draft.shape.config.intermediate_size = len(kept)
-    return draft, outline.seen(layers)
+    return draft, outline.seen(target.layers)
 
 
 def draft_loss(
