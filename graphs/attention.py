@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.model import CacheLayer
 from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.recurrent import active_states
 
@@ -380,12 +380,3 @@ class TwoPartLowering:
         weights = _weights(scores + self._bias(call.group, call.window), call.sink)
         of_past, of_new = torch.split(weights, [past_key.shape[2], new_key.shape[2]], dim=-1)
         return torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
-
-
-def step_lowering(
-    name: LoweredAs, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
-) -> NativeLowering | TwoPartLowering:
-    """The lowering of a step graph, from the graph's inputs; ``returned`` has the caches it outputs."""
-    if name == "native":
-        return NativeLowering(past, tree_mask, position_ids, past_length)
-    return TwoPartLowering(past, past_length, tree_mask, position_ids)

@@ -1,4 +1,4 @@
-"""Operators the step graph needs that torch has no name for, each with eager semantics and its ONNX translation."""
+"""Operators that torch has no name for, each with eager semantics and its ONNX translation; and a cheap gather."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import torch
 from specexport.contract.tensors import MEETING_DOMAIN
 
 _OPSET = onnxscript.values.Opset("", 24)
+
+
+def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows of tables ``[B,N,...]`` at an int64 index ``[...,B,K]``: ``[...,B,K,...]``, in few ONNX operators."""
+    flat = index + torch.arange(table.shape[0])[:, None] * table.shape[1]
+    return table.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *table.shape[2:])
 
 
 @torch.library.custom_op("specexport::tensor_scatter", mutates_args=())

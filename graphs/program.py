@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from specexport.contract.engines import LARGEST_TOP_K
-from specexport.graphs.ops import tensor_scatter
+from specexport.graphs.ops import take_rows, tensor_scatter
 from specexport.graphs.propose import place_of_rank
 
 _LOWEST, _RANGE = -39.0, 40.0
@@ -28,12 +28,6 @@ def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
     """``[...,V]`` as ``[...,C,size]``, filled up."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
     return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows ``[B,I,...]`` of ``[B,R,...]`` that an index ``[B,I]`` names in the second axis."""
-    flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
-    return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
 
 
 def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
@@ -141,7 +135,7 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     beyond = through > threshold
     block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
     earlier = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
-    within = _rows(blocks, block).squeeze(1).cumsum(-1)
+    within = take_rows(blocks, block).squeeze(1).cumsum(-1)
     below = (within <= threshold - earlier) & (within < within[:, -1:])
     return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
 
@@ -226,7 +220,7 @@ class AcceptModule(torch.nn.Module):
         has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
 
         def of_child(of_row: torch.Tensor) -> torch.Tensor:
-            return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
+            return take_rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
 
         noise = of_child(uniform[:, :-1])
         q = torch.where(has_child[..., None], of_child(draft_probs), 0.0)  # [B,N,C,M]
@@ -261,7 +255,7 @@ class AcceptModule(torch.nn.Module):
         last = path.gather(1, accepted)
         # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
         # left, and p itself is drawn from: a rejection has probability 0.
-        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * p_others))
+        at_last = (take_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * p_others))
         whole, others, rest = at_last
         after = whole.scatter(1, others, rest)
         drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
@@ -299,9 +293,9 @@ class TypicalModule(torch.nn.Module):
         depth = torch.where(levels < _FAR, levels, 0.0)
         deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
         last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
-        on_path = _rows(tree_mask, last).squeeze(1)
+        on_path = take_rows(tree_mask, last).squeeze(1)
         accepted, path = _walk(torch.where(on_path, levels, _FAR))
-        return _outcome(draft_tokens, path, accepted, _draw(_rows(p, last).squeeze(1), uniform))
+        return _outcome(draft_tokens, path, accepted, _draw(take_rows(p, last).squeeze(1), uniform))
 
 
 class FillModule(torch.nn.Module):

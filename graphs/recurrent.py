@@ -31,6 +31,7 @@ from torch._higher_order_ops.scan import scan
 from transformers.activations import ACT2FN
 
 from specexport.contract.model import CELL, Recurrence, StateLayer
+from specexport.graphs.ops import take_rows
 
 _EPSILON = 1e-6
 """Under the root of a key's length, as in transformers' own."""
@@ -270,8 +271,8 @@ class StepStates:
             present = present & (self._cells < shape.rows + new.shape[1])
             places = torch.where(present, places, 0)
             query_rows = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
-        rows = _rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
-        queries = _rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
+        rows = take_rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
+        queries = take_rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
         pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
         complete = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < complete
@@ -280,14 +281,7 @@ class StepStates:
         by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
         read = (pending[:, None] + self._done + torch.arange(tokens))[None]
         self._results[self._layer] += [new, state]
-        return _rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
-
-
-def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The rows of tables ``[B,N,W]`` at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
-    first = torch.arange(table.shape[0])[:, None] * table.shape[1]
-    picked = table.reshape(-1, table.shape[2]).index_select(0, (first + places).reshape(-1))
-    return picked.reshape(*places.shape, table.shape[2])
+        return take_rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
 
 
 def _through_cells(

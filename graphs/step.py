@@ -10,7 +10,7 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
-from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
+from specexport.graphs.attention import Lowering, NativeLowering, PassThroughCache, TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.recurrent import StepStates, recurrent
 
@@ -143,7 +143,11 @@ class StepModule(torch.nn.Module):
         """
         states = StepStates(self.states, past, past_length)
         caches = pairs(past[: len(past) - states.input_count])
-        active = step_lowering(self.lowering, caches, tree_mask, position_ids, past_length)
+        active = (
+            NativeLowering(caches, tree_mask, position_ids, past_length)
+            if self.lowering == "native"
+            else TwoPartLowering(caches, past_length, tree_mask, position_ids)
+        )
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
