@@ -18,7 +18,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.adapters import merge_adapter
-from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, INDEX, SINGLE, read_object, require_sane
+from specexport.exporter.checkpoints.documents import (
+    ADAPTER,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    read_object,
+    read_shards,
+    require_sane,
+)
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import locate, unreadable
@@ -33,20 +41,20 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_
 
 
 def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
+    """A checkpoint's model on torch's meta device, from its configuration only; for an adapter, its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
     """
-    return _outline(locate(str(source), weights=False))
+    return _local_meta_model(locate(str(source), weights=False))
 
 
-def _outline(folder: Path) -> Any:
-    """A local checkpoint's model without weights."""
-    return _empty_model(folder, read_model_config(folder))
+def _local_meta_model(folder: Path) -> Any:
+    """:func:`meta_model` for a local folder."""
+    return _create_meta_model(folder, read_model_config(folder))
 
 
-def _empty_model(folder: Path, config: Any) -> Any:
+def _create_meta_model(folder: Path, config: Any) -> Any:
     """A configuration's model on torch's meta device.
 
     Raises:
@@ -164,7 +172,7 @@ def require_stored(folder: Path, config: Any) -> None:
     stored_layers = 1 + max(numbered, default=-1)
     if isinstance(layers, int) and layers > stored_layers:
         raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {stored_layers} layers")
-    model = _empty_model(folder, config)
+    model = _create_meta_model(folder, config)
     for name, parameter in model.state_dict().items():
         stored_tensor = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
         if stored_tensor is not None and stored_tensor.shape != tuple(parameter.shape):
@@ -184,7 +192,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     Raises:
         BuildError: the weights have none.
     """
-    model = _outline(folder)
+    model = _local_meta_model(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
@@ -227,15 +235,15 @@ def load_causal_lm(
     if quantized_in(folder) is not None and hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
         del config.quantization_config  # otherwise transformers would ask for the quantizer's library
-    outline = _empty_model(folder, config)
+    meta = _create_meta_model(folder, config)
     with quiet():
-        stand_ins = StandIns(outline)
+        stand_ins = StandIns(meta)
         stored: dict[str, StoredTensor] = {}
         state: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
             stored[tensor.name] = tensor
             state[tensor.name] = stand_ins.tensor_to_load(tensor) if streamed else tensor.read()
-        model, loaded = type(outline).from_pretrained(
+        model, loaded = type(meta).from_pretrained(
             None, state_dict=state, config=config, output_loading_info=True, **options
         )
         stand_ins.mark(model, stored)
@@ -248,7 +256,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     For a multimodal model, only those of the language model, under their names in a checkpoint of that alone.
     """
     if (header := header_of(folder)) is not None:
-        return tensors_of(header, _outline(folder))
+        return tensors_of(header, _local_meta_model(folder))
     path = folder / CONFIG
     document = read_object(path)
     tensors = dequantize_tensors(path, document, _files(folder))
@@ -259,7 +267,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
                 f"{folder / ADAPTER}: an adapter of a model that is quantized or reads more than text; merge it with "
                 "peft (merge_and_unload) into the model as it was trained, and build from what save_pretrained writes"
             )
-        return merge_adapter(folder, _outline, tensors)
+        return merge_adapter(folder, _local_meta_model, tensors)
     if text_alone:
         return tensors
     return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)
@@ -282,10 +290,7 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         raise BuildError(f"{folder}: {unreadable(', '.join(pickled))}")
     if not path.is_file():
         raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
-    placed = read_object(path).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-        raise BuildError(f"{path}: weight_map is no object of file names by tensors; fetch the checkpoint again")
-    for file in sorted(set(placed.values())):
+    for file in read_shards(path):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
         if not (folder / file).is_file():

@@ -53,6 +53,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_shards(index: Path) -> list[str]:
+    """The names of the files in an index of safetensors, sorted.
+
+    Raises:
+        BuildError: it is not such an index.
+    """
+    placed = read_object(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise BuildError(f"{index}: weight_map is no object of file names by tensors; fetch the checkpoint again")
+    return sorted(set(placed.values()))
+
+
 def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
 

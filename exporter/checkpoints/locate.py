@@ -12,7 +12,15 @@ from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, temporary_folder
-from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, INDEX, SINGLE, read_object
+from specexport.exporter.checkpoints.documents import (
+    ADAPTER,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SINGLE,
+    read_object,
+    read_shards,
+)
 
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
@@ -195,7 +203,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         folder = fetch(*_SETTINGS, *_TOKENIZER)
         needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
         if weights:
-            needed += _shards(folder / INDEX) or [SINGLE]
+            needed += read_shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
             needed += _ADAPTERS[:1] if (folder / ADAPTER).is_file() else ()
         if needed:
             fetch(*needed)
@@ -214,11 +222,6 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
     return folder
-
-
-def _shards(index: Path) -> list[str]:
-    placed = read_object(index).get("weight_map") if index.is_file() else None
-    return sorted({str(file) for file in placed.values()}) if isinstance(placed, dict) else []
 
 
 def _layers(config: Path) -> int:

@@ -203,14 +203,14 @@ class StandIns:
     """Creates stand-ins for the tensors of a checkpoint, and marks them in the loaded model.
 
     Args:
-        outline: the model without weights. Only tensors that it has by name and shape get stand-ins: those that
-            transformers composes from several stored ones have to be read.
+        meta: the model on torch's meta device. Only tensors that it has by name and shape get stand-ins; those that
+            transformers composes from several stored ones must be read.
     """
 
-    def __init__(self, outline: Any) -> None:
-        parameters = outline.named_parameters(remove_duplicate=False)
+    def __init__(self, meta: Any) -> None:
+        parameters = meta.named_parameters(remove_duplicate=False)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._prefix = f"{outline.base_model_prefix}."
+        self._prefix = f"{meta.base_model_prefix}."
         self._stored: dict[int, StoredTensor] = {}
 
     def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:

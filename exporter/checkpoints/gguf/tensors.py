@@ -136,25 +136,25 @@ def format_of(header: Header) -> str:
     return f"GGUF ({', '.join(sorted(sizes, key=lambda name: -sizes[name]))})"
 
 
-def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
-    """The tensors of a model; ``outline`` is transformers' model without weights.
+def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
+    """The tensors of a model; ``meta`` is transformers' model on the meta device.
 
     Raises:
         BuildError: the file has a tensor that the model does not have, or has with another size.
     """
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=outline.config.to_dict())
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=meta.config.to_dict())
     try:
-        names: Mapping[str, str] = get_gguf_hf_weights_map(outline, processor)
+        names: Mapping[str, str] = get_gguf_hf_weights_map(meta, processor)
     except NotImplementedError as error:
         raise BuildError(f"{header.path}: general.architecture: {str(error).partition('.')[0]}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items()}
     sources: dict[str, list[TensorPlace]] = {}
     for place in header.tensors.values():
         if names.get(place.name) in shapes:
             sources.setdefault(names[place.name], []).append(place)
         elif place.name not in _UNREAD:
             raise BuildError(
-                f"{header.path}: tensor {place.name!r} has no place in transformers' {outline.config.model_type}; "
+                f"{header.path}: tensor {place.name!r} has no place in transformers' {meta.config.model_type}; "
                 "expected the tensors of a language model of that family alone"
             )
     for name, places in sources.items():
