@@ -16,7 +16,6 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.methods.dflash.export import read_dflash, trace_dflash, usual_states
 from specexport.methods.dflash.spec import DFlash
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from tests.checkpoints import GROUPED, VOCAB, make_dflash
 from tests.hidden_states import Formulas, TwoSlots, changed, require_drafted
 
@@ -123,7 +122,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
     outline = read_dflash(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
-    cache = as_checkpoint(outline, "dflash", "here", draft, 512).cache
+    cache = outline.cache(draft)
     method = DFlash(
         trees=(),
         model="here",

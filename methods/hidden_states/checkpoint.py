@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.config import stored_table
+from specexport.exporter.checkpoints.config import layers_in, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
@@ -376,12 +376,19 @@ def layer_config(
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
-def as_checkpoint(
-    outline: DraftOutline, family: str, source: str, draft: torch.nn.Module, positions: int
-) -> Checkpoint:
-    """A draft as a model to write beside the target, for texts of at most ``positions`` tokens.
+def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: str, source: str) -> Checkpoint:
+    """Loads a draft as a model to write beside the target; see :meth:`DraftOutline.load`.
 
-    ``source`` is the user's name for it.
+    ``family`` is its kind in the manifest, ``source`` the user's name for it.
     """
-    cache = outline.cache(draft)
-    return Checkpoint(source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions)
+    draft = outline.load(target, layers_in(target), positions)
+    return Checkpoint(
+        source=source,
+        path=outline.path,
+        family=family,
+        model=draft,
+        cache=outline.cache(draft),
+        vocab_size=outline.draft_vocab,
+        input_vocab=outline.vocab,
+        max_positions=positions,
+    )

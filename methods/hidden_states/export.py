@@ -19,7 +19,7 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
-from specexport.exporter.checkpoints.config import layers_in, outline_of
+from specexport.exporter.checkpoints.config import outline_of
 from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
@@ -28,7 +28,7 @@ from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 
@@ -48,8 +48,8 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         return str(getattr(method, "model", target))
 
     @abstractmethod
-    def read(self, source: str) -> Any:
-        """The :class:`~specexport.methods.hidden_states.checkpoint.DraftOutline` of a folder, without its weights."""
+    def read(self, source: str) -> Any:  # a DraftOutline of the method's own type
+        """Reads a draft's configuration from a folder or hub id, without its weights."""
 
     @abstractmethod
     def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
@@ -94,13 +94,11 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
     def export(self, method: S, build: Build) -> S:
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {self.title}"):
-            outline = self.read(source)
-            draft = outline.load(build.source, layers_in(build.source), positions)
-            checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
+            draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
         model = write_draft(
-            checkpoint,
+            draft,
             build,
-            lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering),
+            lambda: self.trace(method, draft.model, draft.cache, build.options.lowering),
             self.points(method, build.plan),
             role=method.role,
             title=self.title,
@@ -128,10 +126,9 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         recorded = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
-        loaded = outline.load(target, layers_in(target), positions)
-        draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
+        draft = load_draft(outline, target, positions, family=method.role, source=str(source))
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
-        ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
+        ids = torch.arange(outline.draft_vocab) if draft.model.target_ids is None else draft.model.target_ids
         for text, drafted in recorded:
             with recorded_states(original, method.states) as noted:
                 reference_logits(original, np.array(text[:-1]))

@@ -64,7 +64,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             BuildError: the widest tree of these widths is smaller.
         """
         outline = read_speculator(method.model)
-        tree = TokenTree.best(_weight(outline), size + 1, max(outline.widths), outline.stages)
+        tree = TokenTree.best(_path_weight(outline), size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:
             raise BuildError(
                 f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
@@ -89,7 +89,14 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             # Stages beyond the deepest tree would never be used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = Checkpoint(
-                method.model, outline.path, method.name, stages, (), outline.vocab, outline.vocab, build.max_positions
+                source=method.model,
+                path=outline.path,
+                family=method.name,
+                model=stages,
+                cache=(),
+                vocab_size=outline.vocab,
+                input_vocab=outline.vocab,
+                max_positions=build.max_positions,
             )
         model = write_draft(
             checkpoint,
@@ -119,9 +126,13 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         return "the speculator's graph proposes the original stages' own token", agreement
 
 
-def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+    """A function from a path of ranks to its probability: the measured one, or else a product of assumed ones.
+
+    A path that was never right when measured weighs far less than any that was.
+    """
+
     def weight(path: tuple[int, ...]) -> float:
-        """A function from a path to its probability: as measured, else, far below that, a product of assumed ones."""
         if any(rank >= width for rank, width in zip(path, outline.widths, strict=False)):
             return 0.0
         usual = math.prod(_STAGE_ACCURACY * NEXT_RANK**rank for rank in path)
