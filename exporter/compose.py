@@ -15,7 +15,7 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
-_LARGEST_CONSTANT = 1024
+_MAX_CONSTANT = 1024
 """Elements; larger constants are parameters, and stay where they are multiplied."""
 _FUSED = frozenset({"Transpose"})
 """ONNX Runtime fuses these into the product after them, which costs less than a single copy."""
@@ -180,7 +180,7 @@ def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
     varying = set(body.inputs)
     for node in list(body):
         read = {value for value in node.inputs if value is not None}
-        small = all(constants[value].size <= _LARGEST_CONSTANT for value in read & constants.keys())
+        small = all(constants[value].size <= _MAX_CONSTANT for value in read & constants.keys())
         invariant = small and not read & varying and not read <= constants.keys()
         holds_graph = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
         returned = any(value.is_graph_output() for value in node.outputs)

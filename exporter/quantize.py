@@ -17,14 +17,14 @@ from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
-_LARGEST_INT8 = np.float32(127)
-_LARGEST_FLOAT8 = np.float32(448)
+_MAX_INT8 = np.float32(127)
+_MAX_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
 _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
+_MIN_EXPONENT, _MAX_EXPONENT = -24, 15
 """Exponents of the powers of two that fp16 holds."""
-_LARGEST_KEPT_BLOCK = 128
+_MAX_KEPT_BLOCK = 128
 _PIECE = 1 << 17
 """Weights that are fitted at once, so that intermediate results stay in a core's cache."""
 _SPANS = (1.0, 0.93, 0.86, 0.79)
@@ -101,7 +101,7 @@ def apply_scales(
     """
     divided = (matrix if offset is None else matrix - offset) / np.where(scale == 0, np.float32(1), scale)
     if kind == "fp8":
-        numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        numbers = divided.clip(-_MAX_FLOAT8, _MAX_FLOAT8).astype(Float8)
         return numbers.view(np.int8), numbers.astype(np.float32) * scale
     moved = np.rint(divided) if zero is None else np.rint(divided) + zero
     least, greatest = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
@@ -118,10 +118,10 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[n
     """
     scales: npt.NDArray[np.float32]
     if kind == "fp8":
-        exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _LARGEST_FLOAT8))
-        scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+        exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _MAX_FLOAT8))
+        scales = np.exp2(exponent.clip(_MIN_EXPONENT, _MAX_EXPONENT)).astype(np.float32)
     else:
-        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, _TINY), np.float32(1))
+        scales = np.where(largest > 0, np.maximum(largest / _MAX_INT8, _TINY), np.float32(1))
     return scales
 
 
@@ -132,9 +132,9 @@ def quantize_columns(
     scaled = matrix / scales
     rounded: npt.NDArray[np.generic]
     if kind == "fp8":
-        rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        rounded = scaled.clip(-_MAX_FLOAT8, _MAX_FLOAT8).astype(Float8)
     else:
-        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
+        rounded = np.rint(scaled).clip(-_MAX_INT8, _MAX_INT8).astype(np.int8)
     return rounded
 
 
@@ -313,7 +313,7 @@ def kept_scales(
                 return None
             block = min(part.group & -part.group for part in scales)
     else:
-        block = min(_LARGEST_KEPT_BLOCK, *(part.group & -part.group for part in scales))
+        block = min(_MAX_KEPT_BLOCK, *(part.group & -part.group for part in scales))
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
     if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
         return None

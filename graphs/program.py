@@ -18,9 +18,9 @@ _LOWEST, _RANGE = -39.0, 40.0
 _ROUNDS, _PARTS = 5, 8
 """Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
 _CHUNK, _BLOCK = 4096, 512
-_NOTHING = 1e-30
+_RESIDUAL_FLOOR = 1e-30
 """Weight of p itself beside what is left of it: p is drawn from where nothing is left."""
-_FAR = 2.0**20
+_REJECTED = 2.0**20
 """Added to the level of a node for each ancestor that does not stay: above all depths."""
 
 
@@ -106,7 +106,7 @@ def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
 
 def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
     """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
-    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _FAR))
+    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _REJECTED))
     return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
 
 
@@ -255,7 +255,7 @@ class AcceptModule(torch.nn.Module):
         last = path.gather(1, accepted)
         # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
         # left, and p itself is drawn from: a rejection has probability 0.
-        at_last = (take_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * p_others))
+        at_last = (take_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _RESIDUAL_FLOOR * p_others))
         whole, others, rest = at_last
         after = whole.scatter(1, others, rest)
         drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
@@ -290,11 +290,11 @@ class TypicalModule(torch.nn.Module):
         levels = _levels(chance > limit.gather(1, above), tree_mask)
         log_p = torch.where(nodes == 0, 0.0, chance.clamp(min=1e-38).log())
         total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
-        depth = torch.where(levels < _FAR, levels, 0.0)
+        depth = torch.where(levels < _REJECTED, levels, 0.0)
         deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
         last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
         on_path = take_rows(tree_mask, last).squeeze(1)
-        accepted, path = _walk(torch.where(on_path, levels, _FAR))
+        accepted, path = _walk(torch.where(on_path, levels, _REJECTED))
         return _outcome(draft_tokens, path, accepted, _draw(take_rows(p, last).squeeze(1), uniform))
 
 

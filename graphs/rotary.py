@@ -28,16 +28,16 @@ def _rotate(
     )
 
 
-def _rotates_like_us(original: Any) -> bool:
+def _is_usual_rotation(original: Any) -> bool:
     """Whether a model family's own function equals :func:`_rotate` on random numbers."""
     generator = torch.Generator().manual_seed(0)
     q, k, angle = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 12), (1, 1, 3, 12), (1, 3, 4)))
     angle = torch.cat([angle, angle], dim=-1)
     # Most families know whole heads only and fail on a part of one; those that do not fail must do as we do.
-    return _same(original, q[..., :8], k[..., :8], angle) is True and _same(original, q, k, angle) is not False
+    return _matches(original, q[..., :8], k[..., :8], angle) is True and _matches(original, q, k, angle) is not False
 
 
-def _same(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) -> bool | None:
+def _matches(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) -> bool | None:
     """Whether both rotate alike; None if ``original`` does not take these arguments."""
     try:
         theirs = original(q, k, angle.cos(), angle.sin())
@@ -54,7 +54,7 @@ def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
     """While active, ``model``'s family rotates through RotaryEmbedding if it rotates the usual way."""
     family = sys.modules[type(model).__module__]
     original = getattr(family, _NAME, None)
-    if original is None or not _rotates_like_us(original):
+    if original is None or not _is_usual_rotation(original):
         yield
         return
 
@@ -89,10 +89,12 @@ def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
         rope_types = [(kinds, parameters)] if isinstance(kinds, str) else [(kinds[of], parameters[of]) for of in kinds]
         changing = [int(of["original_max_position_embeddings"]) for kind, of in rope_types if kind == "longrope"]
         max_positions = min([max_positions, *changing])
-        module.rope_type = _steady(kinds) if isinstance(kinds, str) else {of: _steady(kinds[of]) for of in kinds}
+        module.rope_type = (
+            _fixed_type(kinds) if isinstance(kinds, str) else {of: _fixed_type(kinds[of]) for of in kinds}
+        )
     return max_positions
 
 
-def _steady(kind: str) -> str:
+def _fixed_type(kind: str) -> str:
     """The name under which a forward pass leaves the frequencies as they are."""
     return "default" if kind == "longrope" or "dynamic" in kind else kind

@@ -45,7 +45,7 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
 
 _END = -1
 """Separates the outputs of a store; no token of a text is -1, so that no match crosses it."""
-_SHORTEST_OUTPUT = 3
+_MIN_OUTPUT = 3
 """Shorter outputs cannot match two tokens and continue."""
 
 
@@ -182,9 +182,9 @@ class OutputStore:
 
     def __init__(self, tokens: int) -> None:
         self._half = tokens // 2
-        if self._half <= _SHORTEST_OUTPUT:
+        if self._half <= _MIN_OUTPUT:
             raise RequestError(
-                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _SHORTEST_OUTPUT + 2} or more"
+                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _MIN_OUTPUT + 2} or more"
             )
         self._generations: list[SuffixAutomaton] = []
 
@@ -198,7 +198,7 @@ class OutputStore:
 
     def add(self, output: Sequence[int]) -> None:
         """Stores an output, or the end of a very long one; drops the oldest outputs if there is no room."""
-        if len(output) < _SHORTEST_OUTPUT:
+        if len(output) < _MIN_OUTPUT:
             return
         output = output[-(self._half - 1) :]
         if not self._generations or len(self._generations[-1]) + len(output) + 1 > self._half:

@@ -18,8 +18,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
 LEARNING_RATES: dict[Optimizer, float] = {"adamw": 3e-4, "muon": 4e-3}
 """A draft's default learning rate by optimizer."""
-_SHORTEST = 8
-"""Tokens of a continuation, at least."""
+_MIN_CONTINUATION = 8
+"""Fewest tokens of a continuation."""
 _data, training_option, draft_option, ahead_option = (
     partial(option, group=group) for group in ("data", "training", "draft", "heads or stages")
 )
@@ -56,7 +56,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
     data: Annotated[tuple[Path, ...], option("FILE", fixed=False)]
     output: Annotated[Path, option("DIR", short="-o", fixed=False)]
     overwrite: Annotated[bool, option(fixed=False)] = False
-    seq_len: Annotated[int | None, _data("N", ge=2 * _SHORTEST)] = None
+    seq_len: Annotated[int | None, _data("N", ge=2 * _MIN_CONTINUATION)] = None
     held_out: Annotated[str, _data("SHARE_OR_FILE")] = "0.05"
     prompt_len: Annotated[int | None, _data("N", ge=1)] = None
     sample_batch: Annotated[int, _data("N", ge=1)] = 64
@@ -103,9 +103,9 @@ class RunOptions(Options, frozen=True, kw_only=True):
             TrainError: the model, or the window, is too short.
         """
         window = self.seq_len or min(512, longest)
-        within("seq_len", window, 2 * _SHORTEST, longest, "the model's max_position_embeddings")
+        within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
         prompt = self.prompt_len or window // 4
-        within("prompt_len", prompt, 1, window - _SHORTEST, f"{_SHORTEST} less than --seq-len")
+        within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
         return window, prompt
 
     def total_steps(self, windows: int) -> int:

@@ -36,7 +36,7 @@ _VOCABULARY = (
 _SETTINGS = (CONFIG, GENERATION, INDEX, ADAPTER)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = "pytorch_model.bin"
-_FEW_LAYERS = 4
+_MAX_PICKLED_LAYERS = 4
 """Maximum number of layers of heads and drafts read from a pickled file; models never are."""
 
 
@@ -213,7 +213,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
             fetch(*_ADAPTERS[1:])
         if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
             fetch("*.safetensors")
-            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _FEW_LAYERS:
+            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _MAX_PICKLED_LAYERS:
                 fetch(_PICKLED)
         if not any(folder.glob("*.safetensors")) and not (folder / _PICKLED).is_file():
             return fetch_gguf() or folder

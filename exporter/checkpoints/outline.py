@@ -18,7 +18,7 @@ from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields with the number of such layers."""
-_LARGEST = 1 << 24
+_MAX_SIZE = 1 << 24
 
 
 class Parameter(NamedTuple):
@@ -206,14 +206,14 @@ class _Sizes:
         self.heads, self.key_value_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         stated = document.get("head_dim") or family.head_dim
         self.head_dim = stated or self.hidden // self.heads
-        if not isinstance(self.head_dim, int) or not 0 < self.head_dim <= _LARGEST:
+        if not isinstance(self.head_dim, int) or not 0 < self.head_dim <= _MAX_SIZE:
             raise UnknownSizesError
         self.mixed = bool(document.get("mlp_only_layers")) or document.get("decoder_sparse_step", 1) != 1
         self.tied = self.has("tie_word_embeddings")
 
     def size(self, key: str) -> int:
         value = self._document.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_SIZE:
             raise UnknownSizesError
         return value
 

@@ -29,8 +29,8 @@ TOLERANCE = 1e-3
 
 _PROMPT, _ROWS = 9, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
-_UNREAD = 1e3
-"""Value of embeddings that must not be read."""
+_POISON = 1e3
+"""Value of embeddings that the mask hides, so that reading one shows in the logits."""
 
 
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
@@ -124,7 +124,7 @@ def _through_lowering(
 def _half_embedded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, embeddings equal to every other token's, and a mask of the positions that read them."""
     mask = (torch.arange(tokens.shape[1]) % 2 == 0)[None]
-    embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_UNREAD))
+    embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_POISON))
     return torch.where(mask, 0, tokens), embeds, mask
 
 

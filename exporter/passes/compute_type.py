@@ -21,9 +21,9 @@ from specexport.contract.tensors import CACHES, MEETING_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
-_NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
-_NORMS = {"RMSNormalization", "LayerNormalization"}
-_WIDE = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
+_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
+_NORM_OPS = {"RMSNormalization", "LayerNormalization"}
+_WIDE_OPS = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 """The 16-bit types by their names in options."""
 
@@ -45,7 +45,7 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
         BuildError: a weight does not fit ``narrow``.
     """
     passes.ShapeInferencePass()(model)
-    wide = _WIDE if narrow_norms else _WIDE | _NORMS
+    wide = _WIDE_OPS if narrow_norms else _WIDE_OPS | _NORM_OPS
     narrowing = _Narrowing(model.graph, narrow, wide, store)
     interface = (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs))
     narrowing.run({name for name in interface if name.startswith(CACHES)})
@@ -110,7 +110,7 @@ class _Narrowing:
         """Whether a node computes in the narrow type."""
         if node.op_type in self._wide or any(value in self._angles for value in node.outputs):
             return False
-        if node.op_type in _NARROW:
+        if node.op_type in _NARROW_OPS:
             return True
         if node.op_type == "Cast":
             # A quantized weight, which the narrow types hold exactly; no other integer or truth value.

@@ -37,7 +37,7 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Configuration classes by ``model_type``."""
 D2T, T2D, EMBEDDING, HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _MAX_LAYERS = 16
-_UNREAD = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+_IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Ends of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
@@ -329,7 +329,7 @@ class OwnFilesOutline(DraftOutline):
             name = tensor.name.removeprefix("model.")
             for start, to in self.prefixes.items():
                 name = to + name.removeprefix(start) if name.startswith(start) else name
-            if name.endswith(_UNREAD):
+            if name.endswith(_IGNORED):
                 continue
             if name in parts:
                 raise BuildError(

@@ -57,10 +57,10 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         slots = window([view.slot for view in views], self.graph.sizes)
         inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:
-            self._give(inputs, view.slot - slots.start, view)
+            self._write_inputs(inputs, view.slot - slots.start, view)
         return slots
 
-    def _give(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
+    def _write_inputs(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
         levels = _levels(view.tree)
         depth, width = levels.parents.shape
         inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]

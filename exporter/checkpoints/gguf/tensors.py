@@ -25,7 +25,7 @@ from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTenso
 
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
-_UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that llama.cpp computes from the configuration and stores; they are not needed."""
 
 
@@ -152,7 +152,7 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
     for place in header.tensors.values():
         if names.get(place.name) in shapes:
             sources.setdefault(names[place.name], []).append(place)
-        elif place.name not in _UNREAD:
+        elif place.name not in _IGNORED:
             raise BuildError(
                 f"{header.path}: tensor {place.name!r} has no place in transformers' {meta.config.model_type}; "
                 "expected the tensors of a language model of that family alone"
