@@ -1,6 +1,6 @@
 """Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters.
 
-The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes a bundle's.
+The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes them.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
-"""Opset of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and has those of all
-their operators for this one; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
+"""Opset of the accept and fill graphs, for which ONNX Runtime has CUDA kernels of all their operators: Equal changed in
+opset 19, ReduceMax and ReduceMin in 20, and kernels of the new versions came late."""
 _FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
-"""Sizes to trace with: in a graph all different from one another and from 0 and 1, which torch.export would specialise
+"""Sizes to trace with: those of one graph differ from each other and from 0 and 1, which torch.export would specialize
 on."""
 Inputs = Sequence[Tensor | Sequence[Tensor]]
-"""A module's inputs in the order of its parameters, a sequence for a list of tensors."""
+"""A module's inputs in the order of its parameters; a parameter that is a list of tensors is a sequence."""
 PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"), tensors.PAST_LENGTH)
 """The first inputs of every draft's pass, which draws one token."""
 
@@ -77,9 +77,9 @@ def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: 
 
 
 def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
-    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
+    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), which becomes a loop's body.
 
-    Its inputs are the propose graph's, and the rows of the passes before (:func:`row_inputs`).
+    Its inputs are those of the propose graph, and the rows of earlier passes (:func:`row_inputs`).
     """
     layers = list(draft.states.values())
     rows = row_inputs(cache, layers)
@@ -91,7 +91,7 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
     """The accept graph of a rule (see ``specexport.graphs.program``).
 
-    Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
+    ``max_children`` and ``candidates``, the number of tokens in the support of q, matter only to lossless acceptance.
     """
     modules: dict[AcceptRule, Callable[[], torch.nn.Module]] = {
         "greedy": GreedyModule,
@@ -119,9 +119,9 @@ def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
-    """A pass's inputs for the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
+    """A pass's inputs for the R tokens of earlier passes, whose rows are not in the cache yet: ``row.key.0, ...``.
 
-    Of layers without attention these are rows and states as that pass returned them.
+    For layers without attention, they are rows and states as the pass before returned them.
     """
     keys, values = (Tensor(f"row.{kind}", "float32", ("B", "Hkv", "R", "D")) for kind in ("key", "value"))
     kept = [Tensor(name.replace("new_", "row.", 1), "float32", name.dims) for name in new_states(layers, "R")]
@@ -205,7 +205,7 @@ def _dynamic(tensor: Tensor, dimensions: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
-    """``torch.export.Dim`` of each symbol; torch derives a dimension from a smaller one only, so N from N-1."""
+    """``torch.export.Dim`` of each symbol; N is derived from N-1, as torch derives only larger dimensions."""
     dimensions: dict[str, Any] = {symbol: torch.export.Dim(symbol) for symbol in symbols if symbol != "N-1"}
     if "N-1" in symbols:
         drafts = torch.export.Dim("drafts")
@@ -214,7 +214,7 @@ def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
+    """Maps the names of parameters tied to earlier ones to the names of those, which checkpoints use."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
@@ -229,7 +229,7 @@ def _root_cause(error: BaseException) -> BaseException:
 
 @functools.lru_cache(maxsize=8)
 def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
-    """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
+    """A serialized accept graph, which takes long to trace and is the same for every model."""
     serialized: bytes = ir.to_proto(trace_accept(rule, max_children, candidates)).SerializeToString()
     return serialized
 
@@ -239,7 +239,7 @@ def write_program(
 ) -> tuple[ProgramGraph, ...]:
     """Traces the step program's graphs into the folder ``program`` of a bundle.
 
-    Portable graphs write no cache: their rows are copied by the runtime.
+    Portable bundles have no commit graph, as the runtime copies their cache rows.
 
     Returns:
         The graphs, without engines.

@@ -1,4 +1,4 @@
-"""Writes a model's weights into one file, a tensor at a time, quantizing on the way."""
+"""Writes a model's weights into one file, a tensor at a time, and quantizes them meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from specexport.exporter.quantize import SMALLEST_BLOCK, KeptScales, RoundedTens
 _EXACT = Storage("fp32", None)
 _STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[StoredAs, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
-"""Precisions that ``stored`` may become, the fewest bits first."""
+"""Precisions that ``stored`` may resolve to, the fewest bits first."""
 
 _DTYPES: dict[Kind, ir.DataType] = {
     "int8": ir.DataType.INT8,
@@ -46,15 +46,15 @@ _Matrix = npt.NDArray[np.float32]
 
 @dataclass
 class WeightsReport:
-    """The result of writing a model: quantized matrices by name, and those stored in fp32, with the reason.
+    """How a model's matrices were stored.
 
     Attributes:
-        quantized: names in the graph.
-        not_quantized: names, and why.
-        kept: names in the checkpoint of matrices that kept its own integers and scales.
-        converted: those that were quantized there, and rounded again.
-        kept_block: weights that share a scale in what was kept, at most.
-        any_scales: whether one was kept with zero points, or in fp8 with blocks.
+        quantized: names, in the graph, of quantized matrices.
+        not_quantized: names of matrices stored in fp32 instead, with the reason.
+        kept: names, in the checkpoint, of matrices that kept its integers and scales.
+        converted: names of matrices that were quantized there and rounded again.
+        kept_block: largest number of weights that share a scale, among kept matrices.
+        any_scales: whether some scales are of a kind that only CPUs read.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class WeightsReport:
 
     @property
     def rms_error(self) -> float:
-        """Root of the summed squared error over the root of the summed squared weights, of all quantized matrices."""
+        """Root mean square of the rounding errors, relative to that of the weights, over all quantized matrices."""
         return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
 
     @property
@@ -79,13 +79,13 @@ class WeightsReport:
         return float(np.sqrt(self._converted_error / self._converted_energy)) if self._converted_energy else 0.0
 
     def add(self, error: float, energy: float) -> None:
-        """Adds squares to :attr:`rms_error`."""
+        """Adds sums of squares to :attr:`rms_error`."""
         self._error, self._energy = self._error + error, self._energy + energy
 
     def add_error(
         self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32], *, again: bool = False
     ) -> None:
-        """Adds one chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
+        """Adds a chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
         error = float(np.square(original - restored, dtype=np.float64).sum())
         energy = float(np.square(original, dtype=np.float64).sum())
         self.add(error, energy)
@@ -156,7 +156,7 @@ class WeightsFile(DataFile):
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
-        progress: called with the number of fp32 bytes read from the checkpoint after each tensor.
+        progress: called after each tensor with its size in bytes.
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -173,7 +173,7 @@ class WeightsFile(DataFile):
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        """Moves the weights of a graph, and of the graphs inside it, into the file.
+        """Moves the weights of a graph and its subgraphs into the file.
 
         Args:
             model: changed in place.
@@ -213,13 +213,13 @@ class WeightsFile(DataFile):
         self._progress(array.nbytes)
 
     def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
-        """The parts of a matrix, if this build has rounded all of them."""
+        """The parts that a matrix was joined from, if this build rounded all of them earlier."""
         parts = [self._tensors.get(name) for name in names_in(_name(value))]
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> StoredAs:
-        """The precision that holds a matrix as the checkpoint does; of several joined ones, the widest."""
+        """The precision that stores a matrix as the checkpoint does: the widest of its parts."""
         kinds: list[StoredAs] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -230,7 +230,7 @@ class WeightsFile(DataFile):
         return max(kinds, key=_WIDTHS.index)
 
     def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: str) -> ir.Value | None:
-        """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
+        """Stores a matrix in 16 bits and returns it cast to fp32; None if it does not fit and is stored in fp32."""
         dtype = HALF_TYPES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
         if largest > float(ml_dtypes.finfo(dtype.numpy()).max):
@@ -311,7 +311,7 @@ class WeightsFile(DataFile):
         del graph.initializers[_name(value)]
 
     def _quantized_before(self, value: ir.Value) -> bool:
-        """Whether the checkpoint has a matrix quantized; experts stacked while loading are if one of them is."""
+        """Whether a matrix is quantized in the checkpoint; of experts stacked while loading, whether one is."""
         names = names_in(_name(value))
         stack = f"{names[0].rpartition('.')[0]}."
         quantized = self._quantized
@@ -320,7 +320,7 @@ class WeightsFile(DataFile):
         )
 
     def _scales_of(self, name: str) -> Scales | None:
-        """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
+        """The checkpoint's own scales of a matrix, or of one in a stack: ``stack[3]``."""
         stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
@@ -436,6 +436,6 @@ class WeightsFile(DataFile):
 
 
 def _name(value: ir.Value) -> str:
-    """The name of an initializer; they all have one."""
+    """The name of an initializer, which always has one."""
     assert value.name is not None
     return value.name

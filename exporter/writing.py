@@ -28,7 +28,7 @@ class TracedGraph:
     """A graph of a checkpoint's layers, all or the first ones.
 
     Attributes:
-        points: the shapes it runs at.
+        points: its shape points.
     """
 
     name: str
@@ -112,12 +112,12 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
 
 
 def _absolute(source: str) -> str:
-    """A folder or file by its place, whichever it is seen from; a hub id as it is."""
+    """The absolute path of a folder or file; a hub id is unchanged."""
     return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
-    """Refuses a draft with another tokenizer than the target's."""
+    """Refuses a draft whose tokenizer differs from the target's."""
     path = locate(source)
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
 
@@ -126,7 +126,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
     """Loads a draft and checks that our lowering computes the same.
 
     Raises:
-        BuildError: it was made for shorter texts, or cannot be lowered.
+        BuildError: it supports only shorter texts, or cannot be lowered.
     """
     with build.during("loading the draft"):
         draft = load_checkpoint(source)
@@ -156,7 +156,7 @@ def write_draft(
     title: str = "draft",
     name: str = "propose",
 ) -> Model:
-    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is for the progress.
+    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is shown as progress.
 
     Raises:
         BuildError: torch cannot trace it.
@@ -168,7 +168,7 @@ def write_draft(
 
 
 def trace_checkpoint(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
-    """The graph that ``tracer`` returns, with errors that name the checkpoint.
+    """Calls ``tracer``; errors name the checkpoint.
 
     Raises:
         BuildError: torch cannot trace the model.

@@ -1,6 +1,6 @@
-"""Adapters of peft, merged into their model's weights one by one as these are read.
+"""Merges peft adapters into their model's weights, one tensor at a time as these are read.
 
-peft itself merges, into layers of a model on the meta device that have only the adapter's weights.
+peft itself does the merging, in a model on the meta device that has only the adapter's weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ADAPTER_NAME = "default"
 
 
 def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
+    """The tensors of a checkpoint, in fp32 and merged if the adapter in ``folder`` changes them.
 
-    ``make`` creates the model of a folder on torch's meta device.
+    ``make`` creates a folder's model on torch's meta device.
 
     Raises:
         BuildError: the adapter cannot be merged; names the file and the reason.
@@ -98,7 +98,7 @@ def _changes(
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The adapter's file for error messages: its original path, not that of the link beside its model."""
+    """The adapter's file for error messages: its original path rather than that of the link beside its model."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 
@@ -124,7 +124,7 @@ def _require_mergeable(path: Path, config: Any) -> None:
 
 
 def _drop_weights(model: torch.nn.Module, tables: set[int]) -> None:
-    """Replaces a model's parameters by shapes on the CPU without memory, except tables that an adapter may contain."""
+    """Replaces a model's parameters with tensors that take no memory, except tables that an adapter may contain."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -141,7 +141,7 @@ def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: Stor
     """A layer's weight with the adapter merged."""
     base = layer.get_base_layer()
     with lock:
-        # An adapter of a table contains the table that it was trained on.
+        # An adapter of an embedding table contains the table that it was trained on.
         start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else tensor.read()
         empty, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
         try:

@@ -1,6 +1,6 @@
-"""Configurations and tensor shapes of checkpoints, checked before any model is created.
+"""Reads configurations of checkpoints, and checks them against the stored tensors before a model is created.
 
-transformers trusts a configuration: it would initialize a missing layer at random, and allocate a billion layers.
+transformers trusts a configuration: it would initialize missing layers at random, or allocate a billion of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor,
 
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
-"""Prefixes of the language model in multimodal checkpoints, and those in a checkpoint of the language model alone."""
+"""Prefixes of the language model's tensors in multimodal checkpoints, and in text-only ones."""
 
 
 def meta_model(source: str | Path) -> Any:
@@ -94,7 +94,7 @@ def outline_of(model: Any, config: Any) -> ModelOutline:
 
 
 def _expert_shares(model: Any, config: Any) -> dict[int, float]:
-    """The share of each mixture's weights that a token uses, top-k over experts, by the parameter's id."""
+    """The share of a mixture's weights that a token uses (top-k over experts), by the parameter's id."""
     stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
     used = config.num_experts_per_tok if stacks else 0
     return {id(p): min(1.0, used / len(p)) for module in stacks for p in module.parameters()}
@@ -103,7 +103,7 @@ def _expert_shares(model: Any, config: Any) -> dict[int, float]:
 def read_model_config(folder: Path) -> Any:
     """Reads transformers' configuration of a checkpoint folder; code in the folder is never run.
 
-    For a multimodal model it is that of the language model, whose tensors :func:`checkpoint_tensors` yields.
+    For a multimodal model it is that of the language model, as are the tensors of :func:`checkpoint_tensors`.
 
     Raises:
         BuildError: the file is not a JSON object, the family is unknown to transformers, or a number is absurd; names
@@ -120,9 +120,9 @@ def read_model_config(folder: Path) -> Any:
 
 
 def _language_model(config: Any, document: dict[str, Any]) -> Any:
-    """The configuration of the language model: the whole configuration, or a part of a multimodal model's.
+    """The configuration of the language model: all of it, or the text part of a multimodal model's.
 
-    ``document`` is the file, which distinguishes stated values from defaults.
+    ``document`` is the file's content, which tells stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -144,7 +144,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """The configuration's sizes, or the usual ones; transformers' ``attribute_map`` resolves other names."""
+    """The sizes in a configuration, or the usual defaults; transformers' ``attribute_map`` resolves other names."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return TextSizes(
         getattr(config, "num_key_value_heads", None) or heads,
@@ -251,9 +251,9 @@ def load_causal_lm(
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of the files that transformers reads, with quantized matrices dequantized on reading.
+    """The tensors of the files that transformers reads; quantized matrices are dequantized when they are read.
 
-    For a multimodal model, only those of the language model, under their names in a checkpoint of that alone.
+    For a multimodal model, only those of the language model, named as in a text-only checkpoint.
     """
     if (header := header_of(folder)) is not None:
         return tensors_of(header, _local_meta_model(folder))
@@ -274,7 +274,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 def _name_in_text(name: str) -> str | None:
-    """A tensor's name in a checkpoint of the language model alone; None if it is not part of that."""
+    """A tensor's name in a text-only checkpoint; None if the language model lacks it."""
     for prefix, text_prefix in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return text_prefix + name.removeprefix(prefix)

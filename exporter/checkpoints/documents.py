@@ -1,4 +1,4 @@
-"""Files of checkpoints, and reading of those in JSON. Imports nothing heavy."""
+"""Names of checkpoint files, and reading of the JSON ones. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specexport.contract.errors import UNREADABLE, BuildError
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""The file of an adapter of peft, alone or beside its model."""
+"""The configuration of a peft adapter, alone or beside its model."""
 _MAX_FILE, _MAX_CONFIG = 64 << 20, 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -71,7 +71,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     Args:
         path: the file, which must exist.
         kind: a struct with the fields.
-        what: the described object, for error messages.
+        what: what the file describes, for error messages.
 
     Raises:
         BuildError: the file is too large or not JSON, or a field is invalid.
@@ -85,10 +85,10 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurd numbers in a model's configuration, before the model is created.
+    """Refuses absurdly large numbers in a model's configuration, before the model is created.
 
     Raises:
-        BuildError: a number is absurd; names the file and the field.
+        BuildError: a number is too large; names the file and the field.
     """
     for name, value in _integers(document):
         limit = _MAX_SIZE if _SIZE_FIELDS.search(name) else _MAX_COUNT if _COUNT_FIELDS.search(name) else _MAX_INT
@@ -97,7 +97,7 @@ def require_sane(path: Path, document: dict[str, Any]) -> None:
 
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """All integers with the names of their fields."""
+    """All integers, with the names of their fields."""
     pending: list[tuple[str, Any]] = list(document.items())
     while pending:  # no recursion, as JSON may be nested deeply
         name, value = pending.pop()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError
@@ -27,7 +27,7 @@ _FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class _GenerationConfig(msgspec.Struct):
-    """Further keys, with transformers' names."""
+    """Keys of ``generation_config.json`` other than :class:`GenerationRules`."""
 
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
@@ -44,7 +44,7 @@ class _GenerationConfig(msgspec.Struct):
 def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """Reads the defaults for requests, and the tokens that end a text.
 
-    ``config`` has end tokens that ``generation_config.json`` may lack.
+    ``config`` provides end tokens if ``generation_config.json`` has none.
 
     Raises:
         BuildError: a field has the wrong type or is out of range; names the file and the field.
@@ -108,7 +108,7 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
 
 
 def _bounded(bias: float) -> float:
-    return 0.0 if math.isnan(bias) else max(-_MAX_BIAS, min(_MAX_BIAS, bias))
+    return float(np.nan_to_num(bias, nan=0.0).clip(-_MAX_BIAS, _MAX_BIAS))
 
 
 def _require_known(path: Path, key: str, tokens: Collection[int], vocab_size: int) -> None:

@@ -1,7 +1,7 @@
-"""Parameters of a model by its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
+"""A model's parameters from its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
 
-Families with usual layers are listed here; tests compare each with transformers' modules. For others, and if a
-configuration leaves a size to its family's default, transformers creates the model without weights.
+Families with ordinary layers are listed here, and tests compare each with transformers' modules. For other families,
+and if a configuration leaves a size to its family's default, transformers creates the model on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
         shape: its shape; tied parameters count once.
         table: whether it is an embedding table.
         head: whether it projects to logits.
-        share: the share of a stack of experts that a token uses; None for other parameters.
+        share: for a stack of experts, the share that a token uses; None for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model without its weights.
+    """The sizes of a model.
 
     Attributes:
-        parameters: all of them, tied ones once.
+        parameters: all parameters, tied ones once.
         hidden: width of the residual stream.
         intermediate: width of the MLPs.
-        row: bytes of a token's keys and values in all layers, at 16 bits.
+        row: bytes of a token's keys and values in all layers, at 16 bits each.
     """
 
     parameters: tuple[Parameter, ...]
@@ -73,15 +73,15 @@ class ModelOutline:
 
 
 class _Family(NamedTuple):
-    """The differences of a family's layers from Llama's.
+    """How a family's layers differ from Llama's.
 
     Attributes:
         norms: number of norm vectors of the hidden size in a layer.
         head_norms: norms of queries and keys: vectors of a head's size, of all heads, or none.
-        qkv_bias: whether there is a bias, or the configuration's key for it; likewise the others.
-        true: keys that are true by default.
-        head_dim: default head size; None for the hidden size over the heads.
-        experts: the keys of the number and width of experts, if layers are mixtures.
+        qkv_bias: whether there is a bias, or the configuration key that says so; likewise the others.
+        true: configuration keys that are true by default.
+        head_dim: default head size; None for the hidden size divided by the number of heads.
+        experts: the configuration keys of the number and width of experts, for mixtures.
     """
 
     norms: int = 2
@@ -131,7 +131,7 @@ class UnknownSizesError(Exception):
 
 
 def outline(source: str | Path) -> ModelOutline:
-    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
+    """The sizes of a checkpoint's model, from its configuration only; for an adapter, of its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
@@ -152,10 +152,10 @@ def outline(source: str | Path) -> ModelOutline:
 
 
 def outline_from_config(document: Mapping[str, Any]) -> ModelOutline:
-    """The model of a ``config.json`` that determines all sizes.
+    """The sizes that a ``config.json`` determines.
 
     Raises:
-        UnknownSizesError: it does not.
+        UnknownSizesError: it does not determine all of them.
     """
     text = document.get("text_config")
     if isinstance(text, dict):  # the whole model's setting holds for its parts
@@ -191,7 +191,7 @@ def has_mtp(folder: Path, layers: int) -> bool:
                 names = list(file.keys())
         else:
             names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
-    except Exception:  # a build will report the file
+    except Exception:  # a build reports what is wrong with the file
         return False
     return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
 

@@ -1,7 +1,7 @@
-"""Checks before tracing that a model computes the same through our lowering as in plain transformers.
+"""Checks, before tracing, that a model computes the same through our lowering as in plain transformers.
 
-Most families keep to transformers' interfaces, some do not. Such a family must be refused by name rather than exported
-incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
+Most families follow transformers' interfaces, but some do not. Such a family must be refused by name rather than
+exported incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specexport.graphs.step import StepModule
 from specexport.runtime.states import KeptStates
 
 TOLERANCE = 1e-3
-"""Maximum difference of a logit, relative to the largest logit; rounding in deep models stays ten times below."""
+"""Maximum difference of a logit, relative to the largest logit; rounding in deep models stays below a tenth of it."""
 
 _PROMPT, _ROWS = 9, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
@@ -36,7 +36,7 @@ _POISON = 1e3
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
-    With ``embeds`` the step module gets the model's own embeddings instead of every other token.
+    With ``embeds``, every other token is replaced by the model's own embedding of it.
 
     Raises:
         BuildError: they differ; names the family.
@@ -137,14 +137,14 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
 
 
 def _compared(checkpoint: Checkpoint) -> TokenTree:
-    """The tree to compare; layers without attention support only chains."""
+    """The tree to compare: a chain for models with layers without attention, which support nothing else."""
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 
 def _through_eager(
     model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
 ) -> torch.Tensor:
-    """The same logits from one run over a separate text for each path of the tree to a leaf."""
+    """The same logits, from one run over a batch with a text for each path from the tree's root to a leaf."""
     start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
     # Padding after a leaf is not compared.
     padded_paths = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]

@@ -1,7 +1,7 @@
-"""Quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
+"""Reads quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
 
-A matrix is read as dequantized fp32 numbers, together with the scales and zero points that reproduce its integers, so
-that the exporter need not round again.
+A matrix is dequantized to fp32, and its scales and zero points are kept, so that the exporter can restore its integers
+instead of rounding again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
-"""Settings for rounding activations and the cache, which transformers computes in floating point."""
+"""Scales for quantized activations and caches, which transformers computes in floating point."""
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each four bits of an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -62,7 +62,7 @@ class _Config(msgspec.Struct):
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
-    """The format of a quantized checkpoint by its ``config.json``, and the precision that stores its numbers unchanged.
+    """The format of a quantized checkpoint, from its ``config.json``, and the precision that stores it unchanged.
 
     Returns:
         None if it is not quantized.
@@ -118,8 +118,8 @@ def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[S
     """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
 
     Raises:
-        BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
-            are not finite or groups do not exist.
+        BuildError: a part of a matrix is missing, or its shape or type does not match the others; while reading a
+            matrix, scales are not finite or groups do not exist.
     """
     config = _config(path, document)
     if config is None:

@@ -1,8 +1,8 @@
 """Tensor parallelism: splits a model among ranks, each of which computes a share of every layer.
 
 As in Megatron-LM (Shoeybi et al. 2019), the first product of a pair keeps a share of its columns and the second the
-same share of its rows, so that ranks synchronize once per pair to sum their results. transformers' ``tp_plan`` of a
-family tells the pairs.
+same share of its rows, so that ranks synchronize once per pair, to sum their results. A family's ``tp_plan`` in
+transformers lists the pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _JoinOfRanks(torch.nn.Module):
 
 
 class _SplitEmbedding(torch.nn.Module):
-    """The rows of a table from ``first``; a rank without a token's row contributes zeros."""
+    """``count`` rows of an embedding, from ``first``; a rank without a token's row contributes zeros."""
 
     def __init__(self, part: torch.nn.Module, first: int, count: int) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class _Splitter:
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a transformers causal LM; the model is unchanged and shares the parts that are not split.
+    """One rank's share of a transformers causal LM, which is left unchanged and shares the parts that are not split.
 
-    Split are the attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the
-    embedding and of the head.
+    Attention heads and the products of MLPs and experts are split, and so are the rows of the embedding and of the head
+    if their number is divisible.
 
     Raises:
-        BuildError: transformers does not tell how to split the family, or a number is not divisible.
+        BuildError: transformers does not say how to split the family, or a size is not divisible.
     """
     splitter = _Splitter(model, rank, ranks)
     rank_model = splitter.model

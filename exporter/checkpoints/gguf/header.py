@@ -1,6 +1,6 @@
-"""The header of a GGUF file: metadata and tensor locations, all checked before any memory is allocated.
+"""Reads the header of a GGUF file: metadata and tensor locations, checked before any memory is allocated.
 
-The ``gguf`` library's reader trusts the counts, lengths and offsets of a file; here a damaged file is refused by name.
+The ``gguf`` library's reader trusts a file's counts, lengths and offsets; this one refuses damaged files by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file, or of the parts of a split file.
+    """The header of a file, or of all parts of a split file.
 
     Attributes:
         path: the file, or the first part.
@@ -255,7 +255,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _LibraryField:
-    """A field in the form of the library's reader: ``data`` are the indices of the values in ``parts``."""
+    """A field as the library's reader represents it: ``data`` holds the indices of the values in ``parts``."""
 
     parts: list[Any]
     data: range
@@ -263,7 +263,7 @@ class _LibraryField:
 
 
 def as_library_reader(header: Header) -> Callable[[object], Any]:
-    """Replaces the ``gguf`` library's reader class, with the header that was read and checked here."""
+    """A stand-in for the ``gguf`` library's reader class that returns a header read and checked here."""
 
     class Reader:
         def __init__(self, _path: object) -> None:

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file with transformers' names and shapes, read on demand.
+"""Reads the tensors of a GGUF file on demand, with transformers' names and shapes.
 
-Blocks of GGUF's types are ``scale * integer + offset``, as in ggml. A block's scale and offset are fp16 numbers, or
-small integers times the fp16 number of a block of 256.
+A block of a GGUF type is ``scale * integer + offset``, as in ggml. Its scale and offset are fp16 numbers, or small
+integers times the fp16 number of a super-block of 256.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTenso
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that llama.cpp computes from the configuration and stores; they are not needed."""
+"""Tensors that llama.cpp derives from the configuration and stores; they are not needed."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type whose blocks are kept.
+    """A type whose integers and scales a bundle stores unchanged.
 
     Attributes:
-        kind: our smallest type that holds its integers.
+        kind: the smallest type of ours that holds its integers.
         group: number of neighbours in a row that share a scale.
         parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
     """
@@ -58,7 +58,7 @@ def _half(blocks: _Bytes, at: int) -> npt.NDArray[np.float16]:
 
 
 def _flat(fine: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """Concatenates the integers of all blocks of 256 in a row, as int8."""
+    """Concatenates the integers of all super-blocks in a row, as int8."""
     return fine.reshape(len(fine), -1).astype(np.int8)
 
 
@@ -128,7 +128,7 @@ def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
 
 
 def format_of(header: Header) -> str:
-    """The format's name with the types of most of a file's bytes: ``GGUF (Q4_K, Q6_K)``."""
+    """The format's name, with a file's types by their share of its bytes: ``GGUF (Q4_K, Q6_K)``."""
     sizes: dict[str, int] = {}
     for place in header.tensors.values():
         if len(place.shape) > 1:
