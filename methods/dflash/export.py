@@ -53,7 +53,7 @@ _Above = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class _Drafting(msgspec.Struct, kw_only=True):
-    """Fields of z-lab's configurations, in ``dflash_config`` or at the top level."""
+    """Fields of z-lab's configuration, in ``dflash_config`` or at the top level."""
 
     block_size: _Block | None = None
     mask_token_id: _Token | None = None
@@ -158,7 +158,7 @@ def _first(*values: Any) -> Any:
 
 
 def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
-    """Refuses variants that propose differently from DFlash."""
+    """Refuses variants that draft differently from DFlash."""
     for field, value, expected in (
         ("projector_type", config.projector_type, "dflash"),
         ("sample_from_anchor", config.sample_from_anchor, False),
@@ -180,9 +180,9 @@ def save_dflash(
     Args:
         folder: created if missing.
         draft: with full attention and the target's whole vocabulary.
-        states: layer counts, each at least 1, after which it reads the target's residual stream.
+        states: the layer counts, each at least 1, after which it reads the target's residual stream.
         layers: number of the target's layers.
-        dtype: dtype of the stored tensors.
+        dtype: of the stored tensors.
     """
     shape, layer = draft.shape, draft.shape.config.to_dict()
     config = {
@@ -209,7 +209,7 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
 
     stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
-    # Up to its block size; measured costs choose.
+    # Up to its block size; measured costs decide among them.
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)
     read = staticmethod(read_dflash)
 

@@ -21,7 +21,7 @@ from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 _AT_ONCE = 32
-"""Blocks of a window that are evaluated together."""
+"""Number of a window's blocks that are evaluated together."""
 
 
 def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def draft_loss(
     """Σ decay^i · CE_i over the tokens of blocks whose contexts end at the anchors ``[B,A]``.
 
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, given the text
-    before it. As the draft sees none of the tokens between, it learns that distribution marginalized over them.
+    before it. As the draft does not see the tokens in between, it learns that distribution marginalized over them.
     """
     return weighted_loss(_losses(draft, model, states, batch, anchors), decay)
 

@@ -112,7 +112,7 @@ def read_eagle3(source: str) -> Eagle3Outline:
         raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
     states = config.eagle_aux_hidden_state_layer_ids
     if states is None and nested.eagle_aux_hidden_state_layer_ids is not None:
-        # Here ids number the layers that output the states (SpecForge, SGLang).
+        # In eagle_config, ids number the layers that output the states (SpecForge, SGLang).
         states = [layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids]
     return Eagle3Outline(
         **fields,
@@ -132,8 +132,8 @@ def save_eagle3(
         folder: created if missing.
         draft: with all switches off.
         states: the layer counts after which it reads the target's residual stream.
-        tied: leave out the head too, as it is the target's.
-        dtype: dtype of the stored tensors.
+        tied: leave out the head too, because it is the target's.
+        dtype: of the stored tensors.
     """
     layer: Any = draft.shape.config
     config: dict[str, Any] = {

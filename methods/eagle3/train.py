@@ -121,10 +121,10 @@ def initial_draft(options: Eagle3Options, target: TrainingModel) -> tuple[Eagle3
 def draft_loss(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
 ) -> Loss:
-    """Σ decay^i · CE_i over the tokens drafted from each token of a text, each after the text's true tokens.
+    """Σ decay^i · CE_i over the tokens drafted after each token of a text, given the text's true tokens.
 
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, restricted to the
-    draft's vocabulary, over positions where that has the target's most probable token (arXiv 2503.01840, SpecForge).
+    draft's vocabulary, over positions whose most probable token is in that vocabulary (arXiv 2503.01840, SpecForge).
     """
     return weighted_loss(_losses(draft, model, states, batch, steps), decay)
 
@@ -171,7 +171,7 @@ def draft_accuracy(
 
 
 class _TrainingTimeTest:
-    """Attention of the rows of each token, and then, call by call, of the rows that continue from each of them.
+    """Attention of a row for each token and then, call by call, of the rows that continue from each of them.
 
     Row t of call s attends to rows 0 to t of the first call, and to row t of each later call up to s.
     """

@@ -1,8 +1,8 @@
 """Checkpoints of EAGLE-3, DFlash and MTP drafts.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
-the target's has ``d2t``, the offset of each token's id in the target, and ``t2d``, a mask of the target's tokens that
-it has. ``embed_tokens.weight`` and ``lm_head.weight`` may be left out if they are the target's.
+the target's has ``d2t``, each token's offset to its id in the target, and may have ``t2d``, a mask of the target's
+tokens that it shares. ``embed_tokens.weight`` and ``lm_head.weight`` may be missing if they are the target's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 D2T, T2D, EMBEDDING, HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _MAX_LAYERS = 16
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Ends of names to ignore: leftovers of training, and tensors that follow from the configuration."""
+"""Suffixes of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
@@ -89,8 +89,8 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
         description: the kind of draft, for error messages.
 
     Returns:
-        The configuration of the layers, whether it is that of the ``speculators`` library, and the fields of
-        :class:`OwnFilesOutline` that all such drafts have.
+        The configuration of the layers, whether it has the layout of the ``speculators`` library, and the fields of
+        :class:`OwnFilesOutline` that all such drafts share.
 
     Raises:
         BuildError: a field is missing or malformed; names the file and the field.
@@ -120,8 +120,8 @@ class DraftOutline(ABC):
 
     Attributes:
         layer: transformers' configuration of the layers.
-        vocab: vocabulary size of the target it was trained for.
-        draft_vocab: number of tokens it may propose.
+        vocab: vocabulary size of the target that it was trained for.
+        draft_vocab: number of tokens that it may propose.
     """
 
     path: Path
@@ -150,7 +150,7 @@ class DraftOutline(ABC):
 
     @property
     def prefixes(self) -> Mapping[str, str]:
-        """Prefixes of stored names, and what the draft's modules have instead."""
+        """Prefixes of stored names, and the corresponding prefixes in the draft's modules."""
         return {}
 
     @abstractmethod
@@ -158,7 +158,7 @@ class DraftOutline(ABC):
         """The stored tensors by the names of the draft's modules.
 
         Raises:
-            BuildError: two tensors are the same part, or the parts of a quantized matrix do not fit; names them.
+            BuildError: two tensors have the same name, or parts of a quantized matrix do not match; names them.
         """
 
     @abstractmethod
@@ -257,14 +257,14 @@ class DraftOutline(ABC):
             rows = state[EMBEDDING] if tied else self._table(target, HEAD)
             state[HEAD] = rows if ids is None else rows[ids]
         draft.load_state_dict(state, assign=True)
-        # Computed rather than stored, so it must be rebuilt off the meta device.
+        # Its buffers are computed, not stored, so it must be recreated off the meta device.
         draft.rotary_emb = type(draft.rotary_emb)(self.layer)
         draft.target_ids = ids
         freeze_frequencies(draft, positions)
         return draft.eval().requires_grad_(False)
 
     def _table(self, target: Path, name: str) -> torch.Tensor:
-        """The target's embedding or head, for a draft without one."""
+        """The target's embedding or head, for a draft that lacks its own."""
         tensor = stored_table(target, head=name == HEAD)
         expected = (self.vocab, self.layer.hidden_size)
         if tensor.shape != expected:

@@ -1,4 +1,4 @@
-"""Export of drafts over the target's states, and of those that also read their own state."""
+"""Exports drafts over the target's states, including those that also read their own state."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
-        """See :class:`MethodExporter`; each token must be the choice of the draft when run over the whole text."""
+        """See :class:`MethodExporter`; each token must be the draft's choice when it runs over the whole text."""
         manifest, (model,) = run.bundle.manifest, method.models.values()
         target = run.source(None)
         source = run.source(method) if method.sources else target
@@ -170,7 +170,7 @@ class OwnStateExporter(StatesDraftExporter[P, O]):
 def trace_own_state(
     draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ir.Model, ir.Model]:
-    """Traces the inputs of a draft's first pass, and one pass for the body of the loop.
+    """Traces the computation of the first pass's inputs, and one pass as the loop's body.
 
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """

@@ -1,7 +1,7 @@
 """Drafts that read the target's states, and their own state at tokens that the target has not read yet.
 
-A row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
-embedding of the next token. It predicts the token after that one.
+Each row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
+embedding of the next token. It predicts the token after that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OwnStateModule(torch.nn.Module, ABC):
         lm_head: projection to the draft's logits.
         reads: width of the target's concatenated states.
         hidden: H, width of the draft's state.
-        target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
+        target_ids: int64 ``[draft_vocab]``, the target's ids of the draft's tokens; None if ids are the same.
     """
 
     embed_tokens: torch.nn.Embedding
@@ -43,7 +43,7 @@ class OwnStateModule(torch.nn.Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows under the lowering in force.
+        """Runs rows under the active lowering.
 
         Args:
             input_ids: int64 ``[B,T]``, the token after each row's own.
@@ -51,11 +51,11 @@ class OwnStateModule(torch.nn.Module, ABC):
             position_ids: int64 ``[B,T]``.
 
         Returns:
-            The states that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
+            States that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
         """
 
     def cache(self) -> tuple[CacheLayer, ...]:
-        """The cache of each layer: heads, and sizes of keys and values, as seen in a run of two rows."""
+        """The cache of each layer, from a run over two rows: heads, and sizes of keys and values."""
         probe, weight = Probe(), self.lm_head.weight
         ids = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
         with torch.no_grad(), lowering(probe):

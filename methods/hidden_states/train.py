@@ -37,8 +37,8 @@ def train_and_write(
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
     ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number. With
-    ``watch`` the draft is measured on a few held-out windows at every checkpoint too. What ``save`` has written is read
-    again, so that it can be used.
+    ``watch``, the draft is also measured on a few held-out windows at every checkpoint. The output of ``save`` is read
+    again as a check.
 
     Raises:
         BuildError: what was written does not fit the target.
@@ -68,7 +68,7 @@ def train_and_write(
 
 
 def frozen(weight: torch.Tensor) -> torch.nn.Parameter:
-    """A target's weight as a parameter of a draft that is not trained."""
+    """A target's weight as an untrained parameter of a draft."""
     return torch.nn.Parameter(weight.detach(), requires_grad=False)
 
 
@@ -108,8 +108,8 @@ def run_target(model: Any, states: Sequence[int], batch: Windows) -> tuple[torch
     """Runs the target over a batch ``[B,L]``.
 
     Returns:
-        Its states after each of the layer counts, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the positions
-        before tokens to learn; and the index of each position among those, int64 ``[B,L]``.
+        Its states after each of the layer counts, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the M positions
+        before tokens to learn; and each position's index among these, int64 ``[B,L]``.
     """
     rows = batch.learnt_from(1)
     with torch.no_grad(), recorded_states(model, states) as noted:

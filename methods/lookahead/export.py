@@ -1,4 +1,4 @@
-"""Build of lookahead decoding: checks W, N and G, which determine the widths of its steps."""
+"""Builds lookahead decoding: checks W, N and G, which determine the widths of its steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptio
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
-    """Exports nothing: the window runs in the target's own steps."""
+    """Exports no graph, as the window runs within the target's own steps."""
 
     def outline(self, options: LookaheadOptions, target: TargetOutline) -> Lookahead:
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: no step has these sizes.
+            BuildError: W, N or G is out of range.
         """
         W, N, G = _sizes(options, target.parameters)
         named = f"lookahead is {W},{N},{G}"

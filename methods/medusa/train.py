@@ -1,4 +1,4 @@
-"""``specexport train medusa``: trains heads alone, or with their model (Cai et al., arXiv 2401.10774)."""
+"""``specexport train medusa``: trains heads alone, or together with their model (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
     with open_run("train medusa", options, place, base, log) as run:
         within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
-            # Weights to train are in float32; sampling is twice as fast with a copy in bfloat16.
+            # Trained weights are in float32; sampling is twice as fast from a copy in bfloat16.
             run.self_distill(
                 base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
             )
@@ -110,10 +110,10 @@ def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:
-    """New heads, which predict the model's next token: blocks change little, projections are the model's own.
+    """New heads that predict the model's next token: blocks change little, and projections equal the model's own.
 
-    A single block starts at zero, as in the paper. Several zero blocks would all learn the same, so they start with a
-    little noise from torch's global generator.
+    A single block starts at zero, as in the paper. Several blocks start with a little noise from torch's global
+    generator, as blocks of zeros would all learn the same.
     """
     lm_head = model.get_output_embeddings().weight
     vocab, hidden = lm_head.shape
@@ -148,7 +148,7 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
     lm_head = model.get_output_embeddings()
 
     def loss_at(number: int) -> Loss:
-        # Another seed, or the batches would repeat in the order of the first stage.
+        # Another seed, so that batches do not repeat in the order of the first stage.
         batch = run.batch(number, options.seed + 1)
         learnt = batch.learnt_from(1)
         with place.autocast():

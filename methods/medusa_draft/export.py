@@ -1,4 +1,4 @@
-"""Export of a smaller model with Medusa heads: a step graph that returns candidates instead of logits."""
+"""Exports a smaller model with Medusa heads, as a step graph that returns candidates instead of logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         return method.medusa
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """See :class:`MethodExporter`; the draft reads as many tokens as a step can commit."""
+        """See :class:`MethodExporter`; the draft reads as many tokens per step as a step can commit."""
         steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
         return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 

@@ -1,4 +1,4 @@
-"""Export of MLP speculators: the propose graph, and its comparison with the stages."""
+"""Exports MLP speculators as propose graphs, and compares these with the stages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorO
 _STAGE_ACCURACY = 0.6
 """Assumed accuracy of a stage after correct tokens."""
 _NEVER_SEEN = 1e-6
-"""With measured accuracies, the weight of a path that was never right, relative to the assumed accuracy."""
+"""If accuracy was measured, the weight of a path that was never right, relative to its assumed probability."""
 
 
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):
@@ -86,7 +86,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
             stages = load_speculator(outline)
-            # Stages beyond the deepest tree would never be used.
+            # Stages beyond the deepest tree are never used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = Checkpoint(
                 source=method.model,

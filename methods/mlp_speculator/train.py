@@ -22,7 +22,7 @@ from specexport.training.run import Place, choose_place, load_model, open_run
 def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
     """Trains a speculator and writes it in the layout of ``ibm-fms``.
 
-    Training has two stages, as theirs: first the data, then texts sampled from the model.
+    As with theirs, training has two stages: first on the data, then on texts sampled from the model.
     """
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
@@ -48,7 +48,7 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
             learn("data", first, options.seed)
         if options.self_distill:
             run.self_distill(base, options.self_distill)
-            # Another seed, or the batches would repeat in the order of the first stage.
+            # Another seed, so that batches do not repeat in the order of the first stage.
             learn("texts", max(1, total - first), options.seed + 1)
         accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
         run.record["stage_accuracy"] = accuracy.ranks

@@ -1,4 +1,4 @@
-"""Export of the target's own first layers as a draft: a propose graph over the target's weights."""
+"""Exports the target's own first layers as a draft: a propose graph over the target's weights."""
 
 from __future__ import annotations
 
