@@ -51,7 +51,7 @@ class Place:
 
 
 def choose_place(options: RunOptions) -> Place:
-    """The device and precision to use; ``auto`` takes a GPU if there is one, and bfloat16 if it is fast there.
+    """The device and precision to use; ``auto`` is a GPU if there is one, and bfloat16 if it is fast there.
 
     Raises:
         TrainError: there is no such device.
@@ -62,7 +62,7 @@ def choose_place(options: RunOptions) -> Place:
     kind = "cuda" if cuda and options.device != "cpu" else "cpu"
     bf16 = options.precision == "bf16"
     if options.precision == "auto":
-        # Without these instructions a CPU emulates bfloat16, several times slower than float32.
+        # Without these instructions, a CPU emulates bfloat16, which is several times slower than float32.
         bf16 = torch.cuda.is_bf16_supported() if kind == "cuda" else torch.cpu._is_avx512_bf16_supported()
     return Place(torch.device(kind), bf16)
 
@@ -73,7 +73,7 @@ class TrainingModel:
 
     Attributes:
         path: the local folder; empty if the model was never stored.
-        model: in evaluation mode, hence without dropout even in training; no parameter requires a gradient.
+        model: in evaluation mode, and so without dropout even in training; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
         ends: tokens that end a text.
     """
@@ -171,14 +171,14 @@ def save_model(
 
 @dataclass
 class Run(Generic[O]):
-    """One training, from data to a folder.
+    """A training run, from data to an output folder.
 
     Attributes:
         target: the model to train for.
         window: tokens per window.
         prompt: tokens per prompt.
-        windows: to learn from.
-        held_out: for evaluation.
+        windows: the windows to learn from.
+        held_out: the windows to evaluate on.
         record: the content of ``training.json``.
     """
 
@@ -194,7 +194,7 @@ class Run(Generic[O]):
     record: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, texts: int) -> None:
-        """Samples that many texts of the target, logs the training data and seeds torch's generator."""
+        """Samples ``texts`` texts of the target, if any, logs the training data and seeds torch's generator."""
         if texts:
             self.self_distill(self.target, texts)
         self.describe_data()
@@ -211,7 +211,7 @@ class Run(Generic[O]):
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
 
     def texts_of(self, model: TrainingModel, data: Windows, count: int, name: str) -> Windows:
-        """A model's own continuations of prompts cut from the data, as met in decoding."""
+        """A model's own continuations of prompts cut from the data."""
         ids = sample_texts(
             model.model,
             lambda rows, generator: data.prompts(rows, self.prompt, generator),
@@ -224,8 +224,8 @@ class Run(Generic[O]):
         return sampled_windows(ids, self.prompt, model.ends)
 
     def self_distill(self, model: TrainingModel, count: int) -> None:
-        """Replaces the data by texts of the model: ``count`` to learn from, and an eighth as many, at most 64, held
-        out.
+        """Replaces the data with texts of the model: ``count`` to learn from, and an eighth as many, at most 64, to
+        hold out.
         """
         self.windows = self.texts_of(model, self.windows, count, "sampled-train")
         self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
@@ -243,7 +243,7 @@ class Run(Generic[O]):
         loss_at: Callable[[int], Loss],
         evaluate: Callable[[], str] | None = None,
     ) -> None:
-        """Trains, as :func:`specexport.training.loop.train`, and records the result under ``name``."""
+        """Trains with :func:`specexport.training.loop.train`, and records the result under ``name``."""
         options = self.options
         self.record[name] = asdict(
             train(
@@ -262,7 +262,7 @@ class Run(Generic[O]):
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
-        """A folder to write the output to, which becomes visible, with the record, when it is complete."""
+        """Context with a folder for the output, which is moved into place, with the record, once it is complete."""
         with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
@@ -274,7 +274,7 @@ def open_run(
 ) -> Iterator[Run[O]]:
     """Reads the data and opens the work folder, from which a run with the same options resumes.
 
-    The target's tokenizer encodes the data; ``drafts`` are further models that the result depends on.
+    The target's tokenizer encodes the data; ``drafts`` are other models that the result depends on.
 
     Raises:
         TrainError: the data are missing, malformed or too few, or the work folder belongs to another training.
@@ -315,7 +315,7 @@ def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Wi
 
 @contextlib.contextmanager
 def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
+    """Context with the user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
     path = work / "settings.json"
     expected = json.loads(json.dumps(settings))

@@ -55,8 +55,7 @@ class MTPDraft(OwnStateModule):
     """The layer and its norms.
 
     Args:
-        model: a transformers decoder whose last layer is of the same kind, with the target's ``embed_tokens`` and
-        ``norm``.
+        model: a transformers decoder with the target's ``embed_tokens`` and ``norm``, whose last layer is of this kind.
     """
 
     def __init__(self, model: Any) -> None:
