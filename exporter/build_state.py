@@ -162,7 +162,6 @@ class Build:
 
     @property
     def vocab_size(self) -> int:
-        """V of the target."""
         return self.target.model.vocab_size
 
     @property
@@ -171,5 +170,4 @@ class Build:
         return self.target.model.max_positions
 
     def during(self, title: str) -> AbstractContextManager[None]:
-        """Reports the start and the end of a step."""
         return during(self.progress, title)

@@ -61,7 +61,6 @@ class Blocks:
     zero: npt.NDArray[np.int8] | None = None
 
     def restored(self, axis: int) -> npt.NDArray[np.float32]:
-        """The dequantized matrix."""
         block = self.integers.shape[axis] // self.scale.shape[axis]
         numbers = self.integers.astype(np.float32)
         if self.zero is not None:

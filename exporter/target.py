@@ -87,7 +87,6 @@ class TargetBuild:
 
     @property
     def options(self) -> BuildOptions:
-        """What to build."""
         return self.build.options
 
     @property

@@ -68,7 +68,6 @@ class NgramIndex:
         return len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds tokens to the text."""
         text = self._tokens
         for token in tokens:
             # N-grams are added only when a token follows them, so that the text's end never matches itself.

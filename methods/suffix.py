@@ -74,7 +74,6 @@ class SuffixAutomaton:
         return self._size
 
     def append(self, token: int) -> None:
-        """Adds a token to the text."""
         new = self._state(self._length[self._last] + 1, 0, {}, 0)
         at = self._last
         while at >= 0 and token not in self._next[at]:

@@ -58,7 +58,6 @@ class Windows:
         return Windows(self.ids[rows].long(), self.learn[rows], self.document[rows])
 
     def to(self, device: torch.device) -> Windows:
-        """These windows on another device."""
         return Windows(self.ids.to(device), self.learn.to(device), self.document.to(device))
 
     def learnt_from(self, ahead: int) -> torch.Tensor:
@@ -86,16 +85,14 @@ class Windows:
         return torch.cat(parts)
 
     def fingerprint(self) -> str:
-        """A hash of the training data."""
         digest = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         for tensor in (self.ids, self.learn):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def in_order(self, size: int) -> Iterator[torch.Tensor]:
+    def in_order(self, size: int) -> tuple[torch.Tensor, ...]:
         """Indices of all windows, at most ``size`` at a time."""
-        for start in range(0, len(self), size):
-            yield torch.arange(start, min(start + size, len(self)))
+        return torch.split(torch.arange(len(self)), size)
 
     def hold_out(self, share: float) -> tuple[Windows, Windows]:
         """Splits off the last windows, but at least one, for evaluation.

@@ -46,7 +46,6 @@ class Place:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def autocast(self) -> torch.autocast:
-        """The autocast context."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
@@ -87,7 +86,6 @@ class TrainingModel:
 
     @property
     def layers(self) -> int:
-        """The number of decoder layers."""
         return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,7 +71,6 @@ class Checkpoint:
 
     @property
     def layers(self) -> int:
-        """The number of decoder layers."""
         return int(self.model.config.num_hidden_layers)
 
 

@@ -27,7 +27,7 @@ from specexport.runtime.states import KeptStates
 TOLERANCE = 1e-3
 """Maximum difference of a logit, relative to the largest logit; rounding in deep models stays below a tenth of it."""
 
-_PROMPT, _ROWS = 9, 32
+_PROMPT, _CHAIN, _ROWS = 9, 2, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
 _POISON = 1e3
 """Value of embeddings that the mask hides, so that reading one shows in the logits."""
@@ -43,15 +43,13 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
     """
     model, vocab = checkpoint.model, min(checkpoint.vocab_size, checkpoint.input_vocab)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, vocab, (1, _PROMPT), generator=generator)
-    chain = torch.randint(0, vocab, (1, 2), generator=generator)
-    tree = torch.randint(0, vocab, (1, len(_TREE)), generator=generator)
+    parts = [torch.randint(0, vocab, (1, count), generator=generator) for count in (_PROMPT, _CHAIN, len(_TREE))]
     try:
         with torch.no_grad(), quiet(), read_weights(model):
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
-                ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
+                ours = _through_lowering(checkpoint, lowering, embeds, parts)
             with plain_transformers(model):
-                theirs = _through_eager(model, prompt, chain, tree, _compared(checkpoint))
+                theirs = _through_eager(model, parts, _compared(checkpoint))
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
     except Exception as error:  # model code raises exceptions of any kind
@@ -74,26 +72,17 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
 
 
 def _through_lowering(
-    checkpoint: Checkpoint,
-    lowering: LoweredAs,
-    embeds: bool,
-    prompt: torch.Tensor,
-    chain: torch.Tensor,
-    tree: torch.Tensor,
+    checkpoint: Checkpoint, lowering: LoweredAs, embeds: bool, parts: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
+    """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``; ``parts`` are their tokens."""
     layers = with_rows(list(checkpoint.states.values()), len(_TREE))
     states = dict(zip(checkpoint.states, layers, strict=True))
     step = StepModule(checkpoint.model, lowering=lowering, states=states)
     kept, slot = KeptStates(layers, 1), range(1)
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
-    chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
-    for tokens, shape, first_row in (
-        (prompt, chains[0], _PROMPT - 1),
-        (chain, chains[1], 0),
-        (tree, _compared(checkpoint), 0),
-    ):
+    shapes = (TokenTree.chain(_PROMPT), TokenTree.chain(_CHAIN), _compared(checkpoint))
+    for tokens, shape, first_row in zip(parts, shapes, (_PROMPT - 1, 0, 0), strict=True):
         ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
         known_tokens = count if done == 0 else 1  # the tokens after these count as draft tokens
@@ -112,9 +101,9 @@ def _through_lowering(
         logits.append(out[0][0])
         rows = out[1 : 1 + len(past)]
         past = list(rows) if lowering == "native" else _with_rows(past, rows, done)
-        blocks, parts = kept.outputs(1, count)
+        blocks, new_parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
-            parts[name][:] = new.numpy()
+            new_parts[name][:] = new.numpy()
         kept.ran(slot, [done], [known_tokens])
         kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
@@ -141,16 +130,13 @@ def _compared(checkpoint: Checkpoint) -> TokenTree:
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 
-def _through_eager(
-    model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
-) -> torch.Tensor:
+def _through_eager(model: torch.nn.Module, parts: Sequence[torch.Tensor], shape: TokenTree) -> torch.Tensor:
     """The same logits, from one run over a batch with a text for each path from the tree's root to a leaf."""
-    start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
+    *start_parts, tree = parts
+    start, paths = torch.cat(start_parts, dim=1), shape.leaf_paths
     # Padding after a leaf is not compared.
     padded_paths = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]
     texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(padded_paths)]], dim=1)
     logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
-    place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
-    return torch.cat(
-        [logits[0, : 1 + chain.shape[1]], *(logits[place[node]][None] for node in range(len(shape)))]
-    ).float()
+    place = {node: (text, 1 + _CHAIN + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
+    return torch.cat([logits[0, : 1 + _CHAIN], *(logits[place[node]][None] for node in range(len(shape)))]).float()

@@ -50,7 +50,6 @@ class StoredTensor:
 
     @property
     def floating(self) -> bool:
-        """Whether it holds floating-point numbers."""
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:

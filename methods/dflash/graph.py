@@ -162,7 +162,6 @@ class EachLayer:
 
     @property
     def returned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See :class:`~specexport.graphs.attention.TwoPartLowering`."""
         return [lowering.returned[layer] for layer, lowering in enumerate(self._layers)]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -80,7 +80,6 @@ class DraftModelProposer(ReadingProposer):
         return self._missing(view) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`DeviceDraft`."""
         longest = max(len(view.tokens) for view in views)
         self.graph.reserve(longest + drafts - 1)
         slots = window([view.slot for view in views], self.graph.sizes)

@@ -146,7 +146,6 @@ class StatesProposer(Proposer):
         return 0 < unread == self._unread(view) <= self._width and room
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`DeviceDraft`."""
         slots = window([view.slot for view in views], self.graph.sizes)
         inputs = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
         for view in views:

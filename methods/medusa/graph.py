@@ -19,7 +19,6 @@ class ResBlock(torch.nn.Module):
         torch.nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to ``[..., H]``."""
         out: torch.Tensor = x + torch.nn.functional.silu(self.linear(x))
         return out
 

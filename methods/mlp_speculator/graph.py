@@ -24,7 +24,6 @@ class RmsNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., I]`` to ``[..., I]``."""
         return self.weight * rms_normalize(x) + self.bias
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, ReaderField
 
 from specexport.contract.errors import BuildError
 
@@ -253,27 +253,18 @@ class _Reader:
         return header
 
 
-@dataclass(frozen=True)
-class _LibraryField:
-    """A field as the library's reader represents it: ``data`` holds the indices of the values in ``parts``."""
-
-    parts: list[Any]
-    data: range
-    types: list[GGUFValueType]
-
-
 def as_library_reader(header: Header) -> Callable[[object], Any]:
     """A stand-in for the ``gguf`` library's reader class that returns a header read and checked here."""
 
     class Reader:
         def __init__(self, _path: object) -> None:
             self.tensors = list(header.tensors.values())
-            self.fields = {key: _library_field(field) for key, field in header.fields.items()}
+            self.fields = {key: _library_field(key, field) for key, field in header.fields.items()}
 
     return Reader
 
 
-def _library_field(field: Field) -> _LibraryField:
+def _library_field(key: str, field: Field) -> ReaderField:
     values = field.value if field.kinds[0] is GGUFValueType.ARRAY else [field.value]
-    parts = [value.encode() if isinstance(value, str) else [value] for value in values]
-    return _LibraryField(parts, range(len(parts)), list(field.kinds))
+    parts: list[Any] = [value.encode() if isinstance(value, str) else [value] for value in values]
+    return ReaderField(0, key, parts, list(range(len(parts))), list(field.kinds))
