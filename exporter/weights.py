@@ -80,7 +80,8 @@ class WeightsReport:
 
     def add(self, error: float, energy: float) -> None:
         """Adds sums of squares to :attr:`rms_error`."""
-        self._error, self._energy = self._error + error, self._energy + energy
+        self._error += error
+        self._energy += energy
 
     def add_error(
         self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32], *, again: bool = False
@@ -90,10 +91,8 @@ class WeightsReport:
         energy = float(np.square(original, dtype=np.float64).sum())
         self.add(error, energy)
         if again:
-            self._converted_error, self._converted_energy = (
-                self._converted_error + error,
-                self._converted_energy + energy,
-            )
+            self._converted_error += error
+            self._converted_energy += energy
 
 
 @dataclass(frozen=True, kw_only=True)
