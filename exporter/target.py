@@ -142,11 +142,7 @@ def plan(target: TargetBuild) -> None:
 
 
 def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
-    """A method with chains instead of trees, for a target with layers that read text token by token.
-
-    Raises:
-        BuildError: trees with branches were requested, or the method has no others.
-    """
+    """A method with chains instead of trees, for a target with layers that read text token by token."""
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
     if (branching and options.trees) or method.own_widths:
         raise BuildError(

@@ -55,11 +55,7 @@ def _local_meta_model(folder: Path) -> Any:
 
 
 def _create_meta_model(folder: Path, config: Any) -> Any:
-    """A configuration's model on torch's meta device.
-
-    Raises:
-        BuildError: transformers cannot create it; names the file and the family.
-    """
+    """A configuration's model on torch's meta device."""
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnx
+import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.engines import EngineRuntime
@@ -244,7 +245,8 @@ def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: C
     )
     for side, expected, network_tensors in sides:
         types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in network_tensors}
-        expected_types = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
+        onnx_types = {value.name: ir.DataType(value.type.tensor_type.elem_type).name for value in expected}
+        expected_types = {name: _TYPES.get(kind, kind) for name, kind in onnx_types.items()}
         for name in sorted(types.keys() | expected_types.keys()):
             if types.get(name) != expected_types.get(name):
                 raise BuildError(
@@ -261,10 +263,5 @@ def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: C
             )
 
 
-_TYPES = {
-    onnx.TensorProto.FLOAT: "FLOAT",
-    onnx.TensorProto.FLOAT16: "HALF",
-    onnx.TensorProto.BFLOAT16: "BF16",
-    onnx.TensorProto.INT64: "INT64",
-    onnx.TensorProto.BOOL: "BOOL",
-}
+_TYPES = {"FLOAT16": "HALF", "BFLOAT16": "BF16"}
+"""Types that TensorRT names differently from ONNX."""

@@ -193,9 +193,6 @@ class DraftOutline(ABC):
         """Checks that the draft has tensors of these shapes and no others, by the headers of its files.
 
         Tensors in ``shared`` may be left out, as the target has them; ``description`` is for error messages.
-
-        Raises:
-            BuildError: a tensor is missing, unknown, or of another shape or type; names it.
         """
         maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
         for name, tensor in stored.items():
@@ -219,11 +216,7 @@ class DraftOutline(ABC):
         self._target_ids(stored)
 
     def _target_ids(self, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
-        """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same.
-
-        Raises:
-            BuildError: an id is not in the target's vocabulary, or contradicts ``t2d``; names the tensor.
-        """
+        """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same."""
         if D2T not in stored or self.draft_vocab == self.vocab:
             return None
         offsets = stored[D2T].read()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,28 +254,26 @@ class HeadsExporter(MethodExporter[O, H]):
 
     earlier_accuracy: ClassVar[tuple[float, ...]] = ()
     """Assumed accuracy of the depths before those of the heads."""
-
-    @abstractmethod
-    def heads_folder(self, method: H) -> str:
-        """The folder of the heads."""
+    heads_key: ClassVar[str] = "model"
+    """The method's field with the folder of the heads."""
 
     def tree_of_size(self, method: H, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size."""
-        heads = read_outline(expanded(self.heads_folder(method)))
+        heads = self._heads(method)
         weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
         return TokenTree.best(weight, size + 1, method.candidates, depth)
 
     def default_trees(self, method: H) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
-        published = read_outline(expanded(self.heads_folder(method))).tree
+        published = self._heads(method).tree
         return (published,) if published is not None else super().default_trees(method)
+
+    def _heads(self, method: H) -> HeadsOutline:
+        return read_outline(expanded(getattr(method, self.heads_key)))
 
 
 class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
-
-    def heads_folder(self, method: Medusa) -> str:
-        return method.model
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
         folder = expanded(options.model)

@@ -30,6 +30,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
 
     stage: ClassVar[str | None] = "draft"
     earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
+    heads_key: ClassVar[str] = "medusa"
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
@@ -43,9 +44,6 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
             heads=read_outline(folder).count,
             candidates=min(MAX_TOP_K, target.vocab),
         )
-
-    def heads_folder(self, method: MedusaDraft) -> str:
-        return method.medusa
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`; the draft reads as many tokens per step as a step can commit."""

@@ -127,11 +127,7 @@ def _generation(header: Header) -> dict[str, Any]:
 
 
 def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
-    """The scaling of rotary frequencies, which transformers' mapping mostly ignores.
-
-    Raises:
-        BuildError: the scaling is of an unsupported kind.
-    """
+    """The scaling of rotary frequencies, which transformers' mapping mostly ignores."""
     if config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type", "default") != "default":
         return {}
     prefix = f"{header.architecture}.rope"
