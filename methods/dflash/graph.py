@@ -196,8 +196,8 @@ def block_lowering(
     positions = torch.cat([past_length[:, None] + at, block_positions], 1)
     # All rows of a block see the same rows, except that causal layers hide later ones.
     real = torch.cat([at <= last_row[:, None], block < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
-    behind = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
-    return each_layer(causal, past, past_length, real, behind, positions), block_positions, positions
+    later = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
+    return each_layer(causal, past, past_length, real, later, positions), block_positions, positions
 
 
 def each_layer(
@@ -205,15 +205,15 @@ def each_layer(
     past: KeyValues,
     past_length: torch.Tensor,
     seen: torch.Tensor,
-    behind: torch.Tensor,
+    later: torch.Tensor,
     positions: torch.Tensor,
 ) -> EachLayer:
     """A lowering per layer, see :class:`~specexport.graphs.attention.TwoPartLowering`.
 
-    In ``causal`` layers, rows do not see those ``behind`` them, bool ``[T,F]``.
+    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
     """
     kinds = {
-        causal_layer: TwoPartLowering(past, past_length, seen & ~behind if causal_layer else seen, positions)
+        causal_layer: TwoPartLowering(past, past_length, seen & ~later if causal_layer else seen, positions)
         for causal_layer in sorted({*causal})
     }
     return EachLayer([kinds[causal_layer] for causal_layer in causal])

@@ -56,7 +56,7 @@ class Eagle3Draft(OwnStateModule):
         self.shape = shape
         config: Any = shape.config
         H, wide, eps = config.hidden_size, shape.states * shape.target_hidden, config.rms_norm_eps
-        self.reads, self.hidden = wide, H
+        self.states_width, self.hidden = wide, H
         self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
         self.input_norm = LlamaRMSNorm(wide, eps) if shape.norm_before_fc else None
         norms = [LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)] if shape.fc_norm else None

@@ -130,9 +130,9 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if draft.model.target_ids is None else draft.model.target_ids
         for text, drafted in recorded:
-            with recorded_states(original, method.states) as noted:
+            with recorded_states(original, method.states) as by_layer:
                 reference_logits(original, np.array(text[:-1]))
-            states = torch.cat([noted[count] for count in method.states], -1).float()
+            states = torch.cat([by_layer[count] for count in method.states], -1).float()
             with torch.no_grad():
                 expected = torch.stack(list(self.reference_logits(draft, text, states, drafted.tolist())))
             chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
@@ -175,7 +175,7 @@ def trace_own_state(
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """
     attention = draft.layers[0].get_submodule("self_attn")
-    states = own_state_inputs(draft.reads, draft.hidden)
+    states = own_state_inputs(draft.states_width, draft.hidden)
     first = trace.trace_module(OwnStateStart(draft), states, ["hidden", "real"], lowering)
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
     real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")

@@ -23,7 +23,7 @@ class OwnStateModule(torch.nn.Module, ABC):
         embed_tokens: embedding of the input tokens.
         layers: transformers' decoder layers.
         lm_head: projection to the draft's logits.
-        reads: width of the target's concatenated states.
+        states_width: width of the target's concatenated states.
         hidden: H, width of the draft's state.
         target_ids: int64 ``[draft_vocab]``, the target's ids of the draft's tokens; None if ids are the same.
     """
@@ -31,13 +31,13 @@ class OwnStateModule(torch.nn.Module, ABC):
     embed_tokens: torch.nn.Embedding
     layers: torch.nn.ModuleList
     lm_head: torch.nn.Linear
-    reads: int
+    states_width: int
     hidden: int
     target_ids: torch.Tensor | None
 
     @abstractmethod
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """Fuses the target's states, all layers concatenated, ``[B,T,reads]`` to ``[B,T,H]``."""
+        """Fuses the target's states, all layers concatenated, ``[B,T,states_width]`` to ``[B,T,H]``."""
 
     @abstractmethod
     def forward(

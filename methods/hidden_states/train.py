@@ -112,6 +112,6 @@ def run_target(model: Any, states: Sequence[int], batch: Windows) -> tuple[torch
         before tokens to learn; and each position's index among these, int64 ``[B,L]``.
     """
     rows = batch.learnt_from(1)
-    with torch.no_grad(), recorded_states(model, states) as noted:
+    with torch.no_grad(), recorded_states(model, states) as by_layer:
         _, logits = run_model(model, batch.ids, rows)
-    return torch.cat([noted[count] for count in states], -1), logits, rows.flatten().cumsum(0).view_as(rows) - 1
+    return torch.cat([by_layer[count] for count in states], -1), logits, rows.flatten().cumsum(0).view_as(rows) - 1

@@ -61,7 +61,7 @@ class MTPDraft(OwnStateModule):
     def __init__(self, model: Any) -> None:
         super().__init__()
         vocab, H = map(int, model.embed_tokens.weight.shape)
-        self.reads = self.hidden = H
+        self.states_width = self.hidden = H
         self.embed_tokens = model.embed_tokens
         self.target_norm, self.enorm, self.hnorm, self.norm = (copy.deepcopy(model.norm) for _ in range(4))
         self.fc = torch.nn.Linear(2 * H, H, bias=False)
