@@ -91,8 +91,12 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
     )
     keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
 
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        return usual_states(self.layer.num_hidden_layers, layers)
+    @staticmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        if draft_layers == 1:
+            return (layers // 2 + 1,)
+        spacing = (layers - 4) / (draft_layers - 1)
+        return tuple(round(1 + at * spacing) + 1 for at in range(draft_layers))
 
     def make(self, layers: int) -> DFlashDraft:
         shape = DFlashShape(
@@ -104,14 +108,6 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
         )
         with torch.device("meta"):
             return DFlashDraft(shape)
-
-
-def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
-    """The layer counts after which a draft reads the target's residual stream by default (z-lab)."""
-    if draft_layers == 1:
-        return (layers // 2 + 1,)
-    spacing = (layers - 4) / (draft_layers - 1)
-    return tuple(round(1 + at * spacing) + 1 for at in range(draft_layers))
 
 
 def read_dflash(source: str) -> DFlashOutline:

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
-from specexport.methods.dflash.export import read_dflash, save_dflash, usual_states
+from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
@@ -32,7 +32,9 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    states = checked_states(options.states or usual_states(options.layers, target.layers), target.layers)
+    states = checked_states(
+        options.states or DFlashOutline.default_states(options.layers, target.layers), target.layers
+    )
     within("states", min(states), 1, target.layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")

@@ -78,19 +78,15 @@ class Eagle3Outline(OwnFilesOutline):
     def prefixes(self) -> Mapping[str, str]:
         return {_FIRST: _SAME_AS}
 
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        return usual_states(layers)
+    @staticmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        return 2, layers // 2, layers - 3
 
     def make(self, layers: int) -> Eagle3Draft:
         with torch.device("meta"):
             return Eagle3Draft(
                 Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
             )
-
-
-def usual_states(layers: int) -> tuple[int, ...]:
-    """The layer counts after which a draft reads the target's residual stream by default."""
-    return 2, layers // 2, layers - 3
 
 
 def read_eagle3(source: str) -> Eagle3Outline:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
-from specexport.methods.eagle3.export import read_eagle3, save_eagle3, usual_states
+from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
@@ -33,9 +33,8 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
     initial = None if options.draft is None else initial_draft(options, target)
-    states = (
-        checked_states(options.states or usual_states(target.layers), target.layers) if initial is None else initial[1]
-    )
+    default = Eagle3Outline.default_states(1, target.layers)
+    states = checked_states(options.states or default, target.layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)

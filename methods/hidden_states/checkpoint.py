@@ -285,12 +285,13 @@ class OwnFilesOutline(DraftOutline):
     keys: ClassVar[str]
     """The configuration fields that ``states`` comes from."""
 
+    @staticmethod
     @abstractmethod
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        """The default ``states`` for a target with ``layers`` layers."""
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        """The default ``states`` of a draft with ``draft_layers`` layers, for a target with ``layers`` layers."""
 
     def seen(self, layers: int) -> tuple[int, ...]:
-        seen = self.usual_states(layers) if self.states is None else self.states
+        seen = self.default_states(self.layer.num_hidden_layers, layers) if self.states is None else self.states
         if not all(0 <= count <= layers for count in seen):
             raise BuildError(
                 f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
