@@ -48,25 +48,25 @@ def build(
 ) -> Path:
     """Builds a bundle.
 
-    It is written beside its place and renamed at the end, so that a build that fails or is killed leaves nothing half
-    written there.
+    It is written to a folder beside the output and renamed at the end, so that a build that fails or is killed leaves
+    no partial bundle.
 
     Args:
         options: what to build.
         progress: see :data:`~specexport.exporter.build_state.Progress`.
-        compiled: called with the engines' report, if the bundle is to have some.
+        compiled: called with the report of compiling engines, if any are compiled.
 
     Returns:
         The bundle's folder.
 
     Raises:
-        BuildError: something about the checkpoints, the options or the output folder is wrong.
+        BuildError: the checkpoints, the options or the output folder are invalid.
     """
     report = progress or (lambda *_: None)
     _require_output(options)  # before anything is downloaded
     options = for_checkpoint(options)
     if options.engines is not None and options.engines.backend in COMPILERS:
-        library = load_library(options.engines.backend)  # at once: a build takes long
+        library = load_library(options.engines.backend)  # first, as a build takes long
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
@@ -92,7 +92,7 @@ def find_target(build: Build) -> None:
 
 
 def check_methods(build: Build) -> None:
-    """Refuses methods that need the same folder of the bundle, or checkpoints that do not fit the target's."""
+    """Refuses methods that write the same folder of the bundle, and checkpoints that do not fit the target."""
     writers: dict[str, str] = {}
     for method in build.options.methods:
         stage = exporter_of(method).stage
@@ -108,7 +108,7 @@ def write_target(build: Build) -> None:
 
 
 def write_drafts(build: Build) -> None:
-    """Does the same with the models of methods."""
+    """Does the same for the methods' own models."""
     methods: list[Method] = []
     for method in build.plan.methods:
         exporter = exporter_of(method)
@@ -119,7 +119,7 @@ def write_drafts(build: Build) -> None:
 
 
 def check_graphs(build: Build) -> None:
-    """Runs every graph once, and refuses numbers that are not finite."""
+    """Runs every graph once, and refuses outputs that are not finite."""
     graphs = [(build.target.model, target_signature(build.target.model, ()))]
     graphs += [(model, method.signatures[role]) for method in build.methods for role, model in method.models.items()]
     for index, (model, signature) in enumerate(graphs):
@@ -196,7 +196,7 @@ def describe_bundle(build: Build) -> None:
 
 
 def compile_engines(build: Build) -> None:
-    """Compiles engines for GPUs, if the options say so."""
+    """Compiles engines for GPUs, if the options ask for them."""
     build.engines = None
     if build.options.engines is not None:
         build.engines = compile_graphs(build.folder, build.manifest, build.options.engines, build.progress)
@@ -207,7 +207,7 @@ def _built_with() -> dict[str, str]:
 
 
 def _file_entries(build: Build) -> tuple[FileEntry, ...]:
-    """Entries of every file; those of recorded stages are hashed already."""
+    """The entries of all files; those of recorded stages are already hashed."""
     entries = {entry.path: entry for entry in build.records.files}
     files = sorted(path for path in build.folder.rglob("*") if path.is_file() and RECORDS not in path.parts)
     for index, path in enumerate(files):

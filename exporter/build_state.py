@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from specexport.exporter.options import BuildOptions
 
 BATCH_DRAFT_TOKENS = (1, 2)
-"""Chains that a full batch may go back to, where a model proposes."""
+"""Draft tokens of the shorter chains that a full batch may fall back to, for methods with a model."""
 TEXT_DRAFT_TOKENS = (2, 4, 8)
-"""Chains that every bundle verifies, for methods that need no graph of their own."""
+"""Draft tokens of the chains that every bundle verifies, for methods without a graph."""
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with a step's name, how much of it is done, and how much there is in all."""
+"""Called with the name of a step, the amount done and the total."""
 
 
 @contextmanager
 def during(progress: Progress, title: str) -> Iterator[None]:
-    """Reports the begin and the end of a step."""
+    """Reports the start and the end of a step."""
     progress(title, 0, 1)
     yield
     progress(title, 1, 1)
@@ -44,9 +44,9 @@ class BuildPlan(Strict, frozen=True):
     """The trees and shapes of a bundle.
 
     Attributes:
-        methods: with the trees of each, the default method first.
+        methods: with their trees, the default method first.
         widths: T of plain and verify steps, ascending.
-        chains: draft tokens of shorter chains, to which a full batch may go back.
+        chains: draft tokens of the shorter chains that a full batch may fall back to.
         batches: B of the graphs, ascending.
         caches: S of the graphs, ascending.
         max_seq_len: longest sequence, in tokens.
@@ -76,7 +76,7 @@ class BuildPlan(Strict, frozen=True):
 
     @classmethod
     def of_bundle(cls, manifest: Manifest) -> BuildPlan:
-        """The plan that a finished bundle was built by."""
+        """The plan of a finished bundle."""
         points = manifest.target.graph.points
         widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
         return cls(
@@ -90,24 +90,24 @@ class BuildPlan(Strict, frozen=True):
 
     # --- shape points -------------------------------------------------------------------------------------------------
     def target_points(self) -> tuple[ShapePoint, ...]:
-        """Those of the target's step graph: verify steps at every batch size, prefill chunks of one slot."""
+        """Shape points of the target's step graph: steps at every batch size, and prefill chunks of one slot."""
         steps = ((batch, width, width, 0) for width in self.widths for batch in self.batches)
         return self.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
     def propose_points(self, method: Method) -> tuple[ShapePoint, ...]:
-        """Those of a propose graph: every depth of the method's trees, and the shorter chains."""
+        """Shape points of a propose graph: every depth of the method's trees, and the shorter chains."""
         runs = [(batch, method.catch_up, 0, depth) for depth in self.depths(method) for batch in self.batches]
         return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
 
     def depths(self, method: Method) -> list[int]:
-        """Draft tokens a method's graph may be asked for in a row, ascending."""
+        """The numbers of draft tokens that a method's graph may be asked for, ascending."""
         deep = {tree.depth for tree in method.token_trees()}
         return [depth for depth in sorted({*deep, *self.chains}) if depth <= max(deep)]
 
     def at_caches(
         self, shapes: Iterable[tuple[int, int, int, int]], caches: tuple[int, ...] | None = None
     ) -> tuple[ShapePoint, ...]:
-        """(batch, tokens, rows, drafts) at every cache size."""
+        """Shape points for each (batch, tokens, rows, drafts) at every cache size."""
         sizes = self.caches if caches is None else caches
         return tuple(
             ShapePoint(batch, tokens, cache, rows, drafts)
@@ -119,7 +119,7 @@ class WrittenTarget(Strict, frozen=True):
     """The result of the stage that writes the target.
 
     Attributes:
-        plan: of the whole build; its methods have the models that were written with the target.
+        plan: of the whole build; its methods include the models that were written with the target.
     """
 
     model: Model
@@ -133,13 +133,13 @@ class Build:
     """A build. Stages set the attributes after ``records``; see the list in ``exporter/build.py``.
 
     Attributes:
-        folder: where the bundle is written.
-        source: folder of the target's checkpoint.
-        tokenizer: the target's.
+        folder: the bundle's folder while it is written.
+        source: the folder of the target's checkpoint.
+        tokenizer: of the target.
         methods: with their own models.
         templates: files of chat templates by name.
         program: the step program's graphs.
-        engines: the report of compiling some.
+        engines: the report of compiling engines, if any were compiled.
     """
 
     options: BuildOptions
@@ -162,7 +162,6 @@ class Build:
 
     @property
     def vocab_size(self) -> int:
-        """V of the target."""
         return self.target.model.vocab_size
 
     @property
@@ -171,5 +170,4 @@ class Build:
         return self.target.model.max_positions
 
     def during(self, title: str) -> AbstractContextManager[None]:
-        """Reports the begin and the end of a step."""
         return during(self.progress, title)

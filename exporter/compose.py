@@ -1,4 +1,4 @@
-"""Builds the propose graph from a traced draft pass: a loop of K passes, which writes their cache rows at its end."""
+"""Builds the propose graph from a traced draft pass: a loop of K passes, after which their cache rows are written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
-_DTYPES = {"int64": _INT64, "float32": _FLOAT, "bool": _BOOL}
-_LARGEST_CONSTANT = 1024
-"""Elements; larger constants are parameters, and stay where they are multiplied."""
+_MAX_CONSTANT = 1024
+"""Elements; larger constants are weights, and stay in the loop's body."""
 _FUSED = frozenset({"Transpose"})
-"""ONNX Runtime fuses these into the product after them, which costs less than a single copy."""
+"""ONNX Runtime fuses these into the product that follows, which is cheaper than a copy before the loop."""
 
 
 def propose_graph(
@@ -30,19 +29,18 @@ def propose_graph(
 ) -> ir.Model:
     """Builds the propose graph around one pass of the draft.
 
-    The pass becomes the body of an ONNX Loop. Its weights live in the body: ONNX Runtime fuses a quantized weight only
-    where one node reads it, and packs weights once a node, so unrolled passes would each hold (and, quantized, each
-    dequantize) a copy of their own. The first pass sees T tokens, later ones the token just drawn; rows for the cache
-    are carried along and written once at the end, since only a TensorScatter from a graph input to a graph output
-    works in place. Lowered portably, the rows themselves are returned. The pass is consumed.
+    The pass becomes the body of an ONNX Loop, and its weights stay there: ONNX Runtime fuses a dequantization only if
+    one node reads it, and packs weights once per node, so each of several unrolled passes would hold (and dequantize) a
+    copy of its own. The first pass reads T tokens, later ones the token just drawn. Cache rows are carried from pass to
+    pass and written once at the end, since only a TensorScatter from a graph input to a graph output works in place;
+    the portable lowering returns the rows instead. Both graphs are consumed.
 
     Args:
-        draft_pass: its outputs are the token, q, other inputs of the next pass, and its rows.
-        shapes: of its cache.
+        draft_pass: outputs the token, q, other inputs of the next pass, and its rows.
+        shapes: the layers of its cache.
         lowering: see :data:`~specexport.contract.model.LoweredAs`.
-        start: computes the first pass's other inputs, by their names, from inputs of the propose graph; None where only
-            tokens and rows go from pass to pass. The first of these values after the last pass is returned. It is
-            consumed.
+        start: computes the other inputs of the first pass, by name, from inputs of the propose graph; None if only
+            tokens and rows are passed on. The propose graph returns the first of these values after the last pass.
     """
     layers = len(shapes)
     pass_inputs = draft_pass.graph.inputs
@@ -65,7 +63,7 @@ def propose_graph(
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
-    first = []  # no rows yet, and states as they are
+    first = []  # carried into the first pass: no rows, and the states from the graph's inputs
     for name, shape in carried.items():
         if (at_first := name.replace("row.", "past_", 1)).startswith("past_state."):
             first.append(inputs[at_first])
@@ -107,11 +105,11 @@ def propose_graph(
 
 
 def _value(tensor: Tensor) -> ir.Value:
-    return ir.val(str(tensor), _DTYPES[tensor.dtype], list(tensor.dims))
+    return ir.val(str(tensor), ir.DataType.from_numpy(np.dtype(tensor.dtype)), list(tensor.dims))
 
 
 def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
-    """Moves the nodes and weights of a graph into another one, whose loop has this body, under unused names."""
+    """Moves the nodes and weights of a graph into the graph around a loop, under names that the body does not use."""
     nodes, weights = list(start), list(start.initializers.values())
     used = {value.name for node in body for value in node.outputs} | {value.name for value in body.inputs}
     used |= body.initializers.keys()
@@ -131,7 +129,7 @@ def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[s
 
 
 def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[str], drafted: list[str]) -> ir.Graph:
-    """Turns a pass's graph into the body of a Loop, which reads constant inputs from the graph around it."""
+    """Turns a pass's graph into the body of a Loop, which reads its constant inputs from the outer graph."""
     named = {str(value.name): value for value in body.inputs}
     last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
     read = [named[tensors.INPUT_IDS], last_row]
@@ -161,9 +159,9 @@ def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[st
 
 
 def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
-    """The last values carried from pass to pass, and the stacked drafts of the K passes."""
+    """The carried values after the last pass, and the stacked drafts of all K passes."""
     carried, stacked = body.outputs[1 : -len(drafted)], body.outputs[-len(drafted) :]
-    results = [ir.val(f"{value.name}.made") for value in carried]
+    results = [ir.val(f"{value.name}.last") for value in carried]
     for name, value in zip(drafted, stacked, strict=True):
         assert value.shape is not None
         results.append(ir.val(name, value.dtype, ["K", *value.shape]))
@@ -171,17 +169,17 @@ def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
 
 
 def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
-    """Moves nodes of a loop's body that depend on the graph around it, and on nothing of a pass, before the loop.
+    """Moves nodes of a loop's body before the loop if they depend only on the graph around it.
 
-    Nodes that depend on constants alone stay: those are weights, and a backend packs them where they are multiplied. So
-    do nodes that hold a graph, which may read values of a pass that are not among their inputs.
+    Nodes that depend on constants alone stay, as those are weights, which a backend packs where they are multiplied. So
+    do nodes with subgraphs, which may read values of a pass that are not among their inputs.
     """
     body = loop.attributes["body"].as_graph()
     constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}
     varying = set(body.inputs)
     for node in list(body):
         read = {value for value in node.inputs if value is not None}
-        small = all(constants[value].size <= _LARGEST_CONSTANT for value in read & constants.keys())
+        small = all(constants[value].size <= _MAX_CONSTANT for value in read & constants.keys())
         invariant = small and not read & varying and not read <= constants.keys()
         holds_graph = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
         returned = any(value.is_graph_output() for value in node.outputs)

@@ -1,32 +1,35 @@
-"""How the nodes of a graph read its weights, and nodes that undo the quantization of a stored matrix."""
+"""How the nodes of a graph read its weights, and the nodes that dequantize a stored matrix."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from specexport.exporter.passes.editing import constant, op, producer, replace_value
 
+Role = Literal["matmul", "lookup", "experts", "tied", "other"]
+"""How nodes read a matrix: multiply by it, look up rows, gather experts, or multiply by its transpose (a tied head)."""
 GATHERED = ("lookup", "experts")
-"""Roles of matrices of which rows are gathered."""
+"""Roles of matrices whose rows are gathered."""
 
 
-def role_of(node: ir.Node, index: int) -> str:
-    """How a node reads an initializer: ``matmul``, row ``lookup``, ``experts``, ``tied`` (transposed head) or other."""
+def role_of(node: ir.Node, index: int) -> Role:
+    """How a node reads an initializer, its input of this index."""
     if node.op_type == "MatMul" and index == 1:
         return "matmul"
     axis = node.attributes.get("axis")
     if node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0):
-        return "experts" if of_experts(node, 3) else "other" if of_experts(node, 2) else "lookup"
+        return "experts" if gathers_experts(node, 3) else "other" if gathers_experts(node, 2) else "lookup"
     if node.op_type == "Transpose" and all(use.op_type == "MatMul" and at == 1 for use, at in node.outputs[0].uses()):
         return "tied"
     return "other"
 
 
-def of_experts(node: ir.Node, rank: int) -> bool:
-    """Whether a node gathers experts from a stack of that rank: 3 for their matrices, 2 for their biases."""
+def gathers_experts(node: ir.Node, rank: int) -> bool:
+    """Whether a node gathers experts from a stack of this rank: 3 for their matrices, 2 for their biases."""
     stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
     if stack is None or ids is None or stack.const_value is None or ids.shape is None:
         return False
@@ -34,14 +37,14 @@ def of_experts(node: ir.Node, rank: int) -> bool:
 
 
 def routers(graph: ir.Graph) -> set[ir.Value]:
-    """The matrices whose products choose experts: rounded, they would choose others.
+    """The matrices whose products choose experts, which are not rounded, as other experts might be chosen.
 
-    They are those that experts' indices are computed from first, with a column for each expert.
+    They are the last matrices that experts' indices are computed from, and have a column for each expert.
     """
     matrices: set[ir.Value] = set()
     experts_by_index: dict[ir.Value | None, int] = {}
     for node in graph:
-        stack = node.inputs[0].const_value if of_experts(node, 3) and node.inputs[0] is not None else None
+        stack = node.inputs[0].const_value if gathers_experts(node, 3) and node.inputs[0] is not None else None
         if stack is not None:
             experts_by_index[node.inputs[1]] = stack.shape.numpy()[0]
         elif node.op_type == "If" and (split := producer(node.inputs[0], "Split")) is not None:
@@ -64,11 +67,11 @@ def routers(graph: ir.Graph) -> set[ir.Value]:
 
 @dataclass(frozen=True)
 class StoredFactors:
-    """Scales or offsets, stored: see :class:`~specexport.exporter.checkpoints.stored.Factors`.
+    """Scales or offsets as initializers; see :class:`~specexport.exporter.checkpoints.stored.Factors`.
 
     Attributes:
-        coarse: fp32 or fp16; ``[G,N]``, or ``[S,1,N]`` beside fine ones; of rows that are looked up ``[V,S]``.
-        fine: int8 ``[S,G/S,N]``; of rows that are looked up ``[V,G]``.
+        coarse: fp32 or fp16 ``[G,N]``, or ``[S,1,N]`` with fine ones; ``[V,S]`` for rows that are looked up.
+        fine: int8 ``[S,G/S,N]``; ``[V,G]`` for rows that are looked up.
     """
 
     coarse: ir.Value
@@ -81,11 +84,11 @@ class StoredMatrix:
 
     Attributes:
         name: prefix of the names of values computed from it.
-        numbers: ``[K,N]``, or ``[V,H]`` of a matrix that is stored by rows; see :func:`looked_up`.
+        numbers: ``[K,N]``, or ``[N,K]`` if ``by_rows``; for rows and experts see :func:`dequantize_lookup`.
         scale: of each block or column.
-        zero: like the scales, of the integers' type.
-        offset: like the scales.
-        block: numbers along the summed axis that share a scale; None where each column has one.
+        zero: shaped like the scales, of the integers' type.
+        offset: shaped like the scales.
+        block: neighbours along the summed axis that share a scale; None for one scale per column.
         by_rows: whether it is stored transposed.
     """
 
@@ -99,7 +102,7 @@ class StoredMatrix:
 
 
 class _Nodes:
-    """Nodes to be inserted before another."""
+    """Collects nodes to insert before another."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         self.graph, self.name, self.list = graph, name, list[ir.Node]()
@@ -116,18 +119,18 @@ class _Nodes:
             return value
         return self.op("Cast", [value], name, to=ir.DataType.FLOAT.value)
 
-    def factors(self, stored: StoredFactors, name: str, *, turned: bool) -> ir.Value:
-        """``[G,N]`` in fp32, computed from constants alone, so that engines can fold it."""
+    def factors(self, stored: StoredFactors, name: str, *, transposed: bool) -> ir.Value:
+        """``[G,N]`` in fp32, computed from constants only, so that compilers can fold it."""
         product = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
             product = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), product], f"{name}.products")
             first, second, third = _shape(stored.fine)
-            sizes = [first, second * third] if turned else [first * second, third]
+            sizes = [first, second * third] if transposed else [first * second, third]
             product = self.reshape(product, sizes, f"{name}.all")
-        return self.op("Transpose", [product], f"{name}.turned", perm=[1, 0]) if turned else product
+        return self.op("Transpose", [product], f"{name}.transposed", perm=[1, 0]) if transposed else product
 
     def rows(self, stored: StoredFactors, ids: ir.Value, name: str) -> ir.Value:
-        """The factors of rows that are looked up, ``[B,T,G,1]``."""
+        """The factors of the rows that ``ids`` look up, ``[B,T,G,1]``."""
         coarse = self.op("Gather", [self.wide(stored.coarse, f"{name}.wide"), ids], f"{name}.rows", axis=0)
         _, blocks = _shape(stored.coarse)
         product = self.reshape(coarse, [0, 0, blocks, 1], f"{name}.columns")
@@ -142,22 +145,22 @@ class _Nodes:
 def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
     """Makes a product, ``MatMul(x, W)``, read a stored matrix.
 
-    Offsets are the same for all numbers of a block: a separate product multiplies the sums of blocks of ``x`` by them,
-    so that engines still fuse the product of the integers.
+    A whole block has one offset, so a separate product multiplies the sums of blocks of ``x`` by the offsets, and
+    compilers still fuse the product of the integers.
     """
     nodes = _Nodes(graph, matrix.name)
     numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}
     if matrix.by_rows:
-        # Of constants: engines transpose them once.
-        numbers = nodes.op("Transpose", [numbers], "turned", perm=[1, 0])
-    scale = nodes.factors(matrix.scale, "scale", turned=matrix.by_rows)
+        # A transposed constant: compilers fold it.
+        numbers = nodes.op("Transpose", [numbers], "transposed", perm=[1, 0])
+    scale = nodes.factors(matrix.scale, "scale", transposed=matrix.by_rows)
     zero = [] if matrix.zero is None else [matrix.zero]
     dequantized = nodes.op("DequantizeLinear", [numbers, scale, *zero], "fp32", **axis)
     x, result = product.inputs[0], product.outputs[0]
     product.replace_input_with(1, dequantized)
     if matrix.offset is not None and matrix.block is not None:
         assert x is not None and x.shape is not None
-        offset, block = nodes.factors(matrix.offset, "offset", turned=matrix.by_rows), matrix.block
+        offset, block = nodes.factors(matrix.offset, "offset", transposed=matrix.by_rows), matrix.block
         depth = _shape(matrix.numbers)[1 if matrix.by_rows else 0]
         ones = constant(graph, f"ones.{block}", np.ones((block, 1), np.float32))
         leading = [0] * (len(x.shape) - 1)
@@ -172,13 +175,13 @@ def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) 
 
 
 def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
-    """Looks up integers and scales, and multiplies only those found.
+    """Gathers integers and scales, and multiplies only the gathered ones.
 
-    Ids ``[B,T]`` find rows ``[B,T,H]`` in integers ``[V,H/block,block]``; ids ``[L]`` find experts ``[L,K,N]`` in
-    integers ``[E,K/block,block,N]`` or in pairs of four-bit ones, ``[E,K/block,block/2,N]``
+    Ids ``[B,T]`` gather rows ``[B,T,H]`` of integers ``[V,H/block,block]``; ids ``[L]`` gather experts ``[L,K,N]`` of
+    integers ``[E,K/block,block,N]``, or of pairs of four-bit integers ``[E,K/block,block/2,N]``
     (:func:`~specexport.exporter.external_data.pair_int4`), with scales ``[E,K/block,1,N]``.
 
-    Not by a DequantizeLinear, as ONNX Runtime has none for blocks of int8 on GPUs.
+    There is no DequantizeLinear, as ONNX Runtime's does not support blocks of int8 on GPUs.
     """
     nodes, ids = _Nodes(graph, matrix.name), gather.inputs[1]
     assert ids is not None
@@ -197,7 +200,7 @@ def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *,
     if matrix.offset is not None:
         rows = nodes.op("Add", [rows, nodes.rows(matrix.offset, ids, "offset")], "moved")
     length = blocks * stored_block * (2 if pairs else 1)
-    rows = nodes.reshape(rows, [0, length, *columns] if columns else [0, 0, length], "found")
+    rows = nodes.reshape(rows, [0, length, *columns] if columns else [0, 0, length], "gathered")
     graph.insert_before(gather, nodes.list)
     return rows
 

@@ -1,4 +1,4 @@
-"""Tensors outside a graph: files of ONNX external data, and four-bit integers in bytes. Imports no torch."""
+"""Files of ONNX external data, and packing of four-bit integers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALIGN = 4096
 
 
 class DataFile:
-    """An open file of ONNX external data, every tensor on a page boundary so that it can be mapped.
+    """An open file of ONNX external data, with every tensor on a page boundary, so that it can be memory-mapped.
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
@@ -30,7 +30,7 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO = path.open("wb")
-        # By size and content: graphs of one model share what they have in common.
+        # Offsets by size and hash, so that graphs of one model share equal tensors.
         self._places: dict[tuple[int, bytes], int] = {}
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class DataFile:
         self._file.close()
 
     def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Chunks) -> ir.ExternalTensor:
-        """Appends a tensor as consecutive chunks of its bytes; the same content is stored once."""
+        """Appends a tensor, given as consecutive chunks of its bytes; equal content is stored once."""
         end = self._file.tell()
         self._file.write(b"\0" * (-end % _ALIGN))
         start = self._file.tell()
@@ -61,16 +61,16 @@ class DataFile:
 
 
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Two integers a byte, the first in the low half, as ONNX stores INT4."""
+    """Packs two integers per byte, the first in the low half, as ONNX stores INT4."""
     nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
     packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
     return packed
 
 
 def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Two integers in -7..7 a byte, ``16 * first + second``; arithmetic takes them apart again, as 16ths are exact.
+    """Packs two integers in -7..7 per byte as ``16 * first + second``, which floating-point arithmetic undoes exactly.
 
-    The first half of a block's integers ``[R,blocks,block,...]`` are the firsts; the result is
+    The first half of a block, of integers ``[R,blocks,block,...]``, pairs with the second half; the result is
     ``[R,blocks,block/2,...]``.
     """
     first, second = np.split(blocks, 2, axis=2)

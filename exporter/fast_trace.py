@@ -1,8 +1,8 @@
 """Skips steps of ``torch.onnx.export`` that change nothing: reading its translations again, decomposing a program, and
 running it again to promote types.
 
-Decomposing traces the whole program once more, which is a third of a trace's time, while nearly all operators of a
-transformer are translated under their own names.
+Decomposing traces the whole program once more, which takes a third of a trace's time, although nearly all operators of
+a transformer have translations of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAME: dict[Any, Any] = {
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
     _ATEN.reshape.default: _ATEN.view.default,
 }
-"""Operators, and their decompositions."""
+"""Operators and what they decompose to."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
 """Composite operators with a good translation."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
@@ -38,10 +38,10 @@ _Promotion: Any = type_promotion._TypePromotionInterpreter
 
 @contextmanager
 def fast_trace() -> Iterator[None]:
-    """While active, ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
+    """Context in which ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
 
-    To promote types it runs only operators that have a rule for them; what others make is known. Translations are read
-    once a process, which takes a second.
+    To promote types, it runs only operators with a promotion rule, as the results of others are known. Translations are
+    read once per process, which takes a second.
     """
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
     from_torchlib = vars(_Registry)["from_torchlib"]
@@ -73,7 +73,7 @@ def fast_trace() -> Iterator[None]:
 
 
 def _registry(opset_version: int) -> Any:
-    """The translations of an opset, to which the caller may add."""
+    """A copy of an opset's translations, to which the caller may add."""
     registry = _Registry()
     vars(registry).update(vars(_known_registry(opset_version)))
     registry.functions = {target: [*overloads] for target, overloads in registry.functions.items()}
@@ -86,7 +86,7 @@ def _known_registry(opset_version: int) -> Any:
 
 
 def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:
-    """Whether decomposing a node would have the effect of :func:`_lower`; ``composites`` are to stay whole."""
+    """Whether decomposing a node would do what :func:`_lower` does; ``composites`` are not decomposed."""
     target = _SAME.get(node.target, node.target)
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_own(node):
         target = _functional(target)
@@ -108,7 +108,7 @@ def _functional(target: torch._ops.OpOverload) -> Any:
 
 
 def _writes_own(node: torch.fx.Node) -> bool:
-    """Whether a node writes into a tensor that has no views, and keeps its type."""
+    """Whether a node writes into a tensor without views, and keeps its type."""
     written, *others = node.args
     if not isinstance(written, torch.fx.Node) or not _makes_own(written):
         return False
@@ -134,7 +134,7 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         assert isinstance(written, torch.fx.Node)
         written.replace_all_uses_with(node, lambda user: node < user)
         node.target = _functional(node.target)
-    if node.target is _ATEN.reshape.default:  # a size that is left open cannot be told where another is 0
+    if node.target is _ATEN.reshape.default:  # a size of -1 is ambiguous if another is 0
         source, sizes = node.args
         dims = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
         node.args = (source, [number if isinstance(number, int) else size for size, number in dims])

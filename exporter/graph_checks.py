@@ -1,4 +1,4 @@
-"""Runs written graphs: once, for numbers that are not finite, and over a text, for the effect of quantization."""
+"""Runs written graphs: once, to find numbers that are not finite, and over a text, to measure quantization."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from specexport.runtime.states import KeptStates, cell_rows
 
 Array = npt.NDArray[Any]
 _PROBED_TOKENS = 16
-"""The first tokens of a vocabulary are special ones, such as padding, whose embeddings are often zero."""
+"""How many: the first tokens of a vocabulary are special ones, such as padding, whose embeddings are often zero."""
 _PROBED_SIZES = {"B": 1, "T": _PROBED_TOKENS, "R": _PROBED_TOKENS, "K": 1, "S": 24, "C": 1}
 _WINDOW = 256
 _TOKENS = 1024
 _MAX_LOGITS = 1 << 27
-"""Numbers of the model's logits that are held meanwhile: with large vocabularies fewer windows are read."""
+"""Maximum number of reference logits in memory; with large vocabularies, fewer windows are read."""
 _MAX_PRODUCTS = 1 << 42
-"""Multiplications of the model's pass, some minutes on two cores: so are they with large models."""
+"""Maximum number of multiplications of the model's run, some minutes on two cores; large models read fewer windows."""
 _CHUNK = 64
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -41,10 +41,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 def require_finite(folder: Path, model: Model, signature: GraphSignature, lowering: LoweredAs) -> None:
     """Runs a model's master graph over the first tokens of its vocabulary and an empty cache.
 
-    Without an onnxruntime that can run such graphs, nothing is checked.
+    Nothing is checked without an onnxruntime that can run such graphs.
 
     Raises:
-        BuildError: an output holds numbers that are not finite; it names the graph and the output.
+        BuildError: an output has numbers that are not finite; names the graph and the output.
         BackendError: onnxruntime refuses the graph.
     """
     disable_telemetry()
@@ -76,10 +76,9 @@ def require_finite(folder: Path, model: Model, signature: GraphSignature, loweri
 
 
 class StepSession:
-    """A step graph under onnxruntime, with the options the engine runs it with; it keeps the cache of one slot.
+    """A step graph in onnxruntime, run as the engine runs it, with the cache of one slot.
 
-    ``file`` says where a file of the bundle is. The cache has S = ``rows`` rows, and ``fill`` in those that nothing was
-    written to.
+    ``file`` returns the path of a file of the bundle. The cache has S = ``rows`` rows, filled with ``fill`` at first.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -96,11 +95,11 @@ class StepSession:
         self._last: tuple[int, list[Array]] = (0, [])  # cache rows before the last call, and its new rows
 
     def logits(self, inputs: Mapping[str, Array]) -> Array:
-        """Runs the graph once; its rows are in the cache for the next call.
+        """Runs the graph once; the next call finds its rows in the cache.
 
         Args:
-            inputs: the graph's, without caches; embeddings may be left out, and without recurrent layers
-                ``known_tokens`` is not read.
+            inputs: of the graph, without caches; embeddings are optional, and ``known_tokens`` is ignored for models
+                without recurrent layers.
 
         Returns:
             float32 ``[R,V]``.
@@ -130,7 +129,7 @@ class StepSession:
     def _state_inputs(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
         """Inputs of layers without attention, and buffers for their new rows.
 
-        How much of the last call became text is known only now.
+        Commits the rows of the last call, as only now is it known how many of its tokens became text.
         """
         before, rows = self._last
         if past == 0:
@@ -142,13 +141,13 @@ class StepSession:
 
 
 def default_text() -> str:
-    """The text that is measured over where no other is named: English in several registers, and code."""
+    """The default text to measure over: English in several registers, and code."""
     return resources.files("specexport.exporter").joinpath("texts/measured.txt").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Windows of a text and the model's logits after each token, before anything was rounded.
+    """Windows of a text, and the unquantized model's logits after each token.
 
     Attributes:
         tokens: int64 ``[W,T]``.
@@ -160,7 +159,7 @@ class Reference:
 
 
 def windows(tokens: Sequence[int], model: Model | Checkpoint, input_vocab: int) -> Array:
-    """The start of a text in windows ``[W,T]`` of one length, as many as a model of this size is measured over."""
+    """The beginning of a text as windows ``[W,T]``, as many as suit a model of this size."""
     length = min(_WINDOW, model.max_positions, len(tokens))
     most = min(_TOKENS, _MAX_LOGITS // model.vocab_size, _MAX_PRODUCTS // model.parameters)
     count = max(1, min(most, len(tokens)) // length) if length else 0
@@ -168,7 +167,7 @@ def windows(tokens: Sequence[int], model: Model | Checkpoint, input_vocab: int) 
 
 
 def reference(checkpoint: Checkpoint, tokens: Sequence[int]) -> Reference | None:
-    """Runs a model over the windows of a text; None where one holds no token that another follows."""
+    """Runs a model over the windows of a text; None if windows are shorter than two tokens."""
     rows = windows(tokens, checkpoint, checkpoint.input_vocab)
     if rows.shape[1] < 2:
         return None
@@ -179,13 +178,13 @@ def reference(checkpoint: Checkpoint, tokens: Sequence[int]) -> Reference | None
 
 
 def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expected: Reference) -> Quality:
-    """Runs a bundle's step graph over the same windows, in chunks over its cache as a prompt is read.
+    """Runs a bundle's step graph over the same windows, in chunks, as it would read a prompt.
 
     Args:
-        file: says where a file of the bundle is.
+        file: returns the path of a file of the bundle.
         lowering: of the bundle.
-        model: its target.
-        expected: what is compared with.
+        model: the bundle's target.
+        expected: the logits to compare with.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -220,14 +219,14 @@ def compare(expected: Reference, logits: Array) -> Quality:
 
 
 class _Sums:
-    """Sums over the rows of a text."""
+    """Sums of the figures of :class:`Quality` over the rows of a text."""
 
     def __init__(self) -> None:
         self._rows = self._followed = self._same = 0
         self._kl = self._loss = self._reference_loss = self._error = self._energy = 0.0
 
     def add(self, expected: Array, logits: Array, following: Array) -> None:
-        """Adds rows ``[R,V]`` of both, and the tokens that follow them in the text; the last may have none."""
+        """Adds rows ``[R,V]`` of both models, and the tokens that follow them in the text; the last may have none."""
         p, q = _log_probabilities(expected), _log_probabilities(logits)
         at = np.arange(len(following)), np.minimum(following, logits.shape[-1] - 1)
         self._rows += len(p)
@@ -240,7 +239,7 @@ class _Sums:
         self._energy += energy(expected)
 
     def quality(self) -> Quality:
-        """The figures; where logits are not finite the largest that JSON holds."""
+        """The figures; those that are not finite become the largest float32."""
         return Quality(
             tokens=self._rows,
             kl=max(0.0, _finite(self._kl / self._rows)),
@@ -262,7 +261,7 @@ def _log_probabilities(logits: Array) -> Array:
 
 
 def energy(logits: Array) -> float:
-    """Sum of squares around each row's mean: a constant added to all logits of a row changes no probability."""
+    """Sum of squares around each row's mean, as adding a constant to all logits of a row changes no probability."""
     return float(np.square(logits - logits.mean(axis=-1, keepdims=True), dtype=np.float64).sum())
 
 

@@ -1,7 +1,7 @@
 """A cache of exported graphs, for builds of the same model with another draft, tree or precision.
 
-A file holds a graph without its large weights, which are named in it and taken from the module at hand, so that one
-serves every checkpoint of an architecture whose small weights (norms, biases) are alike: in practice the same one.
+A file holds a graph without its large weights: it refers to them by name, and they are taken from the traced module. It
+would serve any checkpoint of an architecture with equal small weights (norms, biases), in practice the same one.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from specexport.exporter.records import fingerprint
 from specexport.runtime.machine import cache_folder
 
 MOST = 64
-"""Files that are kept: the oldest go first."""
+"""Maximum number of files in the cache; the oldest are deleted first."""
 _HASH = 32
 
 
 def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[[], ir.Model]) -> ir.Model:
-    """The graph of a module, from a file or by tracing. Its large weights are read when they are used.
+    """The graph of a module, from the cache or by tracing. Its large weights are read when they are used.
 
     Args:
-        module: what is traced.
+        module: the module.
         about: everything else that the graph depends on, compared by ``repr``.
-        make: traces; initializers that are weights of the module share their memory.
+        make: traces the module; initializers that are its weights share their memory.
     """
     large = {name: weight for name, weight in module.named_parameters() if _large(weight) or stored_tensor(weight)}
     root = cache_folder()
     path = None if root is None else root / "traces" / f"{_key(module, about)}.onnx"
     with contextlib.ExitStack() as turn:
         if path is not None:
-            with contextlib.suppress(OSError):  # nothing is kept where nothing can be written
+            with contextlib.suppress(OSError):  # without a writable folder, nothing is cached
                 path.parent.mkdir(parents=True, exist_ok=True)
                 turn.enter_context(locked(path.with_suffix(".turn")))
         graph = None if path is None else _read(path, large.keys())
@@ -82,7 +82,7 @@ def _lazy(parameter: torch.Tensor, name: str) -> ir.LazyTensor:
 
 
 def _read(path: Path, weights: Container[str]) -> ir.Model | None:
-    """A cached graph; None where there is none, or it is damaged."""
+    """A cached graph; None if there is none or it is damaged."""
     try:
         content = path.read_bytes()
         if hashlib.sha256(content[_HASH:]).digest() != content[:_HASH]:
@@ -112,7 +112,7 @@ def _write(path: Path, graph: ir.Model) -> None:
 
 
 def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
-    """A hash of a trace's inputs: settings and small weights of the module, ``about``, and the exporter's code."""
+    """A hash of what a trace depends on: the module's settings and small weights, ``about``, the exporter's code."""
     parts = hashlib.sha256(fingerprint().encode())
     tensors: dict[str, torch.Tensor] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
@@ -124,7 +124,7 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
         tensors |= {f"{name}.{key}": value for of in namespaces for key, value in of.items() if torch.is_tensor(value)}
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
-        # Tied weights are stored once, equal ones are not.
+        # Tied weights are one initializer, but equal ones are not.
         parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
         if not _large(tensor) or not isinstance(tensor, torch.nn.Parameter):
             numbers = read_parameter(tensor).contiguous()
@@ -134,7 +134,7 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
 
 
 def _large(weight: torch.Tensor) -> bool:
-    """Whether a weight is so large that no trace depends on its numbers."""
+    """Whether a weight is too large for a trace to depend on its numbers."""
     return weight.numel() > simplify.LARGEST_FOLDED
 
 

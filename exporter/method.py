@@ -1,4 +1,4 @@
-"""The interface by which a method gets into a bundle, and by which ``verify`` compares it."""
+"""The interface through which a method is built into a bundle, and through which ``verify`` compares it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class TargetOutline:
-    """Sizes of the target on which trees depend, and which methods must fit.
+    """Sizes of the target, which trees depend on and methods must fit.
 
     Attributes:
-        vocab: V.
-        hidden: H, of what its head reads.
+        vocab: V, the width of its logits.
+        hidden: H, the width of its head's input.
         path: its folder.
-        proposing: how matrices of what only proposes are stored.
+        draft_storage: how the matrices of drafts and heads are stored.
     """
 
     vocab: int
@@ -48,14 +48,14 @@ class TargetOutline:
     layers: int
     hidden: int
     path: Path
-    proposing: StoredAs
+    draft_storage: StoredAs
 
 
 class Agreement(Protocol):
-    """Counts positions at which a graph and its original name the same next token."""
+    """Counts the positions at which a graph and its original predict the same next token."""
 
     def count(self, reference: Array, chosen: Array) -> None:
-        """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
+        """Adds positions: the original's logits ``[N,V]`` and the graph's tokens ``[N]``."""
 
 
 class Verification(Protocol):
@@ -69,13 +69,13 @@ class Verification(Protocol):
     texts: list[list[int]]
 
     def source(self, method: Method | None, key: str = "model") -> Path:
-        """The folder of a checkpoint that a method names, or of the target; a missing one ends the check."""
+        """The folder of a checkpoint that a method names, or of the target; the check ends if it is missing."""
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-        """Texts, each with the chain proposed after it: as if all, one and none of the drafts before were accepted."""
+        """Texts, each with the chain proposed after it, as if all, one or none of the earlier drafts were accepted."""
 
     def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
-        """Texts while they are decoded, each with the best candidate at every depth, int64 ``[depths]``."""
+        """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
 
     def agreement(self, *stored: str) -> Agreement:
         """A counter; its tolerance depends on how weights are stored."""
@@ -88,7 +88,7 @@ class MetaDraft:
     Attributes:
         source: its folder or hub id, and its method.
         outline: its sizes.
-        block: most tokens that it drafts, all in one pass; None where each takes a pass.
+        block: maximum number of tokens that it drafts in one pass; None if each token takes a pass.
     """
 
     source: str
@@ -100,37 +100,40 @@ class MethodExporter(Generic[O, M]):
     """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
     stage: ClassVar[str | None] = None
-    """The folder of its own model, which a stage after the target's writes; None if it has none."""
+    """The folder of its own model, written by a stage after the target's; None if it has no model."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
     """Draft tokens of its default trees."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
-        """Refuses checkpoints that do not belong together, before anything large is read."""
+        """Refuses checkpoints that do not fit each other, before anything large is read."""
 
     def outline(self, options: O, target: TargetOutline) -> M:
-        """The method as its checkpoints' configurations describe it, without reading weights; perhaps without trees.
+        """The method as its checkpoints' configurations describe it, without reading weights; trees may be missing.
 
         Raises:
-            BuildError: they are of another target.
+            BuildError: they belong to another target.
         """
         return cast(M, options)
 
-    def sized(self, method: M, size: int) -> TokenTree:
-        """Its tree of so many draft tokens."""
+    def tree_of_size(self, method: M, size: int) -> TokenTree:
+        """Its tree of ``size`` draft tokens."""
         return TokenTree.chain(size + 1)
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
         """The trees it verifies by default."""
-        return tuple(self.sized(method, size) for size in self.default_sizes)
+        return tuple(self.tree_of_size(method, size) for size in self.default_sizes)
 
     def plan(self, options: O, target: TargetOutline) -> M:
         """The method with the trees it is built for.
 
         Raises:
-            BuildError: a tree is one that it cannot fill; says why.
+            BuildError: it cannot fill one of the trees; says why.
         """
         method = self.outline(options, target)
-        requested = (*map(TokenTree.from_choices, options.trees), *(self.sized(method, size) for size in options.sizes))
+        requested = (
+            *map(TokenTree.from_choices, options.trees),
+            *(self.tree_of_size(method, size) for size in options.sizes),
+        )
         trees = _distinct(method.name, requested) or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
@@ -143,8 +146,8 @@ class MethodExporter(Generic[O, M]):
     def add_to_target(
         self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
     ) -> Addition | TracedGraph | None:
-        """What it adds to the target, and is written together with it: outputs of its graph, or a graph that reads the
-        same weights and becomes the method's model. None for nothing.
+        """What it adds to the target: outputs of its graph, or a graph over the same weights that becomes the method's
+        model. None for nothing.
 
         Raises:
             BuildError: it does not fit the target.
@@ -152,7 +155,7 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def export(self, method: M, build: Build) -> M:
-        """Writes a model of its own into the folder :attr:`stage`; the bundle's entry."""
+        """Writes its own model into the folder :attr:`stage`, and returns the manifest's entry."""
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
@@ -160,7 +163,7 @@ class MethodExporter(Generic[O, M]):
         return ()
 
     def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:
-        """The draft over the target's states, if it is a model of its own.
+        """The draft over the target's states, if it is a separate model.
 
         Args:
             options: the method's.
@@ -176,7 +179,7 @@ class MethodExporter(Generic[O, M]):
         """Compares its proposals with those of the original.
 
         Returns:
-            What was compared, as the beginning of a sentence, and the result; None where there is nothing to compare.
+            What was compared, as the beginning of a sentence, and the result; None if there is nothing to compare.
 
         Raises:
             BundleError: a checkpoint is another model.
@@ -191,7 +194,7 @@ def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:
 
 
 class TextExporter(MethodExporter[TextMethod, TextMethod]):
-    """For methods that read text alone: nothing is exported."""
+    """For methods that only read text: nothing is exported."""
 
     def default_trees(self, method: TextMethod) -> tuple[TokenTree, ...]:
         return method.default_trees()
@@ -211,5 +214,5 @@ def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
 
 
 def vocabulary(manifest: Manifest, model: Model) -> int:
-    """The number of tokens that a draft may propose: those in both vocabularies."""
+    """The number of tokens that a draft may propose: the size of the smaller vocabulary."""
     return min(manifest.target.vocab_size, model.vocab_size)

@@ -133,7 +133,7 @@ class BuildOptions(BuildSettings, frozen=True):
         if self.engines is not None and self.engines.backend != self.backend:
             raise BuildError(f"backend is {self.backend}, and engines for {self.engines.backend} were asked for")
         if self.engines is not None:
-            check_stored((self.stored.kind, self.proposing.kind), self.engines.compute_capability)
+            check_stored((self.target_storage.kind, self.draft_storage.kind), self.engines.compute_capability)
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
@@ -169,19 +169,19 @@ class BuildOptions(BuildSettings, frozen=True):
         return self.precision == "int4" and self.rest is None and self.on_cpu and self.tensor_parallel == 1
 
     @property
-    def stored(self) -> Storage:
-        """How the target's matrices are stored; lowered portably each column has one scale."""
+    def target_storage(self) -> Storage:
+        """How the target's matrices are stored; the portable lowering has one scale per column."""
         block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
-        on_cpu = self.on_cpu
-        # Ranks meet between nodes of the graph itself.
-        branches = on_cpu and self.tensor_parallel == 1
-        return Storage(self.precision or "fp32", block_size, self.rest, any_scales=on_cpu, branches=branches)
+        branches = (
+            self.on_cpu and self.tensor_parallel == 1
+        )  # a split graph is cut between its nodes, not inside branches
+        return Storage(self.precision or "fp32", block_size, self.rest, any_scales=self.on_cpu, branches=branches)
 
     @property
-    def proposing(self) -> Storage:
-        """How models that only propose are stored: a draft, Medusa heads, an MLP speculator."""
+    def draft_storage(self) -> Storage:
+        """How matrices that only serve proposals are stored: of a draft, Medusa heads or an MLP speculator."""
         kind = self.draft_precision or ("int4" if self.precision == "int4" else "int8")
-        block_size = self.stored.block_size
+        block_size = self.target_storage.block_size
         if kind == "int4" and block_size is not None:
             block_size = min(block_size, DEFAULT_BLOCK_SIZE)
-        return dataclasses.replace(self.stored, kind=kind, block_size=block_size, rest=None)
+        return dataclasses.replace(self.target_storage, kind=kind, block_size=block_size, rest=None)

@@ -1,10 +1,10 @@
-"""The order of a build: its stages, and the passes over a graph from torch's export to the graph that a device runs.
+"""The passes over a graph, in order, from torch's export to the graph that a device runs; and stages of a build.
 
-A new rewrite is a file in ``exporter/passes`` and a line here. The lists follow each other: :func:`exported`, whose
-graphs are kept in the cache folder; :func:`traced`, after which a draft's pass may be put into a loop
-(``exporter/compose.py``); :func:`written`; and, for GPUs, :func:`for_device`. Stages are listed in
-``exporter/build.py`` and, for the target, in ``exporter/target.py``. Passes that need torch or onnxscript are imported
-where they are listed, as devices run :func:`for_device` without them.
+A new rewrite is a file in ``exporter/passes`` and a line here. The lists run one after the other:
+:func:`export_passes`, whose results are kept in the cache folder; :func:`trace_passes`, after which a draft's pass may
+become a loop's body (``exporter/compose.py``); :func:`write_passes`; and :func:`device_passes` for GPUs. The stages
+themselves are listed in ``exporter/build.py`` and ``exporter/target.py``. Passes that need torch or onnxscript are
+imported inside the functions, as :func:`device_passes` runs without them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import onnx_ir.passes.common as common
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
 from specexport.exporter.build_state import Progress, during
-from specexport.exporter.passes.compute_type import Store, compute_in
+from specexport.exporter.passes.compute_type import HALF_TYPES, Store, compute_in
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
 from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
-
-NARROW: dict[ComputedIn, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 class Form(enum.Flag):
@@ -42,11 +40,11 @@ class Form(enum.Flag):
     PRODUCTS = enum.auto()
     """Every product with a weight is ``MatMul(x, W[K,N])``."""
     STANDARD = enum.auto()
-    """All operators are ONNX's, but for those where ranks meet."""
+    """All operators are ONNX's, except those that combine ranks."""
     STORED = enum.auto()
-    """Weights are in the weights file, quantized where they are to be."""
+    """Weights are in the weights file, quantized if they are to be."""
     STRAIGHT = enum.auto()
-    """There are no graphs inside the graph: neither loops nor branches."""
+    """The graph has no subgraphs: neither loops nor branches."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class Pass:
     """A rewrite of a graph, in place.
 
     Attributes:
-        needs: what the graph must be.
-        ensures: what it is besides, afterwards.
+        needs: properties that the graph must have.
+        ensures: properties that it has afterwards, in addition.
     """
 
     rewrite: Callable[[ir.Model], object]
@@ -72,8 +70,8 @@ def run_passes(model: ir.Model, passes: Passes) -> None:
         step.rewrite(model)
 
 
-def exported(aliases: Mapping[str, str]) -> Passes:
-    """After torch's export; ``aliases`` are names of tied parameters, and the names that checkpoints have for them."""
+def export_passes(aliases: Mapping[str, str]) -> Passes:
+    """After torch's export; ``aliases`` maps the names of tied parameters to those that checkpoints use."""
     from specexport.exporter.passes.simplify import name_weights, simplify
 
     return (
@@ -82,8 +80,8 @@ def exported(aliases: Mapping[str, str]) -> Passes:
     )
 
 
-def traced(lowering: LoweredAs) -> Passes:
-    """From there to a master graph, or to a pass of a draft."""
+def trace_passes(lowering: LoweredAs) -> Passes:
+    """From there to a master graph, or to one pass of a draft."""
     from specexport.exporter.passes.linear import canonical_weights, merge_linear
     from specexport.exporter.passes.rms_norm import fuse_rms_norm
 
@@ -99,8 +97,11 @@ def traced(lowering: LoweredAs) -> Passes:
     )
 
 
-def written(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
-    """From a master graph to its file; ``store`` moves the weights into theirs, ``branches`` gives each expert one."""
+def write_passes(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
+    """From a master graph to its file; ``store`` moves the weights into their file.
+
+    With ``branches``, each expert of a mixture gets a branch of its own.
+    """
     from specexport.exporter.passes.experts import lower_experts
 
     return (
@@ -111,7 +112,7 @@ def written(store: Callable[[ir.Model], None], *, branches: bool) -> Passes:
     )
 
 
-def for_device(
+def device_passes(
     compute: ComputedIn, drafts: int, sizes: Mapping[str, int], store: Store, *, compiled: bool, ranks: int
 ) -> Passes:
     """From a master's file to the graph that a device runs; see :func:`~specexport.exporter.engines.source`."""
@@ -125,14 +126,14 @@ def for_device(
         passes.append(Pass(partial(restore_tables, store=store), needs=Form.STORED))
     if compiled and "B" not in sizes:
         passes.append(Pass(flatten_products, needs=Form.PRODUCTS | Form.STRAIGHT))
-    if compute in NARROW:
-        narrow = partial(compute_in, narrow=NARROW[compute], store=store, narrow_norms=not compiled)
+    if compute in HALF_TYPES:
+        narrow = partial(compute_in, narrow=HALF_TYPES[compute], store=store, narrow_norms=not compiled)
         passes.append(Pass(narrow, needs=Form.STRAIGHT))
     return (*passes, Pass(partial(fix_sizes, sizes=sizes), needs=Form.STORED))
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Names nodes after their outputs, as other names contain counters of the process."""
+    """Names nodes after their outputs, as torch's names contain counters of the process."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.name = node.outputs[0].name
 
@@ -148,7 +149,7 @@ class Stage(Generic[S]):
     Attributes:
         needs: attributes that it reads.
         ensures: attributes that it sets.
-        title: for the progress; None if it reports its own.
+        title: shown as its progress; None if the stage reports its own.
     """
 
     run: Callable[[S], None]
@@ -158,7 +159,7 @@ class Stage(Generic[S]):
 
 
 def run_stages(state: S, stages: Sequence[Stage[S]], progress: Progress) -> S:
-    """Runs stages in their order; returns the state."""
+    """Runs the stages in order, and returns the state."""
     for stage in stages:
         if stage.title is None:
             stage.run(state)

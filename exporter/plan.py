@@ -1,8 +1,9 @@
 """``specexport plan``: memory and speed of a model on a device, with and without speculation. Nothing is loaded or
-built; bundles, and models of usual families, are planned for without torch.
+built, and neither bundles nor models of usual families need torch.
 
-Decoding one text is bound by reading the weights, so a step takes the bytes it reads over the memory's bandwidth. With
-acceptance probability a at each draft token, a step of K makes (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
+Decoding one text is bound by reading weights, so a step takes the bytes it reads divided by the memory's bandwidth. If
+each draft token is accepted with probability a, a step with K draft tokens yields (1 - a^(K+1)) / (1 - a) tokens
+(Leviathan et al. 2023).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from specexport.exporter.method import MetaDraft, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
 
 EFFICIENCY = 0.7
-"""Share of the bandwidth a step is taken to reach; our bar for GPUs, not a measurement."""
-MOST_DRAFTS = 8
+"""Assumed share of the bandwidth that a step reaches; our target for GPUs, not a measurement."""
+MAX_DRAFTS = 8
 _DEFAULT_TREES = (5, 7, 9)
 """Nodes of a draft's default chains."""
 _ACCEPT_ARRAYS = 18
-"""Arrays of a tree's logits that onnxruntime keeps to decide by all rules; counted over null CUDA libraries."""
+"""Arrays of a tree's size that onnxruntime allocates for all acceptance rules; counted over null CUDA libraries."""
 _SCALE_BYTES = 2
 _DEQUANTIZED_ABOVE = {"int8": 5, "int4": 16}
-"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more it dequantizes a matrix, gate and up as one,
-into 16 bits in every run; over null CUDA it was seen to take memory for two such."""
+"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more rows it dequantizes a matrix (gate and up
+together) into 16 bits in every run; over null CUDA it took memory for two of these."""
 _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
@@ -40,9 +41,9 @@ class DeviceLimits:
     """A device.
 
     Attributes:
-        memory: bytes of memory a GPU can use; on Jetson the CPU's too.
-        bandwidth: bytes a second.
-        reserved: bytes that are not there for a model: of the system and of CUDA itself.
+        memory: bytes of memory that the GPU can use, shared with the CPU on Jetson.
+        bandwidth: in bytes per second.
+        reserved: bytes that the system and CUDA itself use.
     """
 
     memory: int
@@ -54,7 +55,7 @@ class DeviceLimits:
 _GB = 10**9
 _GIB = 2**30
 _BOARD = 2 * _GIB
-"""A Jetson without a desktop takes about 1.2 GB after boot, a CUDA context and the libraries the rest."""
+"""A Jetson without a desktop uses about 1.2 GB after booting, a CUDA context and the libraries the rest."""
 _CARD = _GIB
 
 
@@ -73,7 +74,7 @@ DEVICES: dict[str, DeviceLimits] = {
     "rtx-4090": DeviceLimits(24 * _GIB, 1008 * _GB, "8.9", _CARD),
     "rtx-5090": DeviceLimits(32 * _GIB, 1792 * _GB, "12.0", _CARD),
 }
-"""Orin Nano with the clocks of its ``MAXN SUPER`` mode; without it, it has two thirds of that bandwidth."""
+"""Orin Nano is listed with the clocks of its ``MAXN SUPER`` mode; without it, it has two thirds of that bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,14 @@ class ModelPlan:
     """Memory of one model, and what its steps read, in bytes.
 
     Attributes:
-        source: folder or hub id; of a draft of the target's also its method.
-        parameters: tied ones counted once.
-        active: those of them that one token uses: of a mixture's experts only its own.
-        weights: all that is stored in an engine.
-        read: what of it a step of one token reads: not the table that rows are looked up in.
-        read_per_token: what a step reads more for each further token, until it reads ``read_limit``.
-        cache: for every row of the context.
-        cache_row: for one token.
+        source: folder or hub id, with the method if it is a draft over the target's states.
+        parameters: their number, tied ones counted once.
+        active: the number of those that one token uses; of a mixture's experts, only the chosen ones.
+        weights: all that an engine stores.
+        read: what a step of one token reads of them, which excludes embedding tables.
+        read_per_token: what a step reads in addition for each further token, up to ``read_limit`` in all.
+        cache: of all rows.
+        cache_row: of one token.
         scratch: activations of a prefill chunk, and logits.
     """
 
@@ -108,7 +109,7 @@ class ModelPlan:
         return self.weights + self.cache + self.scratch
 
     def step(self, tokens: int, past: float) -> float:
-        """Bytes that a step of so many tokens reads, with ``past`` rows in the cache."""
+        """Bytes that a step over ``tokens`` tokens reads, with ``past`` rows in the cache."""
         return min(self.read + (tokens - 1) * self.read_per_token, self.read_limit) + self.cache_row * past
 
 
@@ -117,7 +118,7 @@ class DevicePlan:
     """Whether models fit on a device, and how fast they may be.
 
     Attributes:
-        speeds: expected tokens a second of plain decoding, then, with the draft, at K = 1, 2, ...
+        speeds: expected tokens per second: of plain decoding, then with the draft at K = 1, 2, ...
     """
 
     models: tuple[ModelPlan, ...]
@@ -149,15 +150,15 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        method: how to speculate, or None; one whose draft is a model of its own.
+        method: how to speculate, with a draft that is a separate model; None for not at all.
         device: where it is to run.
-        precision: of the matrices of both, one of fp16, bf16, fp8, int8 and int4; activations and caches take 16 bits.
+        precision: of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens.
-        acceptance: chance that a draft token is accepted.
-        backend: what runs them.
+        acceptance: probability that a draft token is accepted.
+        backend: the backend that runs the models.
 
     Raises:
-        BuildError: a configuration cannot be read, the draft is of another target, or an argument makes no sense.
+        BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
     """
     if precision not in _BITS:
         raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
@@ -165,24 +166,24 @@ def plan(
     _check_acceptance(acceptance)
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
-    nodes = MOST_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
-    outlined = outline(target)
-    models = [_model(target, outlined, precision, context, backend, nodes)]
+    nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
+    target_outline = outline(target)
+    models = [_model_plan(target, target_outline, precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
-        draft = _draft(method, target, outlined)
+        draft = _draft(method, target, target_outline)
         block = draft.block
-        most = MOST_DRAFTS if block is None else min(MOST_DRAFTS, block)
-        models.append(_model(draft.source, draft.outline, precision, context, backend))
-    return _planned(models, device, context, acceptance, most, one_pass=block is not None)
+        most = MAX_DRAFTS if block is None else min(MAX_DRAFTS, block)
+        models.append(_model_plan(draft.source, draft.outline, precision, context, backend))
+    return _device_plan(models, device, context, acceptance, most, one_pass=block is not None)
 
 
-def _draft(method: MethodOptions, target: str, outlined: ModelOutline) -> MetaDraft:
-    """A method's own model."""
+def _draft(method: MethodOptions, target: str, target_outline: ModelOutline) -> MetaDraft:
+    """The draft of a method, as a separate model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
         return MetaDraft(source, outline(source))
-    draft = exporter_of(method).meta_draft(method, target, outlined)
+    draft = exporter_of(method).meta_draft(method, target, target_outline)
     if draft is None:
         raise BuildError(
             f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
@@ -193,24 +194,26 @@ def _draft(method: MethodOptions, target: str, outlined: ModelOutline) -> MetaDr
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
-    """Plans for a bundle as it is stored, with its first method that drafts with a model of its own; see :func:`plan`.
+    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`.
 
     Raises:
-        BuildError: an argument makes no sense.
+        BuildError: an argument is invalid.
     """
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
-    models = [_bundled(source, manifest.target, sizes)]
+    models = [_bundle_model_plan(source, manifest.target, sizes)]
     method = next((candidate for candidate in manifest.methods if candidate.models and candidate.needs_graph), None)
     most = 0
     if method is not None:
-        most = min(MOST_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
-        models += [_bundled(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]]
+        most = min(MAX_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
+        models += [
+            _bundle_model_plan(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]
+        ]
     one_pass = method is not None and not method.call_widths
-    return _planned(models, device, manifest.max_seq_len, acceptance, most, one_pass)
+    return _device_plan(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 
 
-def _bundled(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
+def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
     weights = sum(sizes.get(part.weights, 0) for part in model.ranks or (model,))
     row, points = model.cache_row_bytes, model.graph.points
     return ModelPlan(
@@ -232,10 +235,10 @@ def _check_acceptance(acceptance: float) -> None:
         raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
 
 
-def _planned(
+def _device_plan(
     models: Sequence[ModelPlan], device: DeviceLimits, context: int, acceptance: float, most: int, one_pass: bool
 ) -> DevicePlan:
-    """Memory and speeds of a target and, where up to ``most`` tokens are drafted, its draft."""
+    """Memory and speeds of a target and its draft, if any, which drafts up to ``most`` tokens."""
     speeds = []
     for k in range(most + 1):
         passes = min(k, 1) if one_pass else k
@@ -246,10 +249,10 @@ def _planned(
     return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
 
 
-def _model(
+def _model_plan(
     source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
-    """The plan of one model; ``nodes`` are those of all trees that a target's acceptance is decided for."""
+    """The plan of one model; ``nodes`` is the size of all trees together that a target decides acceptance for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
             f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
@@ -260,7 +263,7 @@ def _model(
     read_per_token = 0.0
     for parameter in model.parameters:
         numel = parameter.numel
-        if parameter.share is not None:  # gathered, and so in 16 bits as rows of a table are
+        if parameter.share is not None:  # experts are gathered, and stored in 16 bits as tables are
             weights += 2 * numel
             experts += 2 * numel
             read_per_token += parameter.share * 2 * numel
@@ -271,15 +274,15 @@ def _model(
         if parameter.head or not parameter.table:
             stored = _stored(parameter, precision)
             read += stored
-            # A head of 16 bits that is tied to the embedding is the same matrix; onnxruntime keeps it transposed too.
+            # A tied head in 16 bits is the embedding's matrix, of which onnxruntime keeps a transposed copy too.
             weights += 0 if parameter.table and _BITS[precision] == 16 and not by_onnxruntime else stored
     wide = max(model.intermediate, model.hidden)
-    # Gate, up and their product; logits, p and what is left of it at the nodes of a tree.
-    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MOST_DRAFTS + 1) * model.vocab * 4
+    # Gate, up and their product; logits, p and the residual distribution at the nodes of a tree.
+    scratch = 2 * PREFILL_CHUNK * (3 * wide + 4 * model.hidden) + 4 * (MAX_DRAFTS + 1) * model.vocab * 4
     if by_onnxruntime:
         scratch += _ACCEPT_ARRAYS * nodes * model.vocab * 4
     if by_onnxruntime and precision in _DEQUANTIZED_ABOVE:
-        widest = max(2 * wide, model.vocab if _DEQUANTIZED_ABOVE[precision] <= MOST_DRAFTS else 0)
+        widest = max(2 * wide, model.vocab if _DEQUANTIZED_ABOVE[precision] <= MAX_DRAFTS else 0)
         scratch += 2 * 2 * widest * model.hidden
     return ModelPlan(
         source=source,
@@ -296,7 +299,7 @@ def _model(
 
 
 def _stored(parameter: Parameter, precision: str) -> int:
-    """Bytes of a parameter: matrices at ``precision``, with their scales; vectors in 16 bits."""
+    """Bytes of a parameter: a matrix at ``precision`` with its scales, or a vector in 16 bits."""
     bits, numel = _BITS[precision], parameter.numel
     if len(parameter.shape) < 2 or bits == 16:
         return 2 * numel

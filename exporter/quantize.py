@@ -1,45 +1,45 @@
-"""Matrices in fewer bits: the arithmetic, and scales of a quantized checkpoint that a bundle keeps."""
+"""Quantization of matrices: the arithmetic, and scales of a quantized checkpoint that a bundle keeps."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
-_LARGEST_INT8 = np.float32(127)
-_LARGEST_FLOAT8 = np.float32(448)
+_MAX_INT8 = np.float32(127)
+_MAX_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
 _CHUNK_ELEMENTS = 4 << 20
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -24, 15
-"""Exponents of the powers of two that fp16 holds."""
-_LARGEST_KEPT_BLOCK = 128
+_MIN_EXPONENT, _MAX_EXPONENT = -24, 15
+"""Range of the exponents of fp16's powers of two."""
+_MAX_KEPT_BLOCK = 128
 _PIECE = 1 << 17
-"""Weights that are fitted at once, so that intermediate results stay in a core's cache."""
+"""Number of weights fitted at once, so that intermediate results stay in a core's cache."""
 _SPANS = (1.0, 0.93, 0.86, 0.79)
-"""Shares of a block's range that its levels may span: cutting off the largest weights rounds the others less."""
+"""Shares of a block's range that its levels may span: clipping the largest weights rounds the others less."""
 BlockFactors = tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]
 """Scales, zero points and offsets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensor(QuantizedTensor):
-    """A matrix that this build has rounded before it writes it.
+    """A matrix that this build rounded earlier, by calibration.
 
     Attributes:
-        error: sum of the squares of what that changed.
-        energy: of the weights.
+        error: sum of the squared changes.
+        energy: sum of the squared weights.
     """
 
     error: float
@@ -61,7 +61,6 @@ class Blocks:
     zero: npt.NDArray[np.int8] | None = None
 
     def restored(self, axis: int) -> npt.NDArray[np.float32]:
-        """The dequantized matrix."""
         block = self.integers.shape[axis] // self.scale.shape[axis]
         numbers = self.integers.astype(np.float32)
         if self.zero is not None:
@@ -71,9 +70,9 @@ class Blocks:
 
 
 def quantize_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int) -> Blocks:
-    """Symmetric round-to-nearest with one scale, from the largest weight, for every ``block`` of them along ``axis``.
+    """Symmetric round-to-nearest, with one scale for every ``block`` weights along ``axis``, from the largest of them.
 
-    ONNX DequantizeLinear with ``block_size`` multiplies them again. Scales are as :func:`fit_blocks` says.
+    ONNX's DequantizeLinear with ``block_size`` is the inverse. For scales see :func:`in_half`.
     """
     shape = list(matrix.shape)
     shape[axis : axis + 1] = [shape[axis] // block, block]
@@ -87,13 +86,13 @@ def apply_scales(
     matrix: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
     zero: npt.NDArray[np.int8] | None,
-    kind: Literal["int4", "int8", "fp8"],
+    kind: Kind,
     offset: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Numbers ``(matrix - offset) / scale + zero``, rounded; scale, zero and offset broadcast to the matrix.
+    """The rounded numbers ``(matrix - offset) / scale + zero``; scale, zero and offset broadcast to the matrix.
 
-    A matrix that was dequantized from such numbers yields them again exactly: a product of 8 bits and a float32 is
-    within one rounding of it, far less than half a step. Where a scale is 0 they are 0.
+    A matrix that was dequantized from such numbers yields exactly the same ones: a product of 8 bits and a float32 is
+    rounded once, by far less than half a step. Numbers with a scale of 0 are 0.
 
     Returns:
         int8 integers (four-bit ones in -8..7, with offsets in 0..15), or the bytes of float8_e4m3fn numbers, and the
@@ -101,7 +100,7 @@ def apply_scales(
     """
     divided = (matrix if offset is None else matrix - offset) / np.where(scale == 0, np.float32(1), scale)
     if kind == "fp8":
-        numbers = divided.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        numbers = divided.clip(-_MAX_FLOAT8, _MAX_FLOAT8).astype(Float8)
         return numbers.view(np.int8), numbers.astype(np.float32) * scale
     moved = np.rint(divided) if zero is None else np.rint(divided) + zero
     least, greatest = (-128, 127) if kind == "int8" else (-8, 7) if offset is None else (0, 15)
@@ -110,31 +109,31 @@ def apply_scales(
     return integers, restored if offset is None else restored + offset
 
 
-def column_scales(largest: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]) -> npt.NDArray[np.float32]:
-    """One scale for each column of a matrix, from the largest magnitude in it; none is 0, which TensorRT refuses.
+def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[np.float32]:
+    """One scale for each column of a matrix, from its largest magnitude; none is 0, which TensorRT refuses.
 
-    Those of fp8 are powers of two: floating point is as exact at any scale, and a power of two is the same number in
-    fp32, fp16 and bf16, so that a graph in fp32 and an engine in fp16 multiply the same weights.
+    Scales of fp8 are powers of two: these lose no precision, and are the same numbers in fp32, fp16 and bf16, so that a
+    graph in fp32 and an engine in fp16 multiply the same weights.
     """
     scales: npt.NDArray[np.float32]
-    if kind == "int8":
-        scales = np.where(largest > 0, np.maximum(largest / _LARGEST_INT8, _TINY), np.float32(1))
+    if kind == "fp8":
+        exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _MAX_FLOAT8))
+        scales = np.exp2(exponent.clip(_MIN_EXPONENT, _MAX_EXPONENT)).astype(np.float32)
     else:
-        exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _LARGEST_FLOAT8))
-        scales = np.exp2(exponent.clip(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).astype(np.float32)
+        scales = np.where(largest > 0, np.maximum(largest / _MAX_INT8, _TINY), np.float32(1))
     return scales
 
 
 def quantize_columns(
-    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Literal["int8", "fp8"]
+    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Kind
 ) -> npt.NDArray[np.generic]:
-    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to int8 or to float8_e4m3fn."""
+    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to float8_e4m3fn, or to int8."""
     scaled = matrix / scales
     rounded: npt.NDArray[np.generic]
-    if kind == "int8":
-        rounded = np.rint(scaled).clip(-_LARGEST_INT8, _LARGEST_INT8).astype(np.int8)
+    if kind == "fp8":
+        rounded = scaled.clip(-_MAX_FLOAT8, _MAX_FLOAT8).astype(Float8)
     else:
-        rounded = scaled.clip(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(Float8)
+        rounded = np.rint(scaled).clip(-_MAX_INT8, _MAX_INT8).astype(np.int8)
     return rounded
 
 
@@ -151,14 +150,14 @@ def fit_blocks(
 
     Args:
         matrix: of any rank.
-        axis: see above.
+        axis: the axis of the blocks.
         block: how many weights share a scale.
         least: smallest integer.
         largest: largest integer.
-        zero_points: whether to choose an integer that stands for 0; without it is 0.
+        zero_points: whether to choose a zero point for each block; otherwise it is 0.
 
     Returns:
-        Scales are numbers that fp16 holds exactly (:func:`in_half`), which integers are rounded by.
+        Integers, and scales that fp16 holds exactly if possible (:func:`in_half`).
     """
     leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
     x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
@@ -185,7 +184,7 @@ def fit_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and zero point of least squared error for each block, a fiber of ``x`` along ``dim``.
 
-    From a few ranges: the integers that a range gives, then the scale of least squares for these integers.
+    For each of a few ranges, ``x`` is rounded, and a scale is fitted to the resulting integers by least squares.
     """
     high, low = x.amax(dim, keepdim=True).clamp_min_(0), x.amin(dim, keepdim=True).clamp_max_(0)
     if not zero_points:
@@ -218,12 +217,12 @@ def fit_scales(
 
 
 def to_integers(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, least: int, largest: int) -> torch.Tensor:
-    """Numbers as integers between two bounds, in floating point; a scale of 0 is that of zeros alone."""
+    """Rounds numbers to integers between two bounds, in floating point; a block of zeros has a scale of 0."""
     return (x / scale.clamp_min(_TINY)).round_().add_(zero).clamp_(least, largest)
 
 
 def in_half(scale: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers that fp16 holds; where these are off by more than 2^-8, the numbers themselves."""
+    """The nearest fp16 numbers, or the numbers themselves if those are off by more than 2^-8 of them."""
     half = scale.half().float()
     return torch.where((half - scale).abs() <= scale.abs() * 2.0**-8, half, scale)
 
@@ -235,7 +234,7 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
 
 
 def factors_of_rows(factors: BlockFactors, start: int, end: int, axis: int, block: int | None) -> BlockFactors:
-    """The factors of some rows of a matrix, one for each of its weights along ``axis``."""
+    """The factors of some rows of a matrix, repeated along ``axis`` for each weight."""
 
     def spread(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         if block is None:
@@ -259,14 +258,14 @@ def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.N
 
 @dataclass(frozen=True)
 class KeptScales:
-    """Scales of the checkpoint that a matrix is stored with.
+    """The checkpoint's own scales, which a matrix is stored with.
 
     Attributes:
-        block: weights along the summed axis that share one; None where each column has one.
-        scale: ``[...,K/block,N]``, or ``[1,N]`` by columns.
-        zero: int8 like ``scale``, or None.
-        offset: like ``scale``, or None.
-        any_scales: whether they are of a kind that only CPUs read.
+        block: weights along the summed axis that share a scale; None for one scale per column.
+        scale: ``[...,K/block,N]``, or ``[1,N]`` for columns.
+        zero: int8, shaped like ``scale``, or None.
+        offset: shaped like ``scale``, or None.
+        any_scales: whether only CPUs read scales of this kind.
     """
 
     block: int | None
@@ -276,12 +275,12 @@ class KeptScales:
     any_scales: bool
 
     def for_rows(self) -> BlockFactors:
-        """For a matrix that is stored by rows, ``[N,K]``."""
+        """The factors of a matrix that is stored transposed, ``[N,K]``."""
         scale, zero, offset = self.values()
         return scale.T, None if zero is None else zero.T, None if offset is None else offset.T
 
     def values(self) -> BlockFactors:
-        """Scales, zero points and offsets in full."""
+        """Scales, zero points and offsets, computed from their factors."""
         scale = self.scale.values()
         offset = None if self.offset is None else self.offset.values()
         return (scale[0] if self.block is None else scale), self.zero, offset
@@ -290,10 +289,10 @@ class KeptScales:
 def kept_scales(
     parts: Sequence[Scales | None], role: str, shape: tuple[int, ...], storage: Storage
 ) -> KeptScales | None:
-    """The checkpoint's own scales of a matrix ``[...,K,N]``, if its integers can be stored with them.
+    """The checkpoint's own scales of a matrix ``[...,K,N]``, if the bundle can store its integers with them.
 
-    ``parts`` are the scales of each matrix that was joined into it, None for one that is not quantized; ``role`` is how
-    it is read.
+    ``parts`` are the scales of the matrices that were joined into it, None for one that is not quantized; ``role`` says
+    how it is read.
     """
     scales = [part for part in parts if part is not None]
     by_rows = role == "lookup" or (role == "tied" and storage.any_scales)
@@ -301,7 +300,7 @@ def kept_scales(
         shape = shape[::-1]
     if (role not in ("matmul", "experts") and not (by_rows and storage.any_scales)) or len(scales) < len(parts):
         return None
-    # Pairs of experts' integers hold -7 to 7 only.
+    # Experts' integers are stored in pairs, which hold only -7 to 7.
     allowed = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}["int8" if by_rows else storage.kind]
     if not {part.kind for part in scales} <= allowed or (role, storage.kind) == ("experts", "int4"):
         return None
@@ -313,7 +312,7 @@ def kept_scales(
                 return None
             block = min(part.group & -part.group for part in scales)
     else:
-        block = min(_LARGEST_KEPT_BLOCK, *(part.group & -part.group for part in scales))
+        block = min(_MAX_KEPT_BLOCK, *(part.group & -part.group for part in scales))
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
     if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
         return None
@@ -347,7 +346,7 @@ def kept_scales(
 
 
 def block_for(length: int, preferred: int | None) -> int | None:
-    """The preferred block size, or the largest half of it that divides ``length``; None below the smallest block."""
+    """The preferred block size, halved until it divides ``length``; None if that takes it below the smallest block."""
     block = preferred or 0
     while block >= SMALLEST_BLOCK:
         if length % block == 0:

@@ -1,4 +1,4 @@
-"""Reuse of earlier builds: a hash of the exporter, and records of finished stages. Imports little."""
+"""Reuse of earlier builds: a fingerprint of the exporter, and records of finished stages. Imports little."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PACKAGES = ("contract", "graphs", "exporter", "methods")
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
 """Libraries that trace and rewrite graphs."""
 RECORDS = ".stages"
-"""The folder of records, while a bundle is being written."""
+"""The folder of records while a bundle is being written."""
 Result = TypeVar("Result")
 
 
 @functools.cache
 def fingerprint() -> str:
-    """SHA-256 of the exporter's source files and texts, and of its libraries' versions, in hexadecimal."""
+    """A hexadecimal SHA-256 of the exporter's source files and texts, and of its libraries' versions."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for folder in _folders(package):
@@ -63,10 +63,10 @@ class _Record(Strict, frozen=True):
 
 
 class Records:
-    """Runs stages, except those that an earlier build of the same inputs finished in the same folder.
+    """Runs stages, except those that an earlier build with the same inputs finished in the same folder.
 
-    A recorded stage writes into the folder of its name and nowhere else. Its record comes last, with the hash of every
-    file: a stage whose files are incomplete, altered, or more than recorded runs again.
+    A recorded stage writes only into the folder of its name. Its record is written last, with the hash of every file: a
+    stage runs again if files are missing, altered or not in the record.
 
     Args:
         folder: where the bundle is written.
@@ -105,7 +105,7 @@ class Records:
         return msgspec.json.decode(record.result, type=kind, dec_hook=decode_hook)
 
     def _valid(self, path: Path, name: str) -> _Record | None:
-        """The record of a stage, if all its files are as they were written."""
+        """The record of a stage, if none of its files has changed."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
         except (OSError, *UNREADABLE):

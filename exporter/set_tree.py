@@ -1,4 +1,4 @@
-"""Sets another tree of a method in a finished bundle, by exchanging the manifest."""
+"""Changes the default tree of a method in a finished bundle, by replacing the manifest."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from specexport.exporter.method import exporter_of
 
 
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
-    """Makes a tree the default of a method; the trees there were can still be chosen.
+    """Makes a tree the default of a method; its other trees can still be chosen.
 
     Returns:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, its cache has no room for so wide a step, or it has graphs and engines
-            that are made for the trees it has.
-        BundleError: the bundle is not whole, or the method cannot fill the tree.
+        BuildError: the bundle lacks the method, its cache has no room for a step that wide, or it has graphs and
+            engines for its present trees.
+        BundleError: the bundle is incomplete, or the method cannot fill the tree.
     """
     with changing(folder) as manifest:
         check_files(folder, manifest, hashes=False)

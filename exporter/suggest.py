@@ -1,4 +1,4 @@
-"""Suggests methods for a target by rules of thumb, before anything is built. Needs torch only for rare families."""
+"""Suggests methods for a target by rules of thumb, before anything is built. Only rare families need torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_sa
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
-"""How many times smaller a draft must be to be proposed at all."""
+"""How many times smaller than the target a draft must be to be suggested at all."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Suggestions for a target, the best first, and why offered drafts are refused, by name.
+    """Suggestions for a target, the best first, and why drafts were refused, by name.
 
     Attributes:
-        active: parameters that one token uses, which sizes are compared by.
+        active: number of parameters that one token uses, by which sizes are compared.
     """
 
     parameters: int
@@ -44,11 +44,11 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     Args:
         target: bundle, folder or hub id.
         drafts: smaller models to choose from.
-        device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every one costs.
+        device: where the bundle is to run: the nodes of a step are nearly free on a GPU, but not on a CPU.
 
     Raises:
-        BuildError: the target, or a draft, is no checkpoint.
-        ImportError: it takes transformers to read one, which is not installed.
+        BuildError: the target, or a draft, is not a checkpoint.
+        ImportError: transformers is needed to read one and is not installed.
     """
     path, bundle, layer = expanded(target), None, False
     if (path / MANIFEST_NAME).is_file():
@@ -70,7 +70,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
 def _drafts(
     target: Path, bundle: Bundle | None, size: int, names: Sequence[str]
 ) -> tuple[list[tuple[str, float]], dict[str, str]]:
-    """Drafts that do, with how many times smaller they are, the best first; and why the others do not."""
+    """Usable drafts with how many times smaller they are, the best first; and why the others are refused."""
     smaller: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -90,7 +90,7 @@ def _drafts(
 
 
 def _built(manifest: Manifest) -> list[tuple[str, float]]:
-    """A bundle's draft with the target's tokenizer, and how many times smaller it is."""
+    """A bundle's own draft with the target's tokenizer, if any, and how many times smaller it is."""
     return [
         (model.source, manifest.target.parameters / model.parameters)
         for method in manifest.methods
@@ -100,7 +100,7 @@ def _built(manifest: Manifest) -> list[tuple[str, float]]:
 
 
 def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) -> None:
-    """Raises a BuildError where they differ as stored, and as transformers loads them."""
+    """Raises a BuildError if tokenizers differ both as stored and as transformers loads them."""
 
     def compare(load: Callable[[Path], Tokenizer]) -> None:
         require_same_tokenizer(load(target) if bundle is None else bundle.tokenizer(), load(draft), target, draft)

@@ -1,4 +1,4 @@
-"""The target of a bundle, from its checkpoint to its folder."""
+"""The stages that build the target, from its checkpoint to its folder in the bundle."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from specexport.exporter.method import TargetOutline, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
-from specexport.exporter.writing import TracedGraph, traced, write_models
+from specexport.exporter.writing import TracedGraph, trace_checkpoint, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def for_checkpoint(options: BuildOptions) -> BuildOptions:
-    """Options with a precision: of a target that is quantized already, its own, if no other was asked for.
+    """The options with a precision: by default that of a quantized target, or else fp32.
 
-    What it has not quantized is then stored as it has it. Lowered portably, int4 becomes int8: opset 20 has no integers
-    of four bits.
+    Matrices that a quantized target holds in floating point keep their type. The portable lowering turns int4 into
+    int8, as opset 20 has no four-bit integers.
 
     Raises:
-        BuildError: the target is not there, or nothing here reads its format.
+        BuildError: the target does not exist, or its format is unsupported.
     """
     if options.precision not in (None, "stored"):
         return options
@@ -69,11 +69,11 @@ class TargetBuild:
     """The target while it is built. Stages set the attributes after ``build``.
 
     Attributes:
-        checkpoint: until it is released.
-        calibration: the text that it is rounded for, in tokens; empty where it is not.
-        sample: the checkpoint's logits over a sample text; None where nothing is rounded.
+        checkpoint: the loaded model, until it is released.
+        calibration: the tokens of the text that it is rounded for; empty if it is not.
+        sample: the checkpoint's logits over a sample text; None if nothing is rounded.
         added: what each method adds, in the order of the plan's methods.
-        graphs: the step graph, and those of methods that share its weights; none of a target that is split.
+        graphs: the step graph, and graphs of methods that share its weights; empty for a split target.
     """
 
     build: Build
@@ -87,19 +87,18 @@ class TargetBuild:
 
     @property
     def options(self) -> BuildOptions:
-        """What to build."""
         return self.build.options
 
     @property
     def embedding_size(self) -> int | None:
-        """H where prompts may hold embeddings."""
+        """H if prompts may hold embeddings; otherwise None."""
         if not self.options.inputs_embeds:
             return None
         return int(self.checkpoint.model.get_input_embeddings().weight.shape[1])
 
     @property
     def state_layers(self) -> tuple[StateLayer, ...]:
-        """Layers without attention, with room for the widest step's rows."""
+        """The layers without attention, with room for the rows of the widest step."""
         return with_rows(list(self.checkpoint.states.values()), self.plan.widths[-1])
 
 
@@ -114,7 +113,7 @@ def load(target: TargetBuild) -> None:
 
 
 def read_calibration_text(target: TargetBuild) -> None:
-    """Reads the text to round for, if any: a fault in it shows before anything takes long."""
+    """Reads the text to round for, if any, so that faults in it show early."""
     text = calibration_text(target.options.calibration_data) if target.options.calibrated else ""
     target.calibration = target.build.tokenizer.tokenizer.encode(text).ids
 
@@ -129,7 +128,7 @@ def plan(target: TargetBuild) -> None:
         checkpoint.layers,
         hidden,
         checkpoint.path,
-        options.proposing.kind,
+        options.draft_storage.kind,
     )
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if checkpoint.states:
@@ -143,11 +142,7 @@ def plan(target: TargetBuild) -> None:
 
 
 def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
-    """A method for a target whose states go through a text token by token: with chains instead of trees.
-
-    Raises:
-        BuildError: trees with branches were asked for, or it has no others.
-    """
+    """A method with chains instead of trees, for a target with layers that read text token by token."""
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
     if (branching and options.trees) or method.own_widths:
         raise BuildError(
@@ -171,7 +166,7 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
 
 
 def run_sample(target: TargetBuild) -> None:
-    """Runs the checkpoint over the text on which rounding is measured."""
+    """Runs the checkpoint over the text that rounding is measured on."""
     target.sample = None
     if target.options.precision in QUANTIZED:
         with target.build.during("reading the target's sample text"):
@@ -205,19 +200,19 @@ def trace_target(target: TargetBuild) -> None:
 
 
 def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
-    """The step graph of the target, or of a rank's part."""
+    """The step graph of the target, or of one rank's share of it."""
     additions = [added for added in target.added if isinstance(added, Addition)]
     outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
     states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
     module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
-    graph = traced(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
+    graph = trace_checkpoint(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
     return TracedGraph("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
 
 
 def round_for_text(target: TargetBuild) -> None:
-    """Rounds matrices to int4 for a text, if the options say so."""
+    """Rounds matrices to int4 for a text, if the options ask for it."""
     if target.options.calibrated:
-        block_size = target.options.stored.block_size or DEFAULT_BLOCK_SIZE
+        block_size = target.options.target_storage.block_size or DEFAULT_BLOCK_SIZE
         target.checkpoint = calibrate(target.checkpoint, target.calibration, block_size, target.build.progress)
 
 
@@ -228,7 +223,9 @@ def write(target: TargetBuild) -> None:
         models = iter([_write_ranks(target)])
     else:
         models = iter(
-            write_models(target.build, "target", target.graphs, checkpoint, options.stored, options.proposing)
+            write_models(
+                target.build, "target", target.graphs, checkpoint, options.target_storage, options.draft_storage
+            )
         )
     model = next(models)
     methods = tuple(
@@ -244,13 +241,13 @@ def write(target: TargetBuild) -> None:
 
 
 def _write_ranks(target: TargetBuild) -> Model:
-    """The target in as many parts, each cut where the ranks meet."""
+    """Writes each rank's share of the target, cut where the ranks combine their parts."""
     models, files = [], []
     build, options = target.build, target.options
     for rank in range(options.tensor_parallel):
         role = f"target/rank-{rank}"
         graph = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [graph], target.checkpoint, options.stored, options.proposing)
+        (model,) = write_models(build, role, [graph], target.checkpoint, options.target_storage, options.draft_storage)
         segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
@@ -260,13 +257,13 @@ def _write_ranks(target: TargetBuild) -> Model:
 
 
 def release(target: TargetBuild) -> None:
-    """Releases the checkpoint: its graph, and drafts, are loaded next."""
+    """Releases the checkpoint, as its written graph and drafts are loaded next."""
     del target.checkpoint, target.added, target.graphs
     gc.collect()
 
 
 def measure(target: TargetBuild) -> None:
-    """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not need."""
+    """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not require."""
     if target.sample is None:
         return
     model = target.written.model

@@ -1,6 +1,6 @@
 """Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters.
 
-The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes a bundle's.
+The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
-from specexport.exporter import pipeline, trace
+from specexport.exporter import pipeline
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
@@ -52,15 +52,15 @@ from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
-"""Opset of the accept and fill graphs. ONNX Runtime registers CUDA kernels by operator version, and has those of all
-their operators for this one; Equal changed in 19, ReduceMax and ReduceMin in 20, and kernels came late."""
+"""Opset of the accept and fill graphs, for which ONNX Runtime has CUDA kernels of all their operators: Equal changed in
+opset 19, ReduceMax and ReduceMin in 20, and kernels of the new versions came late."""
 _FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
-"""Sizes to trace with: in a graph all different from one another and from 0 and 1, which torch.export would specialise
+"""Sizes to trace with: those of one graph differ from each other and from 0 and 1, which torch.export would specialize
 on."""
 Inputs = Sequence[Tensor | Sequence[Tensor]]
-"""A module's inputs in the order of its parameters, a sequence for a list of tensors."""
+"""A module's inputs in the order of its parameters; a parameter that is a list of tensors is a sequence."""
 PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"), tensors.PAST_LENGTH)
 """The first inputs of every draft's pass, which draws one token."""
 
@@ -73,24 +73,25 @@ def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: 
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
     outputs = [*module.output_names, *cache_outputs(cache, layers, module.lowering, "T")]
-    return trace_module(module.model, module, inputs, outputs, module.lowering)
+    return trace_module(module, inputs, outputs, module.lowering, rotary=module.model)
 
 
 def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
-    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), to be put into a loop.
+    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), which becomes a loop's body.
 
-    Its inputs are the propose graph's, and the rows of the passes before (:func:`row_inputs`).
+    Its inputs are those of the propose graph, and the rows of earlier passes (:func:`row_inputs`).
     """
     layers = list(draft.states.values())
     rows = row_inputs(cache, layers)
     inputs: Inputs = [*PASS_INPUTS, tensors.SAMPLING, _past(cache, layers), rows]
-    return trace_module(draft.model, draft, inputs, [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)], lowering)
+    outputs = [*tensors.DRAFTED, *(f"{row}.grown" for row in rows)]
+    return trace_module(draft, inputs, outputs, lowering, rotary=draft.model)
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
     """The accept graph of a rule (see ``specexport.graphs.program``).
 
-    Only lossless acceptance needs to know the most children of a node and how many tokens q gives probability to.
+    ``max_children`` and ``candidates``, the number of tokens in the support of q, matter only to lossless acceptance.
     """
     modules: dict[AcceptRule, Callable[[], torch.nn.Module]] = {
         "greedy": GreedyModule,
@@ -98,7 +99,7 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
         "typical": TypicalModule,
     }
     module, signature = modules[rule](), accept_signature(rule, candidates)
-    return trace_module(module, module, signature.inputs, signature.outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, signature.inputs, signature.outputs, opset=PROGRAM_OPSET)
 
 
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
@@ -109,19 +110,18 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
         drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
         inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
     module = StagesFillModule() if stages else FillModule()
-    return trace_module(module, module, inputs, signature.outputs, "native", PROGRAM_OPSET)
+    return trace_module(module, inputs, signature.outputs, opset=PROGRAM_OPSET)
 
 
 def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
     """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
-    module = CommitModule()
-    return trace_module(module, module, [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
+    return trace_module(CommitModule(), [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
-    """A pass's inputs for the R tokens of earlier passes, ``row.key.0, row.value.0, ...``: rows not in the cache yet.
+    """A pass's inputs for the R tokens of earlier passes, whose rows are not in the cache yet: ``row.key.0, ...``.
 
-    Of layers without attention these are rows and states as that pass returned them.
+    For layers without attention, they are rows and states as the pass before returned them.
     """
     keys, values = (Tensor(f"row.{kind}", "float32", ("B", "Hkv", "R", "D")) for kind in ("key", "value"))
     kept = [Tensor(name.replace("new_", "row.", 1), "float32", name.dims) for name in new_states(layers, "R")]
@@ -134,22 +134,23 @@ def _past(cache: Sequence[CacheLayer], layers: Sequence[StateLayer]) -> tuple[Te
 
 @uncollected()
 def trace_module(
-    rotary: torch.nn.Module,
     module: torch.nn.Module,
     inputs: Inputs,
     outputs: Sequence[str],
     lowering: LoweredAs = "native",
+    *,
     opset: int | None = None,
+    rotary: torch.nn.Module | None = None,
 ) -> ir.Model:
     """Traces a module.
 
     Args:
-        rotary: the part of it that has rotary embeddings.
-        module: what is traced.
+        module: the module.
         inputs: see :data:`Inputs`.
-        outputs: names.
-        lowering: the operators of attention.
+        outputs: names of its outputs.
+        lowering: how its attention is lowered.
         opset: None for the lowering's.
+        rotary: the submodule whose family's rotary embedding to fuse; None for none.
     """
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
     names = list(map(str, flat))
@@ -162,7 +163,7 @@ def trace_module(
         with (
             quiet(),
             fast_trace(),
-            fused_rotary(rotary) if lowering == "native" else contextlib.nullcontext(),
+            fused_rotary(rotary) if rotary is not None and lowering == "native" else contextlib.nullcontext(),
             torch.no_grad(),
         ):
             try:
@@ -181,13 +182,13 @@ def trace_module(
             except torch.onnx.OnnxExporterError as error:
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
-            run_passes(program.model, pipeline.exported(_aliases(module)))
+            run_passes(program.model, pipeline.export_passes(_aliases(module)))
         return program.model
 
     module.eval()
     about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
     model = kept_trace(module, about, make)
-    run_passes(model, pipeline.traced(lowering))
+    run_passes(model, pipeline.trace_passes(lowering))
     return model
 
 
@@ -204,7 +205,7 @@ def _dynamic(tensor: Tensor, dimensions: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
-    """``torch.export.Dim`` of each symbol; torch derives a dimension from a smaller one only, so N from N-1."""
+    """``torch.export.Dim`` of each symbol; N is derived from N-1, as torch derives only larger dimensions."""
     dimensions: dict[str, Any] = {symbol: torch.export.Dim(symbol) for symbol in symbols if symbol != "N-1"}
     if "N-1" in symbols:
         drafts = torch.export.Dim("drafts")
@@ -213,7 +214,7 @@ def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are tied to earlier ones, and the names of those, under which checkpoints hold them."""
+    """Maps the names of parameters tied to earlier ones to the names of those, which checkpoints use."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
@@ -228,8 +229,8 @@ def _root_cause(error: BaseException) -> BaseException:
 
 @functools.lru_cache(maxsize=8)
 def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
-    """A traced accept graph: hundreds of nodes that take long to trace and are the same for every model."""
-    serialized: bytes = ir.to_proto(trace.trace_accept(rule, max_children, candidates)).SerializeToString()
+    """A serialized accept graph, which takes long to trace and is the same for every model."""
+    serialized: bytes = ir.to_proto(trace_accept(rule, max_children, candidates)).SerializeToString()
     return serialized
 
 
@@ -238,7 +239,7 @@ def write_program(
 ) -> tuple[ProgramGraph, ...]:
     """Traces the step program's graphs into the folder ``program`` of a bundle.
 
-    Portable graphs write no cache: their rows are copied by the runtime.
+    Portable bundles have no commit graph, as the runtime copies their cache rows.
 
     Returns:
         The graphs, without engines.
@@ -267,8 +268,8 @@ def write_program(
     for method in methods:
         if filled_trees(method) and not any(isinstance(graph, Fill) and fills(graph, method) for graph in graphs):
             support, stages = method.support, method.drafted_stages
-            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace.trace_fill(support, stages))
+            file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace_fill(support, stages))
             graphs.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        graphs.append(Commit(file=save("commit", trace.trace_commit(cache)), model="target"))
+        graphs.append(Commit(file=save("commit", trace_commit(cache)), model="target"))
     return tuple(graphs)

@@ -1,11 +1,10 @@
-"""Writes a model's weights into one file, a tensor at a time, quantizing on the way."""
+"""Writes a model's weights into one file, a tensor at a time, and quantizes them meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter import quantize
-from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import (
     GATHERED,
     StoredFactors,
@@ -27,23 +26,17 @@ from specexport.exporter.dequantize import (
 )
 from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
 from specexport.exporter.options import Storage
+from specexport.exporter.passes.compute_type import HALF_TYPES
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
 from specexport.exporter.quantize import SMALLEST_BLOCK, KeptScales, RoundedTensor, block_for, row_chunks
 
 _EXACT = Storage("fp32", None)
-
 _STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[StoredAs, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
-"""Precisions that ``stored`` may become, the fewest bits first."""
+"""Precisions that ``stored`` may resolve to, the fewest bits first."""
 
-_Half = Literal["fp16", "bf16"]
-_Quantized = Literal["int8", "int4", "fp8"]
-_HALVES: dict[_Half, tuple[ir.DataType, npt.DTypeLike]] = {
-    "fp16": (ir.DataType.FLOAT16, np.float16),
-    "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
-}
-_DTYPES: dict[_Quantized, ir.DataType] = {
+_DTYPES: dict[Kind, ir.DataType] = {
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.INT4,
     "fp8": ir.DataType.FLOAT8E4M3FN,
@@ -53,15 +46,15 @@ _Matrix = npt.NDArray[np.float32]
 
 @dataclass
 class WeightsReport:
-    """The result of writing a model: quantized matrices by name, and those stored in fp32, with the reason.
+    """How a model's matrices were stored.
 
     Attributes:
-        quantized: names in the graph.
-        not_quantized: names, and why.
-        kept: names in the checkpoint of matrices that kept its own integers and scales.
-        converted: those that were quantized there, and rounded again.
-        kept_block: weights that share a scale in what was kept, at most.
-        any_scales: whether one was kept with zero points, or in fp8 with blocks.
+        quantized: names, in the graph, of quantized matrices.
+        not_quantized: names of matrices stored in fp32 instead, with the reason.
+        kept: names, in the checkpoint, of matrices that kept its integers and scales.
+        converted: names of matrices that were quantized there and rounded again.
+        kept_block: largest number of weights that share a scale, among kept matrices.
+        any_scales: whether some scales are of a kind that only CPUs read.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -72,32 +65,89 @@ class WeightsReport:
     any_scales: bool = False
     _error: float = 0.0
     _energy: float = 0.0
-    _second_error: float = 0.0
-    _second_energy: float = 0.0
+    _converted_error: float = 0.0
+    _converted_energy: float = 0.0
 
     @property
     def rms_error(self) -> float:
-        """Root of the summed squared error over the root of the summed squared weights, of all quantized matrices."""
+        """Root mean square of the rounding errors, relative to that of the weights, over all quantized matrices."""
         return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
 
     @property
     def converted_error(self) -> float:
         """:attr:`rms_error` of the matrices that were rounded again."""
-        return float(np.sqrt(self._second_error / self._second_energy)) if self._second_energy else 0.0
+        return float(np.sqrt(self._converted_error / self._converted_energy)) if self._converted_energy else 0.0
 
     def add(self, error: float, energy: float) -> None:
-        """Adds squares to :attr:`rms_error`."""
-        self._error, self._energy = self._error + error, self._energy + energy
+        """Adds sums of squares to :attr:`rms_error`."""
+        self._error += error
+        self._energy += energy
 
     def add_error(
         self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32], *, again: bool = False
     ) -> None:
-        """Adds one chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
+        """Adds a chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
         error = float(np.square(original - restored, dtype=np.float64).sum())
         energy = float(np.square(original, dtype=np.float64).sum())
         self.add(error, energy)
         if again:
-            self._second_error, self._second_energy = self._second_error + error, self._second_energy + energy
+            self._converted_error += error
+            self._converted_energy += energy
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A quantized copy of a matrix, for one node that reads it.
+
+    Attributes:
+        name: of the initializer with its numbers.
+        matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; of experts ``[E,K,N]``.
+        axis: the axis along which neighbours share a scale.
+        block: how many neighbours do; None for one scale per column.
+        kind: type of the numbers.
+        gathered: whether rows, or experts, are gathered from it.
+        any_scales: whether new scales may be of a kind that only CPUs read.
+        kept: the checkpoint's own scales, if it is stored with them.
+        rounded: its parts, if this build has rounded it before.
+        again: whether it is quantized in the checkpoint and rounded again.
+    """
+
+    name: str
+    matrix: _Matrix
+    axis: int
+    block: int | None
+    kind: Kind
+    gathered: bool
+    by_rows: bool
+    any_scales: bool
+    kept: KeptScales | None
+    rounded: tuple[RoundedTensor, ...]
+    again: bool
+
+    @property
+    def dtype(self) -> ir.DataType:
+        if self.gathered and self.block is not None:
+            return ir.DataType.INT8
+        unsigned = self.kind == "int4" and self.kept is not None and self.kept.offset is not None
+        return ir.DataType.UINT4 if unsigned else _DTYPES[self.kind]
+
+    @property
+    def blocks_shape(self) -> tuple[int, ...]:
+        """The shape of its integers; a gathered matrix is divided into blocks, so that scales broadcast."""
+        if not self.gathered or self.block is None:
+            return self.matrix.shape
+        rows, length, *columns = self.matrix.shape
+        return (rows, length // self.block, self.block, *columns)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of its initializer, in which gathered four-bit integers lie in pairs."""
+        shape = self.blocks_shape
+        return (*shape[:2], shape[2] // 2, *shape[3:]) if self.gathered and self.kind == "int4" else shape
+
+    def chunks(self) -> Iterator[_Matrix]:
+        """Consecutive rows, in whole blocks."""
+        return row_chunks(self.matrix, multiple=self.block if self.block is not None and self.axis == 0 else 1)
 
 
 class WeightsFile(DataFile):
@@ -105,7 +155,7 @@ class WeightsFile(DataFile):
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
-        progress: called with the number of fp32 bytes read from the checkpoint after each tensor.
+        progress: called after each tensor with its size in bytes.
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -118,17 +168,17 @@ class WeightsFile(DataFile):
     def externalize(
         self,
         model: ir.Model,
-        stored: Storage,
+        storage: Storage,
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        """Moves the weights of a graph, and of the graphs inside it, into the file.
+        """Moves the weights of a graph and its subgraphs into the file.
 
         Args:
             model: changed in place.
-            stored: how matrices that are multiplied or looked up are stored; all else (norms, biases) is in fp32.
-            heads: how those of Medusa heads are; None for ``stored``.
-            checkpoint: its tensors by name. Those that it has quantized are stored with their scales where these fit.
+            storage: of matrices that are multiplied or looked up; everything else (norms, biases) is stored in fp32.
+            heads: of the matrices of Medusa heads; None for ``storage``.
+            checkpoint: its tensors by name. Quantized ones keep their scales if the bundle can store them.
         """
         self._tensors = checkpoint or {}
         self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}
@@ -136,8 +186,8 @@ class WeightsFile(DataFile):
             router_matrices = routers(graph)
             of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
             for value in list(graph.initializers.values()):
-                storage = heads if heads is not None and value in of_heads else stored
-                self._move(graph, value, _EXACT if value in router_matrices else storage)
+                chosen = heads if heads is not None and value in of_heads else storage
+                self._move(graph, value, _EXACT if value in router_matrices else chosen)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:
         tensor = value.const_value
@@ -162,13 +212,13 @@ class WeightsFile(DataFile):
         self._progress(array.nbytes)
 
     def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
-        """The parts of a matrix, if this build has rounded all of them."""
+        """The parts that a matrix was joined from, if this build rounded all of them earlier."""
         parts = [self._tensors.get(name) for name in names_in(_name(value))]
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> StoredAs:
-        """The precision that holds a matrix as the checkpoint does; of several joined ones, the widest."""
+        """The precision that stores a matrix as the checkpoint does: the widest of its parts."""
         kinds: list[StoredAs] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -178,14 +228,14 @@ class WeightsFile(DataFile):
                 kinds.append("int8" if tensor is None else _STORED.get(tensor.dtype, "fp32"))
         return max(kinds, key=_WIDTHS.index)
 
-    def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Half) -> ir.Value | None:
-        """Stores a matrix in 16 bits: the fp32 value to read instead of it, or None where it was left as it is."""
-        dtype, numpy_dtype = _HALVES[kind]
+    def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: str) -> ir.Value | None:
+        """Stores a matrix in 16 bits and returns it cast to fp32; None if it does not fit and is stored in fp32."""
+        dtype = HALF_TYPES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
-        if largest > float(ml_dtypes.finfo(numpy_dtype).max):
+        if largest > float(ml_dtypes.finfo(dtype.numpy()).max):
             self._store_fp32(value, array, f"its largest weight, {largest:.3g}, does not fit {kind}")
             return None
-        chunks = (chunk.astype(numpy_dtype).view(np.uint16) for chunk in row_chunks(array))
+        chunks = (chunk.astype(dtype.numpy()).view(np.uint16) for chunk in row_chunks(array))
         stored = self._initializer(graph, f"{value.name}.{kind}", dtype, array.shape, chunks)
         cast = op("Cast", [stored], f"{value.name}.fp32", to=ir.DataType.FLOAT.value)
         graph.insert_before(graph[0], cast)
@@ -195,17 +245,16 @@ class WeightsFile(DataFile):
         self.report.not_quantized[_name(value)] = why
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, row_chunks(array))
 
-    def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: _Quantized, storage: Storage) -> None:
-        """Stores a matrix once for each way it is read: ``[K,N]`` for multiplication, ``[V,H]`` for look-ups.
+    def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: Kind, storage: Storage) -> None:
+        """Stores a matrix once for each node that reads it: ``[K,N]`` for products, ``[V,H]`` for look-ups.
 
-        A stack of experts, ``[E,K,N]``, is one that is looked up.
+        A stack of experts, ``[E,K,N]``, is looked up too.
         """
-        block_size = storage.block_size
-        by_column = kind == "fp8" or block_size is None
+        by_column = kind == "fp8" or storage.block_size is None
         readers = [(node, index, role_of(node, index)) for node, index in value.uses()]
         half = None
         if by_column and any(role in GATHERED for _, _, role in readers):
-            # Compilers that take 8-bit constants only before a DequantizeLinear could not gather from them.
+            # Compilers that accept 8-bit constants only before a DequantizeLinear could not gather from them.
             half = self._half(graph, value, array, "fp16")
             if half is None:
                 return
@@ -213,30 +262,45 @@ class WeightsFile(DataFile):
             if role in GATHERED and half is not None:
                 node.replace_input_with(index, half)
                 continue
-            # A tied head reads Transpose(embedding). It is stored as the embedding is, which is in int8 whatever the
-            # precision, as rows are looked up; elsewhere again, transposed, so that blocks lie along K.
+            # A tied head reads Transpose(embedding). On CPUs it shares the embedding's copy, which is int8 whatever the
+            # precision, as rows are looked up; elsewhere it gets a transposed copy, so that blocks lie along K.
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
             matrix = array.T if role == "tied" and not by_rows else array
             axis = int(by_rows or role == "experts")
             scales = [self._scales_of(name) for name in names_in(_name(value))]
             kept = quantize.kept_scales(scales, role, matrix.shape, storage)
-            block = None if by_column else block_for(matrix.shape[axis], block_size)
+            block = None if by_column else block_for(matrix.shape[axis], storage.block_size)
             if kept is not None:
                 block = kept.block
                 self.report.any_scales |= kept.any_scales
                 self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
             elif block is None and not by_column:
-                self._store_fp32(
-                    value, array, f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
-                )
+                reason = f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
+                self._store_fp32(value, array, reason)
                 return
             # Experts, most of a mixture's weights, are gathered as bytes of two integers.
-            width: _Quantized = "int8" if by_rows else kind
-            # One name a reader: ONNX Runtime fuses a dequantization only where a single node reads it.
+            width: Kind = "int8" if by_rows else kind
+            # One copy per reader: ONNX Runtime fuses a dequantization only if a single node reads it.
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            stored = self._store(graph, value, name, role, matrix, axis, block, width, kept, storage)
+            copy = _Copy(
+                name=name,
+                matrix=matrix,
+                axis=axis,
+                block=block,
+                kind=width,
+                gathered=role in GATHERED,
+                by_rows=by_rows,
+                # int8 keeps scales that every backend reads: they are a ninth of it at most.
+                any_scales=storage.any_scales and storage.kind != "int8",
+                kept=kept,
+                rounded=() if kept is None else tuple(self._rounded(value)),
+                again=kept is None and self._quantized_before(value),
+            )
+            if copy.again or (kept is not None and not copy.rounded):
+                (self.report.converted if copy.again else self.report.kept).extend(names_in(_name(value)))
+            stored = self._store(graph, copy)
             if role in GATHERED:
                 replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
             else:
@@ -246,7 +310,7 @@ class WeightsFile(DataFile):
         del graph.initializers[_name(value)]
 
     def _quantized_before(self, value: ir.Value) -> bool:
-        """Whether the checkpoint has a matrix quantized; experts stacked while loading are if one of them is."""
+        """Whether a matrix is quantized in the checkpoint; of experts stacked while loading, whether one is."""
         names = names_in(_name(value))
         stack = f"{names[0].rpartition('.')[0]}."
         quantized = self._quantized
@@ -255,109 +319,95 @@ class WeightsFile(DataFile):
         )
 
     def _scales_of(self, name: str) -> Scales | None:
-        """The checkpoint's own scales of a matrix, which may be one of a stack: ``stack[3]``."""
+        """The checkpoint's own scales of a matrix, or of one in a stack: ``stack[3]``."""
         stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
         return scales.of_expert(int(index.removesuffix("]"))) if scales is not None and bracket else scales
 
-    def _store(
-        self,
-        graph: ir.Graph,
-        value: ir.Value,
-        name: str,
-        role: str,
-        matrix: _Matrix,
-        axis: int,
-        block: int | None,
-        kind: _Quantized,
-        kept: KeptScales | None,
-        storage: Storage,
-    ) -> StoredMatrix:
-        """Writes the numbers, then the scales, and zero points and offsets if there are some.
-
-        A scale is for ``block`` weights along ``axis``, or, without, for a column.
-        """
-        gathered, again = role in GATHERED, kept is None and self._quantized_before(value)
-        rounded = self._rounded(value) if kept is not None else []
-        if again or (kept is not None and not rounded):
-            (self.report.converted if again else self.report.kept).extend(names_in(_name(value)))
-        # int8 stays what every backend reads: its scales are a ninth of it at most.
-        any_scales = storage.any_scales and storage.kind != "int8"
-        for tensor in rounded:
+    def _store(self, graph: ir.Graph, copy: _Copy) -> StoredMatrix:
+        """Writes the numbers, then the scales, and zero points and offsets if there are any."""
+        for tensor in copy.rounded:
             self.report.add(tensor.error, tensor.energy)
         scales: list[_Matrix] = []
         zeros: list[npt.NDArray[np.int8]] = []
-        zero_points = any_scales and block is not None and axis == 0 and matrix.size // block % 2 == 0
-        by_columns: Literal["int8", "fp8"] = "fp8" if kind == "fp8" else "int8"
-        if kept is None and block is None:
-            largest = np.max([np.abs(chunk).max(axis=0) for chunk in row_chunks(matrix)], axis=0)
-            scales.append(quantize.column_scales(largest, by_columns))
-        by_rows = axis == 1 and matrix.ndim == 2
-        of_block = None if kept is None else kept.for_rows() if by_rows else kept.values()
-        # Integers without a sign, where offsets say what they begin at.
-        unsigned = kind == "int4" and kept is not None and kept.offset is not None
-
-        def numbers() -> Chunks:
-            # Chunks are whole blocks of rows, so that a block is never cut; only the scales are held meanwhile.
-            start = 0
-            for chunk in row_chunks(matrix, multiple=block if block is not None and axis == 0 else 1):
-                end = start + len(chunk)
-                if of_block is not None:
-                    scale, zero, offset = quantize.factors_of_rows(of_block, start, end, axis, block)
-                    integers, restored = quantize.apply_scales(chunk, scale, zero, kind, offset)
-                    if not rounded:
-                        self.report.add_error(chunk, restored)
-                    yield pack_int4(integers) if kind == "int4" else integers
-                elif block is None:
-                    quantized = quantize.quantize_columns(chunk, scales[0], by_columns)
-                    self.report.add_error(chunk, quantized.astype(np.float32) * scales[0], again=again)
-                    yield quantized.view(np.uint8)
-                else:
-                    if kind == "int8":
-                        blocks = quantize.quantize_blocks(chunk, axis, block, 127)
-                    else:
-                        blocks = quantize.fit_blocks(
-                            chunk, axis, block, -8 if zero_points else -7, 7, zero_points=zero_points
-                        )
-                    scales.append(blocks.scale)
-                    if blocks.zero is not None:
-                        zeros.append(blocks.zero)
-                    self.report.add_error(chunk, blocks.restored(axis), again=again)
-                    if kind == "int4" and axis:
-                        yield pair_int4(blocks.integers.reshape(len(chunk), *shape[1:]))
-                    else:
-                        yield blocks.integers if kind == "int8" else pack_int4(blocks.integers)
-                start = end
-
-        dtype, shape = ir.DataType.UINT4 if unsigned else _DTYPES[kind], matrix.shape
-        if block is not None and gathered:
-            # Matrices that are looked up are divided into their blocks, so that scales broadcast.
-            dtype, shape = ir.DataType.INT8, (len(matrix), matrix.shape[1] // block, block, *matrix.shape[2:])
-        held = (*shape[:2], shape[2] // 2, *shape[3:]) if gathered and kind == "int4" else shape
-        stored = self._initializer(graph, name, dtype, held, numbers())
+        if copy.kept is not None:
+            numbers = self._kept_numbers(copy, copy.kept)
+        elif copy.block is None:
+            largest = np.max([np.abs(chunk).max(axis=0) for chunk in row_chunks(copy.matrix)], axis=0)
+            scales.append(quantize.column_scales(largest, copy.kind))
+            numbers = self._column_numbers(copy, scales[0])
+        else:
+            numbers = self._block_numbers(copy, copy.block, scales, zeros)
+        stored = self._initializer(graph, copy.name, copy.dtype, copy.stored_shape, numbers)
 
         def factors(which: str, values: Factors) -> StoredFactors:
-            return self._factors(graph, f"{name}.{which}", values, by_rows=by_rows, gathered=gathered)
+            name = f"{copy.name}.{which}"
+            return self._factors(graph, name, values, by_rows=copy.by_rows, gathered=copy.gathered)
 
+        kept, offset = copy.kept, None
         if kept is None:
             joined = np.concatenate(scales)
-            halved = any_scales and block is not None and matrix.ndim == 2 and quantize.fits_half(joined)
-            stored_scales = Factors(joined.astype(np.float16) if halved else joined)
+            halved = copy.any_scales and copy.block is not None and copy.matrix.ndim == 2 and quantize.fits_half(joined)
+            scale = Factors(joined.astype(np.float16) if halved else joined)
+            zero_points = np.concatenate(zeros) if zeros else None
             self.report.any_scales |= halved
-        elif block is None:
-            stored_scales = Factors(kept.scale.values()[0])
         else:
-            stored_scales = kept.scale.turned() if by_rows else kept.scale
-        zero = offset = None
-        if zeros or (kept is not None and kept.zero is not None):
-            each = np.concatenate(zeros) if kept is None or kept.zero is None else kept.zero
-            packed = pack_int4(each) if kind == "int4" else each
-            zero = self._initializer(graph, f"{name}.zero", dtype, each.shape, iter([packed]))
+            scale, zero_points = kept.scale, kept.zero
+            if copy.block is None:
+                scale = Factors(scale.values()[0])
+            elif copy.by_rows:
+                scale = scale.transposed()
+            if kept.offset is not None:
+                offset = factors("offset", kept.offset.transposed() if copy.by_rows else kept.offset)
+        zero = None
+        if zero_points is not None:
+            packed = pack_int4(zero_points) if copy.kind == "int4" else zero_points
+            zero = self._initializer(graph, f"{copy.name}.zero", copy.dtype, zero_points.shape, iter([packed]))
             self.report.any_scales = True
-        if kept is not None and kept.offset is not None:
-            offset = factors("offset", kept.offset.turned() if by_rows else kept.offset)
-        return StoredMatrix(name, stored, factors("scale", stored_scales), zero, offset, block, by_rows)
+        return StoredMatrix(copy.name, stored, factors("scale", scale), zero, offset, copy.block, copy.by_rows)
+
+    def _kept_numbers(self, copy: _Copy, kept: KeptScales) -> Chunks:
+        """The numbers of a matrix over the checkpoint's own scales."""
+        factors = kept.for_rows() if copy.by_rows else kept.values()
+        start = 0
+        for chunk in copy.chunks():
+            end = start + len(chunk)
+            scale, zero, offset = quantize.factors_of_rows(factors, start, end, copy.axis, copy.block)
+            integers, restored = quantize.apply_scales(chunk, scale, zero, copy.kind, offset)
+            if not copy.rounded:
+                self.report.add_error(chunk, restored)
+            yield pack_int4(integers) if copy.kind == "int4" else integers
+            start = end
+
+    def _column_numbers(self, copy: _Copy, scales: _Matrix) -> Chunks:
+        """The numbers of a matrix over one scale per column, ``[N]``."""
+        for chunk in copy.chunks():
+            numbers = quantize.quantize_columns(chunk, scales, copy.kind)
+            self.report.add_error(chunk, numbers.astype(np.float32) * scales, again=copy.again)
+            yield numbers.view(np.uint8)
+
+    def _block_numbers(
+        self, copy: _Copy, block: int, scales: list[_Matrix], zeros: list[npt.NDArray[np.int8]]
+    ) -> Chunks:
+        """The numbers of a matrix; appends the scales, and zero points if there are any, that are chosen meanwhile."""
+        zero_points = copy.any_scales and copy.axis == 0 and copy.matrix.size // block % 2 == 0
+        for chunk in copy.chunks():
+            if copy.kind == "int8":
+                blocks = quantize.quantize_blocks(chunk, copy.axis, block, 127)
+            else:
+                least = -8 if zero_points else -7
+                blocks = quantize.fit_blocks(chunk, copy.axis, block, least, 7, zero_points=zero_points)
+            scales.append(blocks.scale)
+            if blocks.zero is not None:
+                zeros.append(blocks.zero)
+            self.report.add_error(chunk, blocks.restored(copy.axis), again=copy.again)
+            if copy.kind == "int8":
+                yield blocks.integers
+            elif copy.gathered:
+                yield pair_int4(blocks.integers.reshape(len(chunk), *copy.blocks_shape[1:]))
+            else:
+                yield pack_int4(blocks.integers)
 
     def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:
         """Writes scales or offsets, in the shapes of :class:`StoredFactors`."""
@@ -385,6 +435,6 @@ class WeightsFile(DataFile):
 
 
 def _name(value: ir.Value) -> str:
-    """The name of an initializer; they all have one."""
+    """The name of an initializer, which always has one."""
     assert value.name is not None
     return value.name

@@ -19,7 +19,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.options import QUANTIZED, Storage
-from specexport.exporter.pipeline import run_passes, written
+from specexport.exporter.pipeline import run_passes, write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
 
 
@@ -28,7 +28,7 @@ class TracedGraph:
     """A graph of a checkpoint's layers, all or the first ones.
 
     Attributes:
-        points: the shapes it runs at.
+        points: its shape points.
     """
 
     name: str
@@ -43,17 +43,17 @@ def write_models(
     role: str,
     graphs: list[TracedGraph],
     checkpoint: Checkpoint,
-    stored: Storage,
+    storage: Storage,
     heads: Storage | None = None,
 ) -> list[Model]:
-    """Writes one weights file and the graphs that share it, which are rewritten in place, into the folder ``role``.
+    """Writes one weights file, and the graphs that share it, into the folder ``role``; graphs are rewritten in place.
 
-    ``heads`` is how matrices of Medusa heads are stored; None for ``stored``.
+    ``heads`` is the storage of Medusa heads; None for ``storage``.
 
     Returns:
         The manifest's entry of each.
     """
-    folder, title = build.folder / role, f"writing the {role}'s weights ({stored.kind})"
+    folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
     total = 4 * checkpoint.parameters
     done = 0
@@ -67,8 +67,8 @@ def write_models(
     with WeightsFile(folder / "weights.bin", advance) as weights:
         for graph in graphs:
             weights.report = WeightsReport()
-            store = partial(weights.externalize, stored=stored, heads=heads, checkpoint=checkpoint.tensors)
-            run_passes(graph.model, written(store, branches=stored.branches))
+            store = partial(weights.externalize, storage=storage, heads=heads, checkpoint=checkpoint.tensors)
+            run_passes(graph.model, write_passes(store, branches=storage.branches))
             ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(
@@ -77,7 +77,7 @@ def write_models(
                     parameters=graph.parameters,
                     vocab_size=checkpoint.vocab_size,
                     max_positions=checkpoint.max_positions,
-                    precision=_precision_info(stored, weights.report, checkpoint),
+                    precision=_precision_info(storage, weights.report, checkpoint),
                     cache=graph.cache,
                     weights=f"{role}/weights.bin",
                     graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
@@ -87,9 +87,9 @@ def write_models(
     return models
 
 
-def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
-    quantized = stored.kind in QUANTIZED
-    block = report.kept_block or (stored.block_size if stored.kind != "fp8" else None)
+def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpoint) -> PrecisionInfo:
+    quantized = storage.kind in QUANTIZED
+    block = report.kept_block or (storage.block_size if storage.kind != "fp8" else None)
     quantized_before = None
     if checkpoint.quantized_in:
         quantized_before = QuantizedBefore(
@@ -97,10 +97,10 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
             kept=len(report.kept),
             converted=len(report.converted),
             converted_rms_error=report.converted_error if report.converted else None,
-            rest=stored.rest,
+            rest=storage.rest,
         )
     return PrecisionInfo(
-        weights=stored.kind,
+        weights=storage.kind,
         compute="fp32",
         cache="fp32",
         block_size=block if quantized else None,
@@ -112,12 +112,12 @@ def _precision_info(stored: Storage, report: WeightsReport, checkpoint: Checkpoi
 
 
 def _absolute(source: str) -> str:
-    """A folder or file by its place, whichever it is seen from; a hub id as it is."""
+    """The absolute path of a folder or file; a hub id is unchanged."""
     return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
-    """Refuses a draft with another tokenizer than the target's."""
+    """Refuses a draft whose tokenizer differs from the target's."""
     path = locate(source)
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
 
@@ -126,7 +126,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
     """Loads a draft and checks that our lowering computes the same.
 
     Raises:
-        BuildError: it was made for shorter texts, or cannot be lowered.
+        BuildError: it supports only shorter texts, or cannot be lowered.
     """
     with build.during("loading the draft"):
         draft = load_checkpoint(source)
@@ -156,19 +156,19 @@ def write_draft(
     title: str = "draft",
     name: str = "propose",
 ) -> Model:
-    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is for the progress.
+    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is shown as progress.
 
     Raises:
         BuildError: torch cannot trace it.
     """
     with build.during(f"tracing the {title}"):
-        graph = TracedGraph(name, traced(draft, tracer), points, draft.cache, draft.parameters)
-    (model,) = write_models(build, role, [graph], draft, build.options.proposing)
+        graph = TracedGraph(name, trace_checkpoint(draft, tracer), points, draft.cache, draft.parameters)
+    (model,) = write_models(build, role, [graph], draft, build.options.draft_storage)
     return model
 
 
-def traced(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
-    """The graph that ``tracer`` returns, with errors that name the checkpoint.
+def trace_checkpoint(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
+    """Calls ``tracer``; errors name the checkpoint.
 
     Raises:
         BuildError: torch cannot trace the model.

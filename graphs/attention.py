@@ -1,13 +1,13 @@
 """Lowers every attention layer of a transformers model: the only hook between model code and our graphs.
 
-transformers lets an attention function be registered by name and chosen per model, so no model code of ours is needed:
-the model calls :func:`attend` with its new queries, keys and values, and the *lowering* in force decides how they meet
-the static cache. Two lowerings exist:
+In transformers, an attention function can be registered by name and chosen per model, so we need no model code of our
+own: the model calls :func:`attend` with its new queries, keys and values, and the active *lowering* decides how they
+use the static cache. There are two lowerings:
 
-* :class:`NativeLowering`: one TensorScatter into the cache, one Attention over it (opset 24).
-* :class:`TwoPartLowering`: plain MatMul and Softmax over two parts, the cache as it was and the new rows. The cache is
-  only read; new rows are returned. Portable step graphs use it, as opset 20 can express it; ``propose`` always does,
-  since a cache can be written in place only once a graph.
+* :class:`NativeLowering`: one TensorScatter into the cache, and one Attention over it (opset 24).
+* :class:`TwoPartLowering`: MatMul and Softmax over two parts, the old cache and the new rows. The cache is only read,
+  and the new rows are returned. Portable step graphs use it, as opset 20 can express it; propose graphs always do, as a
+  graph can write a cache in place only once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer, LoweredAs
+from specexport.contract.model import CacheLayer
 from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.recurrent import active_states
 
 ATTENTION_NAME = "specexport"
 
-# Arguments models pass to attention functions that change nothing here: the mask is ours, dropout is off in eval mode,
-# and rotary positions were applied before.
+# Arguments of attention functions without effect here: masks are our own, dropout is off in evaluation mode, and rotary
+# positions have been applied.
 _HARMLESS = {
     "attention_mask", "cache_position", "dropout", "head_mask", "is_causal", "output_attentions",
     "output_hidden_states", "position_embeddings", "position_ids", "return_dict", "use_cache",
@@ -42,9 +42,9 @@ KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class AttentionCall(NamedTuple):
     """The arguments of one layer's attention.
 
-    The G heads of a group share keys and values, so they are so many more queries against the same rows. That reads the
-    cache once a group, and a single token has several rows too: onnxruntime multiplies one row with another kernel than
-    several, whose sums round differently.
+    The G heads of a group share keys and values, so their queries become rows of one matrix. The cache is then read
+    once per group, and even a single token has several rows: onnxruntime multiplies one row with another kernel, whose
+    sums round differently.
 
     Attributes:
         layer: its index.
@@ -52,10 +52,10 @@ class AttentionCall(NamedTuple):
         key: new keys ``[B,Hkv,T,D]``.
         value: new values ``[B,Hkv,T,D]``.
         group: G.
-        scaling: of the scores.
+        scaling: factor of the scores.
         softcap: bound of the scores, by tanh.
-        window: keys so many positions back, or more, are hidden.
-        sink: ``[1,Hkv,G*T,1]``, a score beside those of the keys that takes its share of the softmax; None for none.
+        window: keys this many positions back, or more, are hidden.
+        sink: ``[1,Hkv,G*T,1]``, an additional score that takes its share of the softmax; None for none.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class AttentionCall(NamedTuple):
 
 
 class Lowering(Protocol):
-    """Turns one layer's attention into graph operations."""
+    """Turns a layer's attention into graph operations."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention over the cache and the new rows, ``[B,Hkv,G*T,D]``."""
@@ -80,7 +80,7 @@ _active: Lowering | None = None
 
 
 class Probe:
-    """A lowering that only writes down the shapes of each layer's keys and values."""
+    """A lowering that only records the shapes of each layer's keys and values."""
 
     def __init__(self) -> None:
         self.seen: dict[int, CacheLayer] = {}
@@ -93,7 +93,7 @@ class Probe:
 
 @contextlib.contextmanager
 def lowering(active: Lowering) -> Iterator[None]:
-    """Makes ``active`` the lowering of every model loaded with ``attn_implementation=ATTENTION_NAME``."""
+    """Context in which ``active`` lowers all models loaded with ``attn_implementation=ATTENTION_NAME``."""
     global _active
     previous, _active = _active, active
     try:
@@ -114,14 +114,13 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls (see ``transformers.AttentionInterface``).
+    """The attention function that transformers calls (see ``transformers.AttentionInterface``).
 
     Returns:
-        ``[B,T,H,D]`` and no weights.
+        ``[B,T,H,D]``, and no weights.
 
     Raises:
-        BuildError: the model asks its attention for something the lowerings do not know (a position bias, a mask of its
-            own).
+        BuildError: the model uses a feature that lowerings do not support, such as a position bias or its own mask.
     """
     if _active is None:
         raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")
@@ -159,11 +158,11 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextlib.contextmanager
 def sample_masks(max_positions: int) -> Iterator[None]:
-    """While active, models get two rows of their mask, far into the longest text, instead of no mask at all.
+    """Context in which models get two rows of their mask, far into the longest text, instead of no mask.
 
-    Lowerings make their masks of the window a model passes to its attention. Some families pass none and rely on the
-    mask, or mask by other rules; a short text cannot tell, so :func:`attend` compares these rows with its own.
-    Call the model with two tokens.
+    Lowerings build masks from the window that a model passes to its attention. Some families pass none and rely on the
+    mask, or mask by other rules. A short text would not show that, so :func:`attend` compares these rows with its own.
+    The model must be called with two tokens.
     """
     queries = torch.tensor(_sampled_queries(max_positions))[None, None, :, None]
     keys = torch.arange(max_positions)[None, None, None, :]
@@ -177,12 +176,12 @@ def sample_masks(max_positions: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # Without a function under this name, transformers makes no masks at all.
+        # Without a function of this name, transformers creates no masks.
         del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
 
 
 def _sampled_queries(max_positions: int) -> list[int]:
-    # The last position alone would take attention within chunks for a sliding window.
+    # At the last position alone, attention within chunks would look like a sliding window.
     return [max_positions * 5 // 7, max_positions - 1]
 
 
@@ -199,7 +198,7 @@ def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int
 
 
 class _CacheLayer:
-    """One layer of a cache, as model code queries it while it prepares a call; the answers have no effect."""
+    """A layer of a cache, for the queries of model code that prepares a call; the answers have no effect."""
 
     is_sliding = False
     is_compileable = True
@@ -209,7 +208,7 @@ class _CacheLayer:
 
 
 class PassThroughCache(Cache):  # type: ignore[misc]
-    """A ``Cache`` that hands new keys and values on to the attention function, where the lowering stores them."""
+    """A ``Cache`` that passes new keys and values to the attention function, whose lowering stores them."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [_CacheLayer() for _ in range(layers)]
@@ -224,19 +223,19 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: states are read where they are used."""
+        """None, as states are read where they are used."""
 
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Any:
-        """A convolution's inputs, with those before them that it reads."""
+        """A convolution's inputs, preceded by the earlier ones that it reads."""
         states = active_states()
         if states is None:
             raise BuildError("it has layers without attention, which are supported in targets alone")
         return states.convolve(layer_idx, conv_states, conv_kernel_size)
 
     def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> None:
-        """Nothing: the reader of the state keeps it."""
+        """Does nothing, as :class:`~specexport.graphs.recurrent.States` stores the state."""
         if recurrent_states is not None and recurrent_states.numel():
             raise BuildError("its recurrent layers follow a rule that specexport does not know")
 
@@ -246,18 +245,18 @@ class PassThroughCache(Cache):  # type: ignore[misc]
 
 
 def full_mask(tree_mask: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
-    """Which cache rows each new token sees once the new rows are written: bool ``[B,T,S]``.
+    """Which cache rows each new token sees after the new rows are written: bool ``[B,T,S]``.
 
-    Rows before ``past_length`` are seen by all; the ``T`` rows from there on as ``tree_mask`` says; the rest by none.
+    All tokens see the rows before ``past_length``; ``tree_mask`` applies to the next T rows; no token sees the rest.
     """
     tokens = tree_mask.shape[1]
     seen = (torch.arange(cache_rows) < past_length[:, None])[:, None, :].expand(-1, tokens, -1)
-    # Sizes stay out of the arithmetic: on a GPU each would be a number copied there in every step.
+    # Without arithmetic on sizes: on a GPU each would be copied there in every step.
     return seen.scatter(2, _new_rows(past_length, tokens)[:, None, :].expand(-1, tokens, -1), tree_mask)
 
 
 def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
-    """The position of the token in each cache row, int64 ``[B,S]``: committed rows are in order, new ones as given."""
+    """The position of each cache row's token, int64 ``[B,S]``: committed rows are in order, new ones at their own."""
     row = torch.arange(cache_rows)[None, :].expand(past_length.shape[0], -1)
     return row.scatter(1, _new_rows(past_length, position_ids.shape[1]), position_ids)
 
@@ -272,7 +271,7 @@ def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """The softmax of scores ``[B,Hkv,G*T,S]``, of which a sink takes its share."""
+    """The softmax of scores ``[B,Hkv,G*T,S]``, after the share of a sink."""
     if sink is None:
         return scores.softmax(-1)
     return torch.cat([scores, sink.expand(scores.shape[0], -1, -1, -1)], -1).softmax(-1)[..., :-1]
@@ -282,7 +281,7 @@ class NativeLowering:
     """TensorScatter into the static cache, then Attention over it with an explicit boolean mask.
 
     Attributes:
-        returned: each layer's (key, value) cache, with the new rows written once the model ran.
+        returned: each layer's (key, value) cache, which includes the new rows after the model has run.
     """
 
     def __init__(
@@ -297,7 +296,7 @@ class NativeLowering:
         self.returned = list(past)
 
     def _new_mask(self, group: int, window: int | None) -> torch.Tensor:
-        """``[B,1,G*T,S]``; with a sliding window, keys ``window`` or more positions back are hidden."""
+        """The mask ``[B,1,G*T,S]``, in which a sliding window hides keys ``window`` or more positions back."""
         seen = self._seen
         if window is not None:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
@@ -313,29 +312,28 @@ class NativeLowering:
         mask = self._mask(call.group, call.window)
         if call.softcap is None and call.sink is None and call.query.shape[3] == call.value.shape[3]:
             return torch.onnx.ops.attention(call.query, keys, values, mask, scale=call.scaling)[0]
-        # Attention knows no sinks, TensorRT's parser not its softcap attribute, and torch takes values to be as wide as
-        # keys; such layers are spelt out.
+        # ONNX's Attention has no sinks, TensorRT's parser does not support its softcap attribute, and torch expects
+        # values as wide as keys; such layers are spelled out.
         scores = _capped(torch.matmul(call.query, keys.transpose(2, 3)) * call.scaling, call.softcap)
         return torch.matmul(_weights(torch.where(mask, scores, torch.finfo(scores.dtype).min), call.sink), values)
 
 
 _HIDDEN = torch.finfo(torch.float32).min / 2
-"""Added to the score of a row that must not be seen; half the range, so that adding a score cannot overflow."""
+"""Added to the score of a hidden row; half of the lowest number, so that adding a score cannot overflow."""
 
 
 class TwoPartLowering:
-    """Attention over the cache, which is only read, and over the rows that are not in it yet; one softmax.
+    """Attention with one softmax over the cache, which is only read, and over the rows that are not in it yet.
 
     Args:
         past: each layer's (key, value) cache ``[B,Hkv,S,D]``.
         past_length: int64 ``[B]``, its valid rows.
         seen: bool ``[B,T,F]``, which of the new rows each of the T tokens sees.
-        positions: int64 ``[B,F]`` of the new rows, the T tokens' being the last; committed rows are in order.
-        rows: each layer's (key, value) rows ``[B,Hkv,F-T,D]`` that were made before and are not in the cache yet; None
-            where there are none and F = T.
+        positions: int64 ``[B,F]`` of the new rows, those of the T tokens last; committed rows are in order.
+        rows: each layer's (key, value) rows ``[B,Hkv,F-T,D]`` of earlier passes; None if there are none and F = T.
 
     Attributes:
-        returned: each layer's (key, value) new rows, ``[B,Hkv,F,D]`` once the model ran.
+        returned: each layer's (key, value) new rows, ``[B,Hkv,F,D]`` after the model has run.
     """
 
     def __init__(
@@ -355,7 +353,7 @@ class TwoPartLowering:
         self.returned = list(past)
 
     def _new_bias(self, group: int, window: int | None) -> torch.Tensor:
-        """``[B,1,G*T,S+F]``: 0 where a token sees a cached or new row, else very low."""
+        """A bias of the scores, ``[B,1,G*T,S+F]``: 0 for a row that a token sees, very low for a hidden one."""
         tokens = self._seen.shape[1]
         cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
         in_cache, among_new = (cached < self._past_length).expand(-1, tokens, -1), self._seen
@@ -367,25 +365,16 @@ class TwoPartLowering:
         return torch.cat([torch.where(seen, 0.0, _HIDDEN)] * group, dim=2)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See :class:`Lowering`. Few and small operators: a draft's pass costs little more than their number."""
+        """See :class:`Lowering`; with few operators, as their number determines the cost of a draft's pass."""
         past_key, past_value = self._past[call.layer]
         new_key, new_value = call.key, call.value
         if self._rows is not None:
             key, value = self._rows[call.layer]
             new_key, new_value = torch.cat([key, new_key], dim=2), torch.cat([value, new_value], dim=2)
         self.returned[call.layer] = new_key, new_value
-        # Each product is scaled by itself, as ONNX Runtime multiplies and scales in one operator.
+        # Each product is scaled separately, as ONNX Runtime fuses a product with its scaling.
         parts = [torch.matmul(call.query, k.transpose(2, 3)) * call.scaling for k in (past_key, new_key)]
         scores = _capped(torch.cat(parts, dim=-1), call.softcap)
         weights = _weights(scores + self._bias(call.group, call.window), call.sink)
         of_past, of_new = torch.split(weights, [past_key.shape[2], new_key.shape[2]], dim=-1)
         return torch.matmul(of_past, past_value) + torch.matmul(of_new, new_value)
-
-
-def step_lowering(
-    name: LoweredAs, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
-) -> NativeLowering | TwoPartLowering:
-    """The lowering of a step graph, from the graph's inputs; ``returned`` has the caches it outputs."""
-    if name == "native":
-        return NativeLowering(past, tree_mask, position_ids, past_length)
-    return TwoPartLowering(past, past_length, tree_mask, position_ids)

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: states between them, and a model cut off after its first ones."""
+"""Access to a model's decoder layers: the states between them, and models cut off after their first layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The list of a model's decoder layers, with the module that holds it and its name there.
+    """The module that holds a model's list of decoder layers, the list's name there, and the list.
 
     Raises:
-        ValueError: the model keeps them in no list, or in several.
+        ValueError: the model has no such list, or several.
     """
     total = model.config.num_hidden_layers
     lists = [
@@ -30,14 +30,14 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleLi
 
 @contextlib.contextmanager
 def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """While active, a run of a transformers causal LM fills the mapping with its residual stream, ``[B,T,H]`` each.
+    """Context in which running a transformers causal LM records its residual stream, ``[B,T,H]``, after some layers.
 
     Args:
         model: the model.
-        layers: after how many of its layers; 0 for the input of the first.
+        layers: layer counts after which to record it; 0 is the first layer's input.
 
     Raises:
-        ValueError: it has fewer layers, or keeps them in no list, or in several.
+        ValueError: the model has fewer layers, no list of them, or several lists.
     """
     recorded: dict[int, torch.Tensor] = {}
     counts = sorted(set(layers))
@@ -65,13 +65,13 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
 
 
 def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
-    """Leaves out all but the first decoder layers of a transformers causal LM, in place.
+    """Removes all but the first decoder layers of a transformers causal LM, in place.
 
     Returns:
         A function that restores the others.
 
     Raises:
-        ValueError: the model has no more layers than that, or keeps them in no list, or in several.
+        ValueError: the model has too few layers, no list of them, or several lists.
     """
     total = model.config.num_hidden_layers
     if not 1 <= count < total:

@@ -1,4 +1,4 @@
-"""Operators the step graph needs that torch has no name for, each with eager semantics and its ONNX translation."""
+"""Operators that torch has no name for, each with eager semantics and its ONNX translation; and a cheap gather."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import torch
 from specexport.contract.tensors import MEETING_DOMAIN
 
 _OPSET = onnxscript.values.Opset("", 24)
+
+
+def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows of tables ``[B,N,...]`` at an int64 index ``[...,B,K]``: ``[...,B,K,...]``, in few ONNX operators."""
+    flat = index + torch.arange(table.shape[0])[:, None] * table.shape[1]
+    return table.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *table.shape[2:])
 
 
 @torch.library.custom_op("specexport::tensor_scatter", mutates_args=())
@@ -44,7 +50,7 @@ _combining = threading.local()
 
 
 def combine_by(combine: Combine) -> None:
-    """Sets how this thread's rank combines its part with others in torch; by default it continues with its own part."""
+    """Sets how this thread's rank combines its part with the others' in torch; by default it uses only its own."""
     _combining.combine = combine
 
 
@@ -73,7 +79,7 @@ def _(part: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 EXPERTS_DOMAIN = "specexport.experts"
-"""Domain of the operator that marks a mixture's experts, which no runtime knows: the exporter rewrites it."""
+"""Domain of the operator that marks a mixture's experts, which the exporter replaces."""
 
 
 @torch.library.custom_op("specexport::sum_of_experts", mutates_args=())
@@ -85,7 +91,7 @@ def sum_of_experts(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of experts' outputs; its other arguments tell the exporter how it is computed.
+    """The weighted sum of experts' outputs; the other arguments tell the exporter how it was computed.
 
     Args:
         total: ``[N,H]``, the sum.
@@ -104,7 +110,7 @@ def _(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 def _op(domain: str, name: str, output: str, **kinds: str) -> onnxscript.values.Op:
-    """An operator that no runtime knows, of inputs by name and type."""
+    """An operator of our own, with inputs by name and type, which the exporter replaces."""
     parameter = onnx.defs.OpSchema.FormalParameter
     inputs = [parameter(key, f"tensor({kind})") for key, kind in kinds.items()]
     schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=[parameter(output, "tensor(float)")])
@@ -112,9 +118,9 @@ def _op(domain: str, name: str, output: str, **kinds: str) -> onnxscript.values.
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The table ``torch.onnx.export(custom_translation_table=...)`` needs for the operators above.
+    """The operators above as ``torch.onnx.export(custom_translation_table=...)`` takes them.
 
-    Where ranks meet there are operators that no runtime knows, as the graph is cut there, and one behind experts.
+    Those that combine ranks or experts become operators of our own, which the exporter replaces.
     """
     add, join = (_op(MEETING_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
     inputs = dict.fromkeys(("total", "hidden", "rows", "products"), "float")

@@ -1,8 +1,8 @@
-"""A step's graphs on the device besides its models: fill a tree, decide which draft tokens stay, commit their path.
+"""Graphs of a device's step besides its models: fill a tree, accept draft tokens, commit their path.
 
-On a GPU every operator is a launch, and each over ``[B,N,V]`` moves tens of megabytes: the accept graphs have few of
-both. Nothing is sorted, summed up or searched over a whole vocabulary at once, since TensorRT's TopK stops at 3840
-elements, and ONNX Runtime gives a row's TopK to one block and takes quadratic time for a CumSum.
+On a GPU every operator is a launch, and one over ``[B,N,V]`` moves tens of megabytes, so the accept graphs have few of
+either. None sorts, sums up or searches a whole vocabulary at once: TensorRT's TopK is limited to 3840 elements, and
+ONNX Runtime runs a row's TopK in one block and a CumSum in quadratic time.
 """
 
 from __future__ import annotations
@@ -10,40 +10,34 @@ from __future__ import annotations
 import torch
 
 from specexport.contract.engines import LARGEST_TOP_K
-from specexport.graphs.ops import tensor_scatter
+from specexport.graphs.ops import take_rows, tensor_scatter
 from specexport.graphs.propose import place_of_rank
 
 _LOWEST, _RANGE = -39.0, 40.0
-"""Logits this far below the best are never told apart: together they hold less than 1e-11 of the probability."""
+"""Logits this far below the best are not distinguished: together they have less than 1e-11 of the probability."""
 _ROUNDS, _PARTS = 5, 8
-"""Narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
+"""They narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
 _CHUNK, _BLOCK = 4096, 512
-_NOTHING = 1e-30
-"""Weight of p itself beside what is left of it: p is drawn from where nothing is left."""
-_FAR = 2.0**20
-"""Added to the level of a node for each ancestor that does not stay: above all depths."""
+_RESIDUAL_FLOOR = 1e-30
+"""Weight of p added to its residual, so that p itself is drawn from if the residual is empty."""
+_REJECTED = 2.0**20
+"""Added to a node's level for each rejected ancestor; above all depths."""
 
 
 def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
-    """``[...,V]`` as ``[...,C,size]``, filled up."""
+    """``[...,V]`` as ``[...,C,size]``, padded with ``filler``."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
     return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows ``[B,I,...]`` of ``[B,R,...]`` that an index ``[B,I]`` names in the second axis."""
-    flat = index + torch.arange(values.shape[0])[:, None] * values.shape[1]
-    return values.flatten(0, 1).index_select(0, flat.flatten()).reshape(*index.shape, *values.shape[2:])
-
-
 def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
-    """The total weight of scores that are not below each of the thresholds ``[B,N,J]``."""
+    """The total weight of the scores at or above each of the thresholds ``[B,N,J]``."""
     above = scores[:, :, None] >= thresholds[..., None]
     return torch.where(above, weights[:, :, None], 0.0).sum(-1)
 
 
 def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds ``[B,N,1]`` of the greatest score such that those not below it weigh at least ``wanted`` ``[B,N,1]``."""
+    """Bounds ``[B,N,1]`` of the greatest score at or above which scores weigh at least ``target [B,N,1]``."""
     low, step = torch.full((1, 1, 1), _LOWEST), _RANGE
     for _ in range(_ROUNDS):
         step /= _PARTS
@@ -54,7 +48,7 @@ def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) 
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; minus infinity where there are no more."""
+    """The largest of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; minus infinity beyond the last."""
     winners = _chunks(values, _CHUNK, float("-inf")).topk(LARGEST_TOP_K).values
     return winners.flatten(2).topk(LARGEST_TOP_K).values
 
@@ -62,11 +56,11 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 def target_weights(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P after temperature, top-k, top-p and min-p, times a weight of each row.
+    """The unnormalized p after temperature, top-k, top-p and min-p.
 
-    ``runtime.sampling.target_distribution`` is its NumPy twin. Tokens tied at a threshold are kept together. So are
-    those within 0.0012 of top-p's (their probability is off by that factor at most) where they are more than
-    ``LARGEST_TOP_K``.
+    ``runtime.sampling.target_distribution`` is the NumPy version. Tokens tied at a threshold are all kept. If more than
+    ``LARGEST_TOP_K`` tokens are within 0.0012 of top-p's threshold, all of those are kept too; their probability is off
+    by that factor at most.
 
     Args:
         logits: float32 ``[B,N,V]``.
@@ -76,14 +70,14 @@ def target_weights(
         min_p: float32 ``[B]``, relative to the most probable token.
 
     Returns:
-        Weights float32 ``[B,N,V]``, what each row weighs, ``[B,N,1]``, and the most probable tokens, int64 ``[B,N,1]``.
+        Weights, float32 ``[B,N,V]``; their sums ``[B,N,1]``; and the most probable tokens, int64 ``[B,N,1]``.
     """
     k, share = top_k[:, None, None], top_p[:, None, None]
     best = logits.argmax(-1, keepdim=True)
     scores = (logits - logits.gather(2, best)) / temperature[:, None, None]
     weights = scores.exp()
     low, high = _bracket(scores, weights, share * weights.sum(-1, keepdim=True))
-    # The tokens that top-k leaves are sorted all; of a whole vocabulary those are that lie below the upper bound.
+    # With top-k, all remaining tokens are sorted; otherwise only those below the upper bound.
     top_k_set = k > 0
     below = torch.where(top_k_set, _RANGE, high)
     ordered = _largest(torch.where(scores < below, scores, float("-inf")))
@@ -100,7 +94,7 @@ def target_weights(
 
 
 def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
-    """The children of every node in order, int64 ``[B,N,C]``; 0 where it has fewer. Parents are int64 ``[B,N]``."""
+    """The children of every node in order, int64 ``[B,N,C]``, padded with 0, from parents ``[B,N]``."""
     nodes, place = torch.arange(parents.shape[1]), parents
     if most > 1:
         earlier = torch.where(nodes < nodes[:, None], 1, 0)
@@ -111,21 +105,21 @@ def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
-    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; of others above N."""
-    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _FAR))
+    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; above N for others."""
+    weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _REJECTED))
     return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
 
 
 def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many draft tokens were accepted, int64 ``[B,1]``, and the nodes, int64 ``[B,N+1]``: root, those, then 0."""
+    """The number of accepted draft tokens, int64 ``[B,1]``, and their path, int64 ``[B,N+1]``: root, nodes, then 0."""
     depth = torch.arange(1, levels.shape[1] + 2)
-    # The same token twice below a node would stay twice: the first one counts.
+    # If a node has two children with the same token, both stay, and the first one counts.
     path = torch.where(levels[:, None, :] == depth[:, None], 1.0, 0.0).argmax(-1)
     return path.clamp(max=1).sum(-1, keepdim=True), path
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulative weight first exceeds ``uniform`` of all; never one that weighs nothing.
+    """Draws the token at which the cumulative weight first exceeds the share ``uniform``; never one of weight 0.
 
     Args:
         weights: float32 ``[B,V]``.
@@ -137,11 +131,11 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     blocks = _chunks(weights, _BLOCK, 0.0)
     sums = blocks.sum(-1)
     through = sums.cumsum(-1)
-    threshold = uniform * through[:, -1:]  # rounded or not, less than all there is
+    threshold = uniform * through[:, -1:]  # below the total even after rounding
     beyond = through > threshold
     block = torch.where(beyond, 1.0, 0.0).argmax(-1, keepdim=True)
     earlier = torch.where(beyond, 0.0, sums).sum(-1, keepdim=True)
-    within = _rows(blocks, block).squeeze(1).cumsum(-1)
+    within = take_rows(blocks, block).squeeze(1).cumsum(-1)
     below = (within <= threshold - earlier) & (within < within[:, -1:])
     return block * _BLOCK + torch.where(below, 1, 0).sum(-1, keepdim=True)
 
@@ -156,7 +150,7 @@ def _outcome(
 
 
 class GreedyModule(torch.nn.Module):
-    """Greedy acceptance over token trees; ``runtime.sampling.accept_greedy`` is the NumPy twin."""
+    """Greedy acceptance over token trees; ``runtime.sampling.accept_greedy`` is the NumPy version."""
 
     def forward(
         self, logits: torch.Tensor, parents: torch.Tensor, tree_mask: torch.Tensor, draft_tokens: torch.Tensor
@@ -164,7 +158,7 @@ class GreedyModule(torch.nn.Module):
         """As :meth:`AcceptModule.forward`. A node that is its own parent never stays."""
         best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
         predicted = best.gather(1, parents.clamp(min=0))
-        drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's is never looked at
+        drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's entry is never used
         accepted, path = _walk(_levels((drafted == predicted) & (parents < nodes), tree_mask))
         path = path[:, :-1]
         return accepted.squeeze(1), torch.where(nodes <= accepted, best.gather(1, path), 0), path
@@ -173,13 +167,13 @@ class GreedyModule(torch.nn.Module):
 class AcceptModule(torch.nn.Module):
     """Greedy and lossless acceptance over token trees by multi-round rejection (SpecInfer, arXiv 2305.09781).
 
-    At each node the children are tried in order; a child x ~ q stays with probability min(1, p(x)/q(x)), else p becomes
-    norm(max(0, p - q)) for the next. Where no child stays, the next token is drawn from what is left of p. All nodes
-    are decided at once, and the walk from the root is read off afterwards. ``runtime.sampling.accept_sampled`` is the
-    NumPy twin: same noise, same tokens.
+    At each node the children are tried in order: a child x ~ q stays with probability min(1, p(x)/q(x)); otherwise p
+    becomes the residual norm(max(0, p - q)) for the next child. If no child stays, the next token is drawn from the
+    residual. All nodes are decided at once, and then the accepted path is followed from the root.
+    ``runtime.sampling.accept_sampled`` is the NumPy version, with the same tokens for the same noise.
 
     Args:
-        max_children: most children a node of any tree has; 1 for chains.
+        max_children: maximum number of children of a node in any tree; 1 for chains.
     """
 
     def __init__(self, max_children: int) -> None:
@@ -207,18 +201,17 @@ class AcceptModule(torch.nn.Module):
             parents: int64 ``[B,N]``; -1 for the root.
             tree_mask: bool ``[B,N,N]``, ancestors and itself.
             draft_tokens: int64 ``[B,N-1]``, those of nodes 1 to N-1.
-            draft_ids: int64 ``[B,N-1,M]``, the tokens each was drawn from; all different within a row. For M > 1 those
-                of siblings are the same.
+            draft_ids: int64 ``[B,N-1,M]``, the distinct tokens that each was drawn from; equal for siblings if M > 1.
             draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
-            uniform: float32 ``[B,N]`` noise in [0,1): one number a draft token, the last for the final draw.
-            temperature: see :func:`target_weights`, as are the others.
-            top_k: see there; 1 is greedy: p is 1 at the first of the most probable tokens.
+            uniform: float32 ``[B,N]`` noise in [0,1): a number for each draft token, and the last for the final draw.
+            temperature: see :func:`target_weights`, as for the following.
+            top_k: see there; 1 is greedy: p is then 1 at the first of the most probable tokens.
             top_p: see there.
             min_p: see there.
 
         Returns:
-            Draft tokens accepted, int64 ``[B]``; accepted tokens, then the bonus token, then 0, int64 ``[B,N]``; the
-            nodes they come from, int64 ``[B,N]``: the root, then the accepted nodes, then 0.
+            The number of accepted draft tokens, int64 ``[B]``; the accepted tokens, the bonus token, then 0, int64
+            ``[B,N]``; and the path, int64 ``[B,N]``: the root, the accepted nodes, then 0.
         """
         p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
         greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
@@ -226,12 +219,13 @@ class AcceptModule(torch.nn.Module):
         has_child, row = child > 0, (child - 1).clamp(min=0).flatten(1)
 
         def of_child(of_row: torch.Tensor) -> torch.Tensor:
-            return _rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
+            return take_rows(of_row, row).reshape(*child.shape, *of_row.shape[2:])
 
         noise = of_child(uniform[:, :-1])
         q = torch.where(has_child[..., None], of_child(draft_probs), 0.0)  # [B,N,C,M]
         if draft_ids.shape[2] == 1:
-            # Each child was chosen, q = 1: its p is what is taken from those after it, which are all decided at once.
+            # Each child was chosen, q = 1, so that its rejection removes just its own token from p: the residuals for
+            # all children follow at once.
             tokens = of_child(draft_ids.squeeze(2))
             tokens = torch.where(has_child, tokens, tokens[..., :1])
             of_x, earlier = p.gather(2, tokens), torch.ones(self.max_children, self.max_children).tril(-1) > 0
@@ -240,7 +234,7 @@ class AcceptModule(torch.nn.Module):
             mass, q_x = (mass - (p_x.cumsum(-1) - p_x)).clamp(min=0.0), q.squeeze(3)
             others, p_others, rest = tokens, of_x, torch.where(has_child[..., :1], 0.0, of_x)
         else:
-            # Siblings have the same ids, so what is left of p is followed at those of the first child alone.
+            # Siblings have the same ids, so the residual is only tracked at the ids of the first child.
             tokens, others = of_child(draft_tokens), of_child(draft_ids)[:, :, 0]
             p_others = rest = p.gather(2, others)
             beside, each, masses = (mass - rest.sum(-1, keepdim=True)).clamp(min=0.0), [rest], [mass]
@@ -252,16 +246,16 @@ class AcceptModule(torch.nn.Module):
             remaining, mass = torch.cat(each[:-1], -1).reshape(q.shape), torch.cat(masses[:-1], -1)
             p_x, q_x = (torch.where(is_x, of_id, 0.0).sum(-1) for of_id in (remaining, q))
         chance = torch.where(greedy, torch.where(tokens == best, mass, 0.0), p_x)
-        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Children that are not there come last: 0.
+        # u < p/q without dividing: p >= q always accepts, p = 0 never does. Missing children come last, as 0.
         stays = noise * q_x * mass < chance
         first = torch.where(stays, 1.0, 0.0).argmax(-1, keepdim=True)
-        chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: who stays, 0 for none
+        chosen = torch.where(stays, child, 0).gather(2, first).squeeze(2)  # of each node: the child that stays, or 0
         stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
         accepted, path = _walk(_levels(stayed, tree_mask))
         last = path.gather(1, accepted)
-        # What the last child leaves is only needed where it is drawn from. Where q covers p up to rounding nothing is
-        # left, and p itself is drawn from: a rejection has probability 0.
-        at_last = (_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _NOTHING * p_others))
+        # The residual after the last child is needed only at the node where it is drawn from. If q covers p up to
+        # rounding, the residual is empty and p itself is used: such a rejection has probability 0.
+        at_last = (take_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _RESIDUAL_FLOOR * p_others))
         whole, others, rest = at_last
         after = whole.scatter(1, others, rest)
         drawn = torch.where(greedy.squeeze(2), best.squeeze(2).gather(1, last), _draw(after, uniform[:, -1:]))
@@ -269,7 +263,7 @@ class AcceptModule(torch.nn.Module):
 
 
 class TypicalModule(torch.nn.Module):
-    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy twin."""
+    """Typical acceptance over token trees; ``runtime.sampling.accept_typical`` is the NumPy version."""
 
     def forward(
         self,
@@ -291,24 +285,24 @@ class TypicalModule(torch.nn.Module):
         entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
         limit = torch.minimum(posterior_threshold[:, None], posterior_alpha[:, None] * (-entropy).exp())
         above, nodes = parents.clamp(min=0), torch.arange(parents.shape[1])
-        drafted = torch.cat([above[:, :1], draft_tokens], 1)  # the root's is never looked at
+        drafted = torch.cat([above[:, :1], draft_tokens], 1)  # the root's entry is never used
         chance = p.flatten(1).gather(1, above * p.shape[2] + drafted) / mass.gather(1, above)
         levels = _levels(chance > limit.gather(1, above), tree_mask)
         log_p = torch.where(nodes == 0, 0.0, chance.clamp(min=1e-38).log())
         total = torch.where(tree_mask, log_p[:, None, :], 0.0).sum(-1)
-        depth = torch.where(levels < _FAR, levels, 0.0)
+        depth = torch.where(levels < _REJECTED, levels, 0.0)
         deepest = depth.gather(1, depth.argmax(-1, keepdim=True))
         last = torch.where(depth == deepest, total, float("-inf")).argmax(-1, keepdim=True)
-        on_path = _rows(tree_mask, last).squeeze(1)
-        accepted, path = _walk(torch.where(on_path, levels, _FAR))
-        return _outcome(draft_tokens, path, accepted, _draw(_rows(p, last).squeeze(1), uniform))
+        on_path = take_rows(tree_mask, last).squeeze(1)
+        accepted, path = _walk(torch.where(on_path, levels, _REJECTED))
+        return _outcome(draft_tokens, path, accepted, _draw(take_rows(p, last).squeeze(1), uniform))
 
 
 class FillModule(torch.nn.Module):
-    """The tokens of a tree, and q of each, from drawn tokens and the candidates they were drawn from.
+    """Fills a tree with tokens and their q, from drawn tokens and the candidates that they were drawn from.
 
-    Of the children of a node the one of rank 0 is the drawn token; the others are the most probable beside it, which
-    are chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
+    A node's child of rank 0 is the drawn token; the others are the most probable of the remaining candidates, which are
+    chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
     """
 
     def forward(
@@ -319,24 +313,24 @@ class FillModule(torch.nn.Module):
         tree_rows: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fills the nodes of a tree but the root.
+        """Fills the nodes of a tree except the root.
 
         Args:
-            draft_tokens: int64 ``[K,B]``, drawn, as the propose graph gives them.
-            draft_ids: int64 ``[K,B,M]``, the tokens q gives probability to, most probable first.
-            draft_probs: float32 ``[K,B,M]``, q of them.
-            tree_rows: int64 ``[B,N-1]``, which of the K rows is each node's.
-            tree_ranks: int64 ``[B,N-1]``, each among its siblings.
+            draft_tokens: int64 ``[K,B]``, the drawn tokens, from the propose graph.
+            draft_ids: int64 ``[K,B,M]``, the support of q, most probable first.
+            draft_probs: float32 ``[K,B,M]``, their q.
+            tree_rows: int64 ``[B,N-1]``, which of the K rows belongs to each node.
+            tree_ranks: int64 ``[B,N-1]``, each node's rank among its siblings.
 
         Returns:
-            Tokens int64 ``[B,N-1]``, and ids int64 and q float32 ``[B,N-1,M]`` as the accept graph takes them.
+            Tokens, int64 ``[B,N-1]``, and ids, int64, and q, float32 ``[B,N-1,M]``, for the accept graph.
         """
         drafted = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
         return _filled(*drafted, tree_rows, tree_ranks)
 
 
 class StagesFillModule(torch.nn.Module):
-    """The same from several stages with tensors of their own: one row in the first, T in each other."""
+    """:class:`FillModule` for stages with separate tensors: one row in the first, T in each other."""
 
     def forward(
         self,
@@ -354,7 +348,7 @@ class StagesFillModule(torch.nn.Module):
 def _filled(
     drawn: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :class:`FillModule`; drafted tokens are ``[B,R]``, candidates and q ``[B,R,M]``."""
+    """See :class:`FillModule`; drawn tokens are ``[B,R]``, candidates and q ``[B,R,M]``."""
     of_node = rows[..., None].expand(-1, -1, ids.shape[-1])
     ids, probs, drawn = ids.gather(1, of_node), probs.gather(1, of_node), drawn.gather(1, rows)
     tokens = ids.gather(2, place_of_rank(ids, drawn, ranks)[..., None])
@@ -363,20 +357,20 @@ def _filled(
 
 
 class CommitModule(torch.nn.Module):
-    """Moves the rows of an accepted path to where the text ends, in all layers.
+    """Moves the rows of an accepted path to the end of the text, in all layers.
 
-    A verify step wrote the rows of a tree's nodes at ``past_length`` and after. Those of the path are moved to
-    ``past_length + 0, 1, ...``; rows behind them are never seen, and the next step writes over them.
+    A verify step wrote the rows of a tree's nodes from ``past_length`` on. Those of the path are moved to
+    ``past_length + 0, 1, ...``; the rows after them are never seen, and the next step overwrites them.
     """
 
     def forward(
         self, past_length: torch.Tensor, path: torch.Tensor, past: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the caches, to be bound to the memory of ``past``.
+        """Returns the caches, which are bound to the memory of ``past``.
 
         Args:
-            past_length: int64 ``[B]``, the step's.
-            path: int64 ``[B,N]``, the accept graph's: the root, the accepted nodes in order, then 0.
+            past_length: int64 ``[B]``, of the step.
+            path: int64 ``[B,N]``, from the accept graph: the root, the accepted nodes in order, then 0.
             past: each layer's key and value cache ``[B,Hkv,S,D]``.
         """
         rows = past_length[:, None] + path

@@ -1,7 +1,7 @@
 """The propose graph: K draft tokens in one call.
 
-:class:`DraftPass` is one pass of the draft over the tokens it has not seen, ending in the choice of the next token; the
-exporter puts it into a loop, so that the weights are stored, packed and cached once however many tokens are drafted.
+:class:`DraftPass` runs the draft over the tokens that it has not read and draws the next token. The exporter puts it
+into a loop, so that weights are stored and packed once, however many tokens are drafted.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.step import flat, pairs, run_model
 
 MAX_CANDIDATES = 64
-"""q is limited to its most probable tokens. Whatever q is, speculative sampling is exact as long as the token was
-drawn from the q that is handed to acceptance, so cutting the tail costs a little acceptance at high temperatures and
-saves moving K vocabularies of probabilities."""
+"""Size of the support of q: its most probable tokens. Speculative sampling is exact for any q, as long as acceptance
+gets the q that the token was drawn from; cutting off the tail costs a little acceptance at high temperatures, and saves
+moving K vocabularies of probabilities."""
 MAX_TOP_K = 10
-"""Candidates of a head; published trees use no more."""
+"""Number of candidates of a head; published trees use no more."""
 _LARGE = 1 << 14
 """For smaller vocabularies a plain TopK is faster."""
 _BLOCKS = range(128, 15, -1)
 
 
 def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest logits and their tokens, as ``torch.topk``: sorted, ties by lower id.
+    """The greatest logits and their tokens, sorted, ties by lower id, as from ``torch.topk``.
 
-    A large vocabulary is divided into blocks, and only the ``count`` of them with the greatest maxima are searched: no
-    other can hold one of the ``count`` greatest. For a GPU, TopK over a row is the work of one of its processors; the
-    maxima are found by all. On a CPU they are found by vector instructions.
+    A large vocabulary is divided into blocks, and only the ``count`` blocks with the greatest maxima are searched: no
+    other can contain one of the ``count`` greatest logits. On a GPU, one processor runs a row's TopK, but all compute
+    maxima; on a CPU, vector instructions do.
 
     Args:
         logits: float32 ``[..., V]``.
@@ -47,7 +47,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
         return best, ids
     blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
     chosen = torch.topk(blocks.amax(-1), count, dim=-1).indices
-    # In the order of the vocabulary again, which decides between equal logits.
+    # Back in the vocabulary's order, which decides between equal logits.
     chosen = torch.topk(chosen, count, dim=-1, largest=False).values[..., None]
     gathered = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], size))
     best, place = torch.topk(gathered.flatten(-2), count, dim=-1)
@@ -65,12 +65,12 @@ def draw_candidate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draws one token from the draft's distribution after temperature, top-k, top-p and min-p.
 
-    Greedy decoding is ``top_k = 1``: q is then 1 at the most probable token, whatever the noise.
+    For greedy decoding ``top_k`` is 1: q is then 1 at the most probable token, whatever the noise.
 
     Args:
         logits: float32 ``[..., V]``.
         uniform: float32 ``[...]`` in [0,1).
-        temperature: float32 ``[...]`` as all that follow, above 0.
+        temperature: float32 ``[...]``, like the following parameters; above 0.
         top_k: int64; 0 keeps all.
         top_p: float32.
         min_p: float32, relative to the most probable token.
@@ -79,7 +79,7 @@ def draw_candidate(
         The token, int64 ``[...]``; the candidates, int64 ``[..., M]``, most probable first; q of each, float32
         ``[..., M]``.
     """
-    # Of a pass of a small draft these operators are a notable part, so there are as few of them as will do.
+    # As few operators as possible, as they take a notable part of a small draft's pass.
     candidates = min(MAX_CANDIDATES, logits.shape[-1])
     best, ids = most_probable(logits, candidates)
     rank = torch.arange(candidates)
@@ -89,18 +89,20 @@ def draw_candidate(
     keep = (before < top_p[..., None]) & (probs >= min_p[..., None] * probs[..., :1])  # always the first
     kept = torch.where(keep, probs, 0.0)
     total = kept.sum(-1, keepdim=True)
-    # The last kept candidate that begins at or below the noise, so that rounding cannot run past the last kept one.
+    # The last kept candidate whose share begins at or below the noise: rounding cannot lead past the last kept one.
     begun = (before <= uniform[..., None] * total) & (kept > 0)
-    choice = torch.topk(torch.where(begun, rank, 0), 1, dim=-1).values  # a maximum takes GPUs four times as many calls
+    choice = torch.topk(
+        torch.where(begun, rank, 0), 1, dim=-1
+    ).values  # a maximum takes four times as many launches on GPUs
     token = torch.gather(ids, -1, choice)[..., 0]
     return token, ids, kept / total
 
 
 def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-    """Where among candidates the one of a rank is, if the drawn token takes rank 0 and those before it move back.
+    """The index of the candidate with a given rank, if the drawn token gets rank 0 and those before it move back.
 
     Args:
-        ids: int64 ``[..., M]``, most probable first.
+        ids: int64 ``[..., M]``, candidates, most probable first.
         drawn: int64 ``[...]``, one of them.
         ranks: int64 ``[...]``.
 
@@ -119,10 +121,10 @@ class DraftPass(torch.nn.Module):
 
     Args:
         model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
-        vocab_size: proposals are below this; the smaller of the target's and the draft's logits width.
-        input_vocab: rows of the draft's embedding; a larger token id, which only the target has, is read as the last.
-        max_positions: positions the draft was made for; later ones are read as the last.
-        states: its layers without attention by their index.
+        vocab_size: number of tokens that may be proposed: the smaller width of the target's and the draft's logits.
+        input_vocab: rows of the draft's embedding; larger token ids, which only the target has, are read as the last.
+        max_positions: positions that the draft supports; later ones are read as the last.
+        states: its layers without attention, by their index.
     """
 
     def __init__(
@@ -150,14 +152,14 @@ class DraftPass(torch.nn.Module):
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the draft over ``input_ids [B,T]``, which follow the cache and the ``R`` rows not in it yet.
+        """Runs the draft over ``input_ids [B,T]``, which follow the cache and the R rows that are not in it yet.
 
-        ``sampling`` are the last arguments of :func:`draw_candidate`. ``past`` and ``rows`` end with the inputs of
+        ``sampling`` holds the last arguments of :func:`draw_candidate`. ``past`` and ``rows`` end with the inputs of
         :class:`~specexport.graphs.recurrent.StepStates`.
 
         Returns:
-            ``(token [B], ids [B,M], probs [B,M], rows...)`` with each of ``rows`` grown to ``[B,Hkv,R+T,D]``, and those
-            of layers without attention as they say.
+            ``(token [B], ids [B,M], probs [B,M], rows...)``, with ``rows`` extended to ``[B,Hkv,R+T,D]``, followed by
+            what ``StepStates`` returns.
         """
         done = rows[0].shape[2]
         tokens = input_ids.shape[1]

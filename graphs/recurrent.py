@@ -1,8 +1,8 @@
 """Lowers layers without attention: short convolutions, and recurrent states with a decay.
 
-transformers' model code hands a layer's convolution inputs to its cache, and its queries, keys and values to a function
-of the layer's module. Both come here, so no model code of ours is needed. :mod:`specexport.runtime.states` says what
-a step keeps of them.
+transformers' model code passes a layer's convolution inputs to its cache, and its queries, keys and values to a
+function of the layer's module. Both are redirected here, so we need no model code of our own.
+:mod:`specexport.runtime.states` describes what a step keeps of them.
 
 The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
 
@@ -31,20 +31,21 @@ from torch._higher_order_ops.scan import scan
 from transformers.activations import ACT2FN
 
 from specexport.contract.model import CELL, Recurrence, StateLayer
+from specexport.graphs.ops import take_rows
 
 _EPSILON = 1e-6
-"""Under the root of a key's length, as in transformers' own."""
+"""Epsilon of keys' lengths, as in transformers."""
 
 
 class Updates(NamedTuple):
-    """The updates of a layer's state by T tokens, and their queries.
+    """The updates of a layer's state by T tokens, and the tokens' queries.
 
     Attributes:
         query: ``[B,T,Hk,Dk]``, scaled.
         key: ``[B,T,Hk,Dk]``.
         value: ``[B,T,H,Dv]``.
         decay: ``[B,T,H]``, g, or ``[B,T,H,Dk]``.
-        strength: ``[B,T,H]``, beta; None where the state is not corrected.
+        strength: ``[B,T,H]``, beta; None if the state is not corrected.
     """
 
     query: torch.Tensor
@@ -55,13 +56,13 @@ class Updates(NamedTuple):
 
 
 class States(Protocol):
-    """The states from which the layers without attention continue in one run."""
+    """The states of layers without attention, from which a run continues."""
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
-        """A convolution's inputs ``[B,C,T]``, with those before them that it reads; ``width`` is all it reads."""
+        """A convolution's inputs ``[B,C,T]``, preceded by the ``width - 1`` earlier ones that it reads."""
 
     def read(self, updates: Updates) -> torch.Tensor:
-        """The output of the layer that convolved last for its tokens, ``[B,T,H,Dv]``."""
+        """The output, ``[B,T,H,Dv]``, of the layer that called :meth:`convolve` last."""
 
 
 _active: States | None = None
@@ -69,7 +70,7 @@ _active: States | None = None
 
 @contextlib.contextmanager
 def recurrent(active: States) -> Iterator[None]:
-    """While active, layers without attention read and write these states."""
+    """Context in which layers without attention read and write these states."""
     global _active
     previous, _active = _active, active
     try:
@@ -84,7 +85,7 @@ def active_states() -> States | None:
 
 
 def patch_recurrence(model: torch.nn.Module) -> None:
-    """Patches a model's code so that its recurrent layers use the states of :func:`recurrent`, if there are any."""
+    """Patches a model's code so that its recurrent layers use the active states, if there are any."""
     for name in {type(module).__module__ for module in model.modules()}:
         code: Any = sys.modules[name]
         for rule, ours in _RULES.items():
@@ -94,7 +95,7 @@ def patch_recurrence(model: torch.nn.Module) -> None:
 
 
 class _Patched:
-    """A function of model code that goes through all tokens of a text at once, or, while states are active, ours."""
+    """A function of model code, which calls ours while states are active, and otherwise the original."""
 
     def __init__(self, own: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self._own = own
@@ -112,7 +113,7 @@ def _convolution(
     activation: str | None = None,
     **__: Any,
 ) -> torch.Tensor:
-    """The last T outputs for inputs ``[B,C,W-1+T]``; spelt out, as onnxruntime takes 0.2 ms for 6,144 channels."""
+    """The last T outputs for inputs ``[B,C,W-1+T]``; not a Conv, as onnxruntime takes 0.2 ms for 6,144 channels."""
     width = weight.shape[1]
     tokens = hidden_states.shape[2] - width + 1
     convolved = sum(hidden_states[:, :, at : at + tokens] * weight[:, at : at + 1] for at in range(width))
@@ -135,7 +136,7 @@ def _gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
     read = states.read(Updates(query * query.shape[-1] ** -0.5, key, value, g, beta))
-    return read, read.new_zeros(0)  # instead of a state: model code converts it
+    return read, read.new_zeros(0)  # model code converts the state, so it cannot be None
 
 
 def _mamba2(
@@ -167,7 +168,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
-"""By their names in model code."""
+"""Our functions by the names of those that they replace in model code."""
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 class StateProbe:
-    """States that only write down the shapes of each layer's, by the layer's index."""
+    """States that only record their shapes, by the layer's index."""
 
     def __init__(self) -> None:
         self.seen: dict[int, StateLayer] = {}
@@ -200,17 +201,16 @@ class StepStates:
     """The states of a step graph, or of one pass of a draft.
 
     Args:
-        layers: by their index among all layers of the model.
-        past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, where one of them is recurrent, and those
-            of ``signature.states``.
+        layers: the layers without attention, by their index in the model.
+        past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, if a layer is recurrent, and
+            ``signature.states``.
         past_length: int64 ``[B]``.
-        rows: of a pass: ends with what the pass before returned, where the rows of a layer are ``[B,P,C]`` and
-            ``[B,P,U]`` of the P tokens that were read before; ``cell_rows`` are of all passes' tokens then.
+        rows: for a pass of a draft, ends with what the pass before returned: of each layer the rows ``[B,P,C]`` and
+            ``[B,P,U]`` of the P tokens read so far. ``cell_rows`` then refers to the tokens of all passes.
 
     Attributes:
-        input_count: how many of those inputs there are.
-        returned: what the graph returns, of ``signature.new_states``, once the model ran; a pass's rows are
-            those before, too.
+        input_count: number of inputs at the end of ``past``.
+        returned: the tensors of ``signature.new_states`` after the model has run; for a pass, with the earlier rows.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class StepStates:
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
         self._layer = layer
-        new = self._behind(0, inputs.transpose(1, 2).contiguous())
+        new = self._after_earlier(0, inputs.transpose(1, 2).contiguous())
         self._results[self._layer] = [new]
         rows = width - 1
         positions = self._past_length[:, None] - rows + torch.arange(rows)
@@ -252,8 +252,8 @@ class StepStates:
             return torch.cat([before.transpose(1, 2), inputs], 2)
         return torch.cat([before, new], 1).narrow(1, self._done, rows + inputs.shape[2]).transpose(1, 2)
 
-    def _behind(self, kind: int, new: torch.Tensor) -> torch.Tensor:
-        """Rows of the layer at hand, behind those of earlier passes."""
+    def _after_earlier(self, kind: int, new: torch.Tensor) -> torch.Tensor:
+        """The current layer's rows, after those of earlier passes."""
         return torch.cat([self._before[self._layer][kind], new], 1) if self._before else new
 
     def read(self, updates: Updates) -> torch.Tensor:
@@ -263,31 +263,24 @@ class StepStates:
         batch, tokens = updates.value.shape[:2]
         strength = torch.ones_like(updates.decay) if updates.strength is None else updates.strength
         packed = torch.cat([updates.key.flatten(2), updates.value.flatten(2), updates.decay.flatten(2), strength], -1)
-        new = self._behind(1, packed)
+        new = self._after_earlier(1, packed)
         present, places = self._cells >= 0, self._cells.clamp(min=0)
         query_rows = (self._cells - shape.rows).clamp(min=0)
-        if self._before:  # what later passes read is not there yet
+        if self._before:  # tokens of later passes do not exist yet
             present = present & (self._cells < shape.rows + new.shape[1])
             places = torch.where(present, places, 0)
             query_rows = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
-        rows = _rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
-        queries = _rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
+        rows = take_rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
+        queries = take_rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
         pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
         complete = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < complete
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)
-        # out is [C,B,H,G,Dv]; a slot's tokens come behind its pending rows.
+        # out is [C,B,H,G,Dv]; a slot's tokens follow its pending rows.
         by_slot = out.permute(1, 0, 3, 2, 4).reshape(batch, -1, shape.heads * shape.value_size)
         read = (pending[:, None] + self._done + torch.arange(tokens))[None]
         self._results[self._layer] += [new, state]
-        return _rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
-
-
-def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The rows of tables ``[B,N,W]`` at int64 places ``[...,B,K]``: ``[...,B,K,W]``."""
-    first = torch.arange(table.shape[0])[:, None] * table.shape[1]
-    picked = table.reshape(-1, table.shape[2]).index_select(0, (first + places).reshape(-1))
-    return picked.reshape(*places.shape, table.shape[2])
+        return take_rows(by_slot, read).reshape(batch, tokens, shape.heads, shape.value_size)
 
 
 def _through_cells(
@@ -298,18 +291,18 @@ def _through_cells(
     queries: torch.Tensor,
     keeps: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Works through cells one after the other.
+    """Runs a layer's state through cells, one after the other.
 
     Args:
         shape: of the state.
         corrected: whether it follows the delta rule.
         state: ``[B,H,Dk,Dv]`` before the first cell.
-        rows: updates ``[C,B,G,U]``, zeros where there are none.
+        rows: updates ``[C,B,G,U]``, zeros for missing tokens.
         queries: ``[C,B,G,Hk*Dk]``.
-        keeps: bool ``[C,B]``, whether the state after a cell is to be returned.
+        keeps: bool ``[C,B]``, whether the state after a cell is kept.
 
     Returns:
-        The state after the last cell that is kept, and what the tokens read, ``[C,B,H,G,Dv]``.
+        The state after the last kept cell, and the tokens' outputs, ``[C,B,H,G,Dv]``.
     """
     heads, keys = shape.heads, shape.key_heads
     sizes = [keys * shape.key_size, heads * shape.value_size, heads * shape.decays, heads]
@@ -329,14 +322,14 @@ def _through_cells(
         flat_key, flat_value, decay, strength = torch.split(updates, sizes, -1)
         query, key, value = by_head(flat_query, keys), by_head(flat_key, keys), by_head(flat_value, heads)
         earlier = torch.ones(CELL, CELL).tril()
-        # A product a slot: a sum would be taken in another order with several slots.
+        # A product per slot, as a cumulative sum would add in another order with several slots.
         so_far = by_head(torch.matmul(earlier, decay), heads)  # [B,H,G,1] or [B,H,G,Dk]
         between = so_far[:, :, :, None] - so_far[:, :, None]
         faded = torch.where(earlier[..., None] > 0, between, -torch.inf).exp()  # [B,H,G,G,1] or [B,H,G,G,Dk]
         since, until = so_far.exp(), (so_far[:, :, -1:] - so_far).exp()
 
         def with_keys(rows: torch.Tensor) -> torch.Tensor:
-            """Products ``[B,H,G,G]`` of ``[B,H,G,Dk]`` with the keys of earlier tokens and their own, faded."""
+            """Products ``[B,H,G,G]`` of ``[B,H,G,Dk]`` with the decayed keys of earlier tokens and the token itself."""
             if shape.decays == 1:
                 return torch.matmul(rows, key.transpose(2, 3)) * faded[..., 0]
             return (rows[:, :, :, None] * key[:, :, None] * faded).sum(-1)
@@ -365,7 +358,7 @@ def _through_cells(
 
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """``(I + L)^-1`` of strictly lower triangular ``[..., 8, 8]``: its powers end with the seventh."""
+    """``(I + L)^-1`` for strictly lower triangular L ``[..., 8, 8]``, whose eighth power is 0."""
     unit = torch.eye(CELL)
     square = torch.matmul(lower, lower)
     product = torch.matmul(unit - lower, unit + square)

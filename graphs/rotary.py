@@ -1,4 +1,4 @@
-"""Rotary positions: one RotaryEmbedding operator (opset 23) instead of six primitives, and the same at every length."""
+"""Rotary embeddings: fused into one operator (opset 23), and with frequencies that do not depend on the length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAME = "apply_rotary_pos_emb"
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual rotation of the two halves of each head's first ``R`` channels; others pass.
+    """The usual rotation of the two halves of each head's first R channels; the others are unchanged.
 
-    ``q, k [B,H,T,D]``; ``cos, sin [B,T,R]``, halves alike.
+    ``q, k`` are ``[B,H,T,D]``; ``cos, sin`` are ``[B,T,R]``, with equal halves.
     """
     width = cos.shape[-1]
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
@@ -28,17 +28,17 @@ def _rotate(
     )
 
 
-def _rotates_like_us(original: Any) -> bool:
+def _is_usual_rotation(original: Any) -> bool:
     """Whether a model family's own function equals :func:`_rotate` on random numbers."""
     generator = torch.Generator().manual_seed(0)
     q, k, angle = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 12), (1, 1, 3, 12), (1, 3, 4)))
     angle = torch.cat([angle, angle], dim=-1)
-    # Most families know whole heads only and fail on a part of one; those that do not fail must do as we do.
-    return _same(original, q[..., :8], k[..., :8], angle) is True and _same(original, q, k, angle) is not False
+    # Most families only rotate whole heads, and fail on a part of one; those that do not fail must agree with us.
+    return _matches(original, q[..., :8], k[..., :8], angle) is True and _matches(original, q, k, angle) is not False
 
 
-def _same(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) -> bool | None:
-    """Whether both rotate alike; None if ``original`` does not take these arguments."""
+def _matches(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) -> bool | None:
+    """Whether ``original`` equals :func:`_rotate`; None if it does not accept these arguments."""
     try:
         theirs = original(q, k, angle.cos(), angle.sin())
     except (TypeError, RuntimeError, ValueError, IndexError):
@@ -51,17 +51,17 @@ def _same(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tensor) 
 
 @contextlib.contextmanager
 def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
-    """While active, ``model``'s family rotates through RotaryEmbedding if it rotates the usual way."""
+    """Context in which ``model``'s family rotates by a RotaryEmbedding operator, if it rotates the usual way."""
     family = sys.modules[type(model).__module__]
     original = getattr(family, _NAME, None)
-    if original is None or not _rotates_like_us(original):
+    if original is None or not _is_usual_rotation(original):
         yield
         return
 
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        # Anything else that is passed says that heads or positions are laid out in another way.
+        # Further arguments mean that heads or positions are laid out differently.
         return original(q, k, cos, sin, *args, **kwargs) if args or kwargs else _rotate(q, k, cos, sin)
 
     setattr(family, _NAME, rotate)
@@ -74,25 +74,27 @@ def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
 def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     """Stops rotary embeddings from changing their frequencies with the length of the text.
 
-    A cached key keeps the rotation it was made with, so frequencies that change later would not even be right. As they
-    are initialised, they are what transformers uses up to the length at which it would change them.
+    A cached key keeps its rotation, so later frequencies would not match it. The initial frequencies are those that
+    transformers uses up to the length at which it would change them.
 
     Returns:
         That length, at most ``max_positions``.
     """
     module: Any
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)  # a name, or one for each type of layer
+        kinds = getattr(module, "rope_type", None)  # a name, or a name for each type of layer
         if not isinstance(kinds, str | dict):
             continue
         parameters = module.config.rope_parameters
         rope_types = [(kinds, parameters)] if isinstance(kinds, str) else [(kinds[of], parameters[of]) for of in kinds]
         changing = [int(of["original_max_position_embeddings"]) for kind, of in rope_types if kind == "longrope"]
         max_positions = min([max_positions, *changing])
-        module.rope_type = _steady(kinds) if isinstance(kinds, str) else {of: _steady(kinds[of]) for of in kinds}
+        module.rope_type = (
+            _fixed_type(kinds) if isinstance(kinds, str) else {of: _fixed_type(kinds[of]) for of in kinds}
+        )
     return max_positions
 
 
-def _steady(kind: str) -> str:
-    """The name under which a forward pass leaves the frequencies as they are."""
+def _fixed_type(kind: str) -> str:
+    """The rope type with which a forward pass leaves the frequencies unchanged."""
     return "default" if kind == "longrope" or "dynamic" in kind else kind

@@ -10,7 +10,7 @@ import torch
 
 from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
-from specexport.graphs.attention import Lowering, PassThroughCache, lowering, step_lowering
+from specexport.graphs.attention import Lowering, NativeLowering, PassThroughCache, TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.recurrent import StepStates, recurrent
 
@@ -35,8 +35,8 @@ def run_model(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a transformers causal LM under a lowering.
 
-    The language-model head sees only the rows asked for: for a prefill chunk that is one row instead of T, which for a
-    vocabulary of 150,000 is most of the head's cost.
+    The language-model head reads only the requested rows: for a prefill chunk one row instead of T, which with a
+    vocabulary of 150,000 saves most of the head's cost.
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
@@ -44,7 +44,7 @@ def run_model(
         input_ids: int64 ``[B,T]``.
         position_ids: int64 ``[B,T]``.
         logits_rows: int64 ``[B,R]``, indices into T.
-        inputs_embeds: float32 ``[B,T,H]``, what the model reads instead of ``input_ids``; None for those.
+        inputs_embeds: float32 ``[B,T,H]``, read instead of ``input_ids``; None to read those.
 
     Returns:
         float32 logits ``[B,R,V]``, and the hidden states after the final norm, ``[B,R,H]``.
@@ -56,7 +56,7 @@ def run_model(
         head_rows.append(torch.gather(args[0], 1, rows))
         return (head_rows[0], *args[1:])
 
-    # Of both inputs transformers takes one.
+    # transformers accepts only one of the two inputs.
     read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     cache = PassThroughCache(model.config.num_hidden_layers)  # type: ignore[arg-type, union-attr]
@@ -74,7 +74,7 @@ class Addition(torch.nn.Module, ABC):
     """A method's addition to a step graph: outputs computed from the model's last hidden state.
 
     Attributes:
-        prefix: what names of its parameters begin with in the graph, as they do where it is published.
+        prefix: prefix of its parameters' names in the graph, as in published checkpoints.
     """
 
     prefix: str
@@ -94,14 +94,14 @@ class StepModule(torch.nn.Module):
 
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``.
-        states: its layers without attention by their index.
-        additions: what methods add to it.
-        outputs: names: logits, the last hidden state, states of layers, and those of additions.
-        lowering: the operators of attention.
-        input_vocab: rows of its embedding, where it may be given tokens beyond; None where it may not.
+        additions: the methods' additions.
+        outputs: names of outputs: logits, the last hidden state, states of layers, and those of additions.
+        lowering: how attention is lowered.
+        states: its layers without attention, by their index.
+        input_vocab: rows of its embedding, if it may get token ids beyond; otherwise None.
 
     Attributes:
-        output_names: without those of caches.
+        output_names: the names of its outputs, without caches and states.
     """
 
     def __init__(
@@ -136,14 +136,18 @@ class StepModule(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         embeds_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Returns ``output_names``, then ``present_key.0, present_value.0, ...``; lowered portably, new rows instead.
+        """Returns ``output_names``, then the caches (portable: the new rows), then the outputs of ``StepStates``.
 
-        The outputs of layers without attention follow. ``past`` are the caches, then the inputs of
-        :class:`~specexport.graphs.recurrent.StepStates`. Embeddings are read where their mask is true.
+        ``past`` holds the caches, then the inputs of :class:`~specexport.graphs.recurrent.StepStates`. Embeddings are
+        read where their mask is true.
         """
         states = StepStates(self.states, past, past_length)
         caches = pairs(past[: len(past) - states.input_count])
-        active = step_lowering(self.lowering, caches, tree_mask, position_ids, past_length)
+        active = (
+            NativeLowering(caches, tree_mask, position_ids, past_length)
+            if self.lowering == "native"
+            else TwoPartLowering(caches, past_length, tree_mask, position_ids)
+        )
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:

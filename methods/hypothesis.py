@@ -23,11 +23,11 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
 
 
 LONGEST_MATCH = 4
-"""Most tokens compared to find the position again; longer matches say no more."""
+"""Maximum number of tokens compared to find the position again; longer matches tell no more."""
 TRUST = 4
 """Draft tokens proposed per matched token after the position was found again."""
 NEAR = 16
-"""How far ahead of the lost position a match of a single token is trusted."""
+"""How far ahead of the lost position a match of one token is trusted."""
 GUESS = 2
 """Draft tokens proposed after a token that seems to replace one of the hypothesis."""
 
@@ -35,12 +35,12 @@ GUESS = 2
 class Follower:
     """Tracks the position of an output in its hypothesis, and how certain it is.
 
-    While the output equals the hypothesis, the position just advances. When it departs, the position is searched by the
-    output's last tokens: longest match first, and among several matches the nearest one after the last long agreement,
-    else the nearest before it. A single token is common, so its match must be near. One differing token that matches
-    nowhere is assumed to replace one token of the hypothesis.
+    While the output equals the hypothesis, the position advances. When they differ, the position is searched for by the
+    output's last tokens: the longest match first, and among several matches the nearest one after the last long
+    agreement, or else the last one before it. A single token is common, so its match must be near. A differing token
+    that matches nowhere is assumed to replace one token of the hypothesis.
 
-    Reading the hypothesis costs one entry per token and match length, following it one look-up each, whatever the
+    Reading the hypothesis takes an entry per token and match length, and following it a look-up for each, whatever the
     lengths of the texts.
     """
 
@@ -53,7 +53,7 @@ class Follower:
                 self._after.setdefault(tuple(self._tokens[end - n : end]), []).append(end)
         self._said: list[int] = []
         self._at = self._agreed = self._departed = 0
-        # A hypothesis is a claim about the output's beginning, so it starts out trusted.
+        # A hypothesis describes the output from its beginning, so it is trusted at first.
         self._matched = len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -71,10 +71,10 @@ class Follower:
                 self._agreed = self._at
 
     def _find(self) -> tuple[int, int] | None:
-        """The length of the match and the position after it in the hypothesis; None if there is none."""
+        """The length of a match and the position after it in the hypothesis; None if nothing matches."""
         for n in range(len(self._said), 0, -1):
             places = self._after.get(tuple(self._said[-n:]), ())
-            # Not the position where it was lost: the token there was just rejected.
+            # Not the position at which it was lost, as the token there was just rejected.
             ahead = bisect_right(places, self._agreed)
             if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
                 return n, places[ahead]
@@ -83,7 +83,7 @@ class Follower:
         return None
 
     def following(self) -> list[int]:
-        """The hypothesis's next tokens, as many as are worth verifying."""
+        """As many of the hypothesis's next tokens as are worth verifying."""
         if self._departed > 1:
             return []
         at = self._at + self._departed

@@ -13,7 +13,7 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
-"""Length of an n-gram; bounded, as every token of a text has an entry for each length."""
+"""Length of an n-gram; limited, as the index has an entry for each token and length."""
 
 
 class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
@@ -50,13 +50,13 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
 
 
 TRUST = 2
-"""Draft tokens per matched token: short matches are often chance, and every verified token has a cost."""
+"""Draft tokens per matched token: short matches are often accidental, and every verified token has a cost."""
 
 
 class NgramIndex:
     """The latest end of every n-gram of a growing text.
 
-    A token costs one entry for each n, whatever the length of the text; so does a look-up.
+    Adding a token takes an entry for each n, whatever the length of the text; so does a look-up.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -68,10 +68,9 @@ class NgramIndex:
         return len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds tokens to the text."""
         text = self._tokens
         for token in tokens:
-            # N-grams are entered once a token follows them, so that the text's end never matches itself.
+            # N-grams are added only when a token follows them, so that the text's end never matches itself.
             end = len(text)
             for n in self._sizes:
                 if n <= end:

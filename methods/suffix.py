@@ -44,8 +44,8 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
 
 
 _END = -1
-"""Separates the outputs of a store; no token of a text is -1, so that no match crosses it."""
-_SHORTEST_OUTPUT = 3
+"""Separates the outputs in a store; as no token is -1, no match crosses it."""
+_MIN_OUTPUT = 3
 """Shorter outputs cannot match two tokens and continue."""
 
 
@@ -55,9 +55,9 @@ class SuffixAutomaton:
     Built online (Blumer et al. 1985): a token takes amortized constant time and at most two states. A state represents
     all substrings with the same end positions; its suffix link leads to the longest suffix with more end positions.
 
-    Counts are updated along the new token's suffix links, longest suffixes first, at most ``COUNTED`` of them. They are
-    exact unless the text's end has more states of suffixes than that, as in a text that only repeats a short pattern;
-    then the counts of short substrings are too low.
+    Counts are updated along the new token's suffix links, longest suffixes first, for at most ``COUNTED`` states. They
+    are exact unless the suffixes of the text have more states than that, as in a text that only repeats a short
+    pattern; counts of short substrings are then too low.
     """
 
     COUNTED = 32
@@ -74,7 +74,6 @@ class SuffixAutomaton:
         return self._size
 
     def append(self, token: int) -> None:
-        """Adds a token to the text."""
         new = self._state(self._length[self._last] + 1, 0, {}, 0)
         at = self._last
         while at >= 0 and token not in self._next[at]:
@@ -117,7 +116,7 @@ class SuffixAutomaton:
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Extends a match: finds the longest suffix of the matched string and ``token`` that occurs in the text.
 
-        The match so far is given by its state, 0 for the empty string, and its length.
+        ``state``, 0 for the empty string, and ``length`` describe the match so far.
 
         Returns:
             The state and length of the new match.
@@ -173,8 +172,8 @@ class SuffixAutomaton:
 class OutputStore:
     """Outputs of earlier requests, as suffix automata, bounded in tokens.
 
-    Automata cannot forget, so there are two, each with at most half the tokens: when the newer is full, the older is
-    dropped, with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
+    Automata cannot forget, so there are two, each with at most half of the tokens: when the newer one is full, the
+    older one is dropped with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
 
     Raises:
         RequestError: the capacity is too small for any output.
@@ -182,9 +181,9 @@ class OutputStore:
 
     def __init__(self, tokens: int) -> None:
         self._half = tokens // 2
-        if self._half <= _SHORTEST_OUTPUT:
+        if self._half <= _MIN_OUTPUT:
             raise RequestError(
-                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _SHORTEST_OUTPUT + 2} or more"
+                f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _MIN_OUTPUT + 2} or more"
             )
         self._generations: list[SuffixAutomaton] = []
 
@@ -198,7 +197,7 @@ class OutputStore:
 
     def add(self, output: Sequence[int]) -> None:
         """Stores an output, or the end of a very long one; drops the oldest outputs if there is no room."""
-        if len(output) < _SHORTEST_OUTPUT:
+        if len(output) < _MIN_OUTPUT:
             return
         output = output[-(self._half - 1) :]
         if not self._generations or len(self._generations[-1]) + len(output) + 1 > self._half:
@@ -209,7 +208,7 @@ class OutputStore:
 
 @dataclass
 class _Match:
-    """The match of a text's end in an automaton of other texts; valid while that has the size ``size``."""
+    """The match of a text's end in an automaton of other texts; valid while the automaton has this size."""
 
     automaton: SuffixAutomaton
     size: int
@@ -236,8 +235,8 @@ class SuffixProposer(TextProposer[_Text]):
 
     The longer the match and the more certain the continuation, the longer the chain: at most ``max_spec_factor`` tokens
     per matched token, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
-    arXiv 2411.04975). The chain with the higher expected acceptance is used, from the text or the store. A store
-    affects proposals, never the samples.
+    arXiv 2411.04975). Of the chains from the text and from the store, the one with the highest expected acceptance is
+    used. The store affects proposals, never the output's distribution.
     """
 
     def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:
@@ -263,7 +262,7 @@ class SuffixProposer(TextProposer[_Text]):
         """Adds the new tokens of a slot's text."""
         text = self._slots.get(view.slot)
         if text is None:
-            # The list is the request's own, so it will hold the whole output.
+            # This is the request's own list, which will contain the whole output.
             text = self._slots[view.slot] = _Text(view.tokens, view.prompt)
         new = view.tokens[len(text.automaton) :]
         for token in new:

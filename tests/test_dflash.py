@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.methods.dflash.export import read_dflash, trace_dflash, usual_states
+from specexport.methods.dflash.export import DFlashOutline, read_dflash, trace_dflash
 from specexport.methods.dflash.spec import DFlash
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from tests.checkpoints import GROUPED, VOCAB, make_dflash
 from tests.hidden_states import Formulas, TwoSlots, changed, require_drafted
 
@@ -123,7 +122,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
     outline = read_dflash(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
-    cache = as_checkpoint(outline, "dflash", "here", draft, 512).cache
+    cache = outline.cache(draft)
     method = DFlash(
         trees=(),
         model="here",
@@ -172,8 +171,8 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
     neighbour = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1])
     assert (read_dflash(neighbour).seen(LAYERS), read_dflash(neighbour).mask_token) == ((2,), 7)
     # z-lab's for Qwen3-8B's 36 layers: five draft layers see 1, 9, 17, 25 and 33.
-    assert usual_states(5, 36) == (2, 10, 18, 26, 34)
-    assert usual_states(1, 36) == (19,)
+    assert DFlashOutline.default_states(5, 36) == (2, 10, 18, 26, 34)
+    assert DFlashOutline.default_states(1, 36) == (19,)
     usual = changed(draft, target_layer_ids=None)
     with pytest.raises(BuildError, match=r"states after \[2, 0\] layers|but the target has 1"):
         read_dflash(usual).seen(1)

@@ -19,7 +19,6 @@ from specexport.contract.errors import BuildError
 from specexport.exporter.compose import propose_graph
 from specexport.methods.eagle3.export import read_eagle3
 from specexport.methods.eagle3.spec import Eagle3
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime import Engine
@@ -128,7 +127,7 @@ def test_drafts_equal_the_formulas(
     outline = read_eagle3(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
-    cache = as_checkpoint(outline, "eagle3", "here", draft, 512).cache
+    cache = outline.cache(draft)
     start, one_pass = trace_own_state(draft, cache, lowering)
     method = Eagle3(**LIKE, dynamic_tree=False)
     draw = np.random.default_rng(4)

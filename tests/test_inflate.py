@@ -26,7 +26,7 @@ from benchmarks.inflate import (
 from specexport.contract.methods import method_type, part
 from specexport.exporter.checkpoints.checkpoint import reference_states
 from specexport.graphs.layers import recorded_states
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator
 from tests.checkpoints import make_dflash, make_eagle3, make_speculator
 
@@ -120,7 +120,7 @@ def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, me
         layers = loaded.config.num_hidden_layers
         outline.require_fit(hidden=loaded.config.hidden_size, vocab=64, layers=layers)
         seen = outline.seen(layers)
-        result = as_checkpoint(outline, method, draft, outline.load(model, layers, 64), 64)
+        result = load_draft(outline, model, 64, family=method, source=draft)
         with torch.no_grad(), recorded_states(loaded, seen) as noted:
             loaded(torch.tensor([text[:-1]]))
         states = torch.cat([noted[count] for count in seen], -1)

@@ -20,8 +20,8 @@ from specexport.exporter import build as building
 from specexport.exporter import kept_traces, trace
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.checkpoints.config import outlined
-from specexport.exporter.dequantize import of_experts
+from specexport.exporter.checkpoints.config import outline_of
+from specexport.exporter.dequantize import gathers_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, Storage
@@ -102,7 +102,7 @@ def test_step_graph_equals_transformers(family: Family, form: str) -> None:
 def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
     """Each with its matrices in a branch, none gathered."""
     graph = ir.load(family.folder / "branches.onnx").graph
-    assert not any(of_experts(node, 3) for node in graph)
+    assert not any(gathers_experts(node, 3) for node in graph)
     chosen = [node.attributes["then_branch"].as_graph() for node in graph if node.op_type == "If"]
     assert len(chosen) == EXPERTS * len(family.checkpoint.cache)
     for branch in chosen:
@@ -159,7 +159,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs
         gathered = readers == {("Gather", 0)} and len(held.shape) > 1
         read += held.nbytes * (experts_read / held.shape.numpy()[0] if gathered else 1)
     table = loaded.model.get_input_embeddings().weight.numel()
-    assert 1 <= read / ((outlined(loaded.model, loaded.model.config).active - table) * size) < 1.5
+    assert 1 <= read / ((outline_of(loaded.model, loaded.model.config).active - table) * size) < 1.5
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from specexport.exporter.build import build
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.mtp.export import read_mtp
 from specexport.methods.mtp.spec import MTP, MTPOptions
@@ -119,7 +118,7 @@ def test_drafts_equal_the_formulas(
     outline = read_mtp(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(outline.path, LAYERS, 512)
-    cache = as_checkpoint(outline, "mtp", "here", draft, 512).cache
+    cache = outline.cache(draft)
     start, one_pass = trace_own_state(draft, cache, lowering)
     graph = propose_graph(one_pass, cache, lowering, start)
     lower_experts(graph, branches=lowering == "native")

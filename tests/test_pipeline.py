@@ -30,21 +30,21 @@ def store(*_: Any) -> Any:
 
 @pytest.mark.parametrize("lowering", ["native", "portable"])
 def test_passes_are_in_an_order_in_which_each_gets_what_it_needs(lowering: Any) -> None:
-    master = form_after((*pipeline.exported({}), *pipeline.traced(lowering)), Form.EXPORTED)
-    stored = form_after(pipeline.written(store, branches=True), master)
+    master = form_after((*pipeline.export_passes({}), *pipeline.trace_passes(lowering)), Form.EXPORTED)
+    stored = form_after(pipeline.write_passes(store, branches=True), master)
     assert Form.STORED | Form.STANDARD | Form.PRODUCTS in stored
     for compiled in (False, True):
         for ranks in (0, 2):
-            propose = pipeline.for_device("fp16", 1, {}, store, compiled=compiled, ranks=ranks)
+            propose = pipeline.device_passes("fp16", 1, {}, store, compiled=compiled, ranks=ranks)
             assert Form.STRAIGHT in form_after(propose, stored)
-            step = pipeline.for_device("bf16", 0, {}, store, compiled=compiled, ranks=ranks)
+            step = pipeline.device_passes("bf16", 0, {}, store, compiled=compiled, ranks=ranks)
             form_after(step, stored | Form.STRAIGHT)  # a step graph has no loop
-    assert len(pipeline.traced("native")) == len(pipeline.traced("portable")) + 1
+    assert len(pipeline.trace_passes("native")) == len(pipeline.trace_passes("portable")) + 1
 
 
 def test_passes_in_another_order_do_not() -> None:
     with pytest.raises(AssertionError, match="SIMPLE"):
-        form_after(reversed(pipeline.exported({})), Form.EXPORTED)
+        form_after(reversed(pipeline.export_passes({})), Form.EXPORTED)
 
 
 def test_stages_are_in_an_order_in_which_each_gets_what_it_needs() -> None:

@@ -126,8 +126,8 @@ def test_narrower_mlps_keep_the_strongest_units(
     save_file(state, folder / "model.safetensors")
     loaded = load_model(str(target), CPU, frozen=True)
     settings = options(draft=str(folder), states=None, intermediate_size=32)
-    whole, states = initial_draft(msgspec.structs.replace(settings, intermediate_size=None), loaded, LAYERS)
-    narrow, _ = initial_draft(settings, loaded, LAYERS)
+    whole, states = initial_draft(msgspec.structs.replace(settings, intermediate_size=None), loaded)
+    narrow, _ = initial_draft(settings, loaded)
     assert states == STATES
     assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
     draw = torch.Generator().manual_seed(3)

@@ -268,7 +268,7 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
     ],
 )
 def test_drafts_are_rounded_within_limits(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
-    resolved = BuildOptions("target", tmp_path / "bundle", **options).proposing
+    resolved = BuildOptions("target", tmp_path / "bundle", **options).draft_storage
     assert (resolved.kind, resolved.block_size) == (stored.kind, stored.block_size)
 
 

@@ -1,8 +1,8 @@
-"""Training text: files to windows of tokens, with a mask of the tokens to learn.
+"""Reads training text from files into windows of tokens, with a mask of the tokens to learn.
 
-Text files are one document each. JSON Lines and JSON files hold objects with ``text``, with ``conversations``
-(ShareGPT) or with ``messages`` (role and content); chats are rendered with the tokenizer's template, and only the
-assistant's messages are learnt.
+A text file is one document. JSON Lines and JSON files hold objects with ``text``, with ``conversations`` (ShareGPT) or
+with ``messages`` (role and content); chats are rendered with the tokenizer's template, and only the assistant's
+messages are learned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specexport.contract.errors import UNREADABLE, TrainError
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Maximum size in bytes of a JSON or text file, and of a line of JSON Lines."""
 _ENCODED_AT_ONCE = 4 << 20
-"""Characters encoded in one call of the tokenizer, which splits them among threads."""
+"""Number of characters encoded in one call of the tokenizer, which splits them among threads."""
 
 _ROLES = {
     "human": "user", "user": "user",
@@ -32,7 +32,7 @@ _ROLES = {
 
 
 def seeded(seed: int, number: int) -> torch.Generator:
-    """A generator for one of a run's draws: numbers differ within a run, seeds between runs."""
+    """A random generator for one of a run's draws; numbers differ within a run, and seeds between runs."""
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
 
 
@@ -42,7 +42,7 @@ class Windows:
 
     Attributes:
         ids: int64 ``[N,L]`` as batches, int32 as data.
-        learn: bool ``[N,L]``, whether a token is to be learnt.
+        learn: bool ``[N,L]``, whether a token is to be learned.
         document: int32 ``[N,L]``, each token's document.
     """
 
@@ -54,15 +54,14 @@ class Windows:
         return len(self.ids)
 
     def rows(self, rows: torch.Tensor) -> Windows:
-        """The windows of these indices, ``[B]``, as a batch."""
+        """The windows at these indices, ``[B]``, as a batch."""
         return Windows(self.ids[rows].long(), self.learn[rows], self.document[rows])
 
     def to(self, device: torch.device) -> Windows:
-        """These windows on another device."""
         return Windows(self.ids.to(device), self.learn.to(device), self.document.to(device))
 
     def learnt_from(self, ahead: int) -> torch.Tensor:
-        """Where the token ``ahead`` positions later is to be learnt and in the same document, bool ``[N,L]``."""
+        """Where the token ``ahead`` positions later is to be learned and in the same document, bool ``[N,L]``."""
         learnt = torch.zeros_like(self.learn)
         if ahead < self.learn.shape[1]:
             same = self.document[:, ahead:] == self.document[:, :-ahead]
@@ -72,8 +71,8 @@ class Windows:
     def order(self, step: int, size: int, seed: int) -> torch.Tensor:
         """Indices of the windows of batch ``step``, int64 ``[size]``.
 
-        Each epoch is a permutation determined by the seed and the epoch's number, and batches run through the epochs
-        without gaps: a batch does not depend on earlier ones.
+        Each epoch is a permutation that depends on the seed and the epoch's number, and batches follow each other
+        across epochs without gaps. A batch does not depend on earlier ones.
         """
         parts: list[torch.Tensor] = []
         position, missing = step * size, size
@@ -86,19 +85,17 @@ class Windows:
         return torch.cat(parts)
 
     def fingerprint(self) -> str:
-        """A hash of the training data."""
         digest = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         for tensor in (self.ids, self.learn):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def in_order(self, size: int) -> Iterator[torch.Tensor]:
+    def in_order(self, size: int) -> tuple[torch.Tensor, ...]:
         """Indices of all windows, at most ``size`` at a time."""
-        for start in range(0, len(self), size):
-            yield torch.arange(start, min(start + size, len(self)))
+        return torch.split(torch.arange(len(self)), size)
 
     def hold_out(self, share: float) -> tuple[Windows, Windows]:
-        """Splits off the last windows, at least one, for evaluation.
+        """Splits off the last windows, but at least one, for evaluation.
 
         Raises:
             TrainError: there are fewer than two.
@@ -120,7 +117,7 @@ class Windows:
         """Cuts ``count`` prompts that end right before a token to learn: int64 ``[count,length]``.
 
         Raises:
-            TrainError: no window has a token to learn after its first ``length`` ones.
+            TrainError: no window has a token to learn after its first ``length`` tokens.
         """
         possible = self.learn[:, length:]
         usable = possible.any(dim=1).nonzero()[:, 0]
@@ -135,13 +132,13 @@ class Windows:
 
 
 def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Windows:
-    """A model's texts as windows: tokens after the prompt are learnt, up to the first that ends a text.
+    """A model's texts, int64 ``[N,L]``, as windows.
 
-    ``ids`` are int64 ``[N,L]``, ``prompt`` tokens of prompt each.
+    Tokens after the first ``prompt`` ones are to be learned, up to the first that ends a text.
     """
     over = torch.isin(ids[:, prompt:], torch.tensor(list(ends), dtype=ids.dtype)).long().cumsum(dim=1)
     learn = torch.zeros(ids.shape, dtype=torch.bool)
-    # The end token itself is learnt, as the model generated it.
+    # The end token itself is learned, as the model generated it.
     learn[:, prompt] = True
     learn[:, prompt + 1 :] = over[:, :-1] == 0
     return Windows(ids.to(torch.int32), learn, torch.zeros(ids.shape, dtype=torch.int32))
@@ -150,7 +147,7 @@ def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Wind
 def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
     """Reads files, shuffles their documents and packs them into windows of L = ``seq_len`` tokens.
 
-    The last window is padded with tokens that are not learnt; windows without tokens to learn are dropped.
+    The last window is padded with tokens that are not learned; windows without tokens to learn are dropped.
 
     Raises:
         TrainError: a file is missing, too large or malformed, or has nothing to learn; names the file and, if there is
@@ -277,7 +274,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # A copy, as truncation and padding settings of a tokenizer.json would cut documents short.
+        # A copy without the truncation of a tokenizer.json, which would cut documents short, and without padding.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -295,7 +292,7 @@ class _Encoder:
             yield _Encoded(torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool))
 
     def chat(self, chat: _Chat, where: str) -> Iterator[_Encoded]:
-        """One document, or one per answer if the template renders earlier answers differently from the last."""
+        """One document, or one for each answer if the template renders earlier answers differently from the last."""
         if self._template is None:
             raise TrainError(
                 f"{where}: a chat, and the tokenizer has no chat template; expected text, or a model made for chats"
@@ -315,7 +312,7 @@ class _Encoder:
             if not until[n].startswith(prompts[n]):
                 raise TrainError(
                     f"{where}: turn {n}: the chat template renders an answer in another way than the prompt for one "
-                    f"ends ({_parting(prompts[n], until[n])}), so the assistant's part is ambiguous. Mark it "
+                    f"ends ({_difference(prompts[n], until[n])}), so the assistant's part is ambiguous. Mark it "
                     "in the template with {% generation %} … {% endgeneration %}, or render the chats to text yourself"
                 )
         last = until[answers[-1]]
@@ -341,7 +338,7 @@ class _Encoder:
         return _Encoded(torch.tensor(encoding.ids, dtype=torch.int32), learn)
 
 
-def _parting(prompt: str, answered: str) -> str:
-    """Where two texts begin to differ, for error messages."""
+def _difference(prompt: str, answered: str) -> str:
+    """Shows where two texts begin to differ, for error messages."""
     at = next((n for n, (a, b) in enumerate(zip(prompt, answered, strict=False)) if a != b), len(answered))
     return f"{prompt[at : at + 20]!r} against {answered[at : at + 20]!r}"

@@ -21,8 +21,8 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch
     """Mean divergence of the next-token distributions, from logits ``[positions,V]`` of either model.
 
     The four kinds are those of DistillSpec (arXiv 2310.08461, section 3): with the teacher's p and the student's q,
-    forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of the two divergences from (p + q) / 2, and tvd is
-    half the sum of |p - q|, the probability that speculative sampling rejects a token.
+    forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of both models' divergences from (p + q) / 2, and
+    tvd is half the sum of |p - q|, the probability that speculative sampling rejects a token.
     """
 
     def kl(log_x: torch.Tensor, log_y: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def distillation_loss(
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     if logits.shape[-1] != teacher_logits.shape[-1]:
-        # Models with the same tokenizer may pad their vocabularies differently; no token has an id beyond the smaller.
+        # Models with the same tokenizer may pad their vocabularies differently; all tokens are in the smaller one.
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
     if learnt is not None:
@@ -71,9 +71,9 @@ def distillation_loss(
 
 @torch.no_grad()
 def inherit_embedding(draft: Any, target: Any) -> None:
-    """Initializes the draft's embedding, ``[V,H]``, with the target's leading singular directions.
+    """Initializes the draft's embedding, ``[V,H]``, with the leading singular directions of the target's.
 
-    Among embeddings of that width it best preserves the target's dot products of tokens (Eckart and Young, 1936).
+    Among embeddings of its width, it best preserves the target's dot products of tokens (Eckart and Young, 1936).
     """
     left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
     width = draft.config.hidden_size
@@ -86,7 +86,7 @@ def continue_text(
 ) -> torch.Tensor:
     """Continues prompts, int64 ``[B,P]``, each at its own temperature ``[B]``: ``[B,P+new_tokens]``.
 
-    A token is the argmax of logits + temperature * Gumbel noise, which draws from softmax(logits / temperature), and
+    A token is the argmax of logits + temperature * Gumbel noise, which samples from softmax(logits / temperature) and
     is greedy at temperature 0. Texts continue after an end-of-text token, as in packed training text.
     """
     ids, inputs, cache = prompts, prompts, None
@@ -150,9 +150,9 @@ def accepted_positions(
 
     Trajectories are int64 ``[N,prompt+new]``; temperature 0 is greedy.
 
-    Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x by acceptance with probability
-    min(p(x), q(x)) and emits it at all with p(x). Given the target's trajectory, x was thus accepted with probability
-    min(1, q(x) / p(x)). In greedy decoding it was accepted if it is the draft's argmax.
+    Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x with probability p(x), and as an accepted
+    draft token with probability min(p(x), q(x)). Given that the target emitted x, it was thus accepted with probability
+    min(1, q(x) / p(x)). In greedy decoding, it was accepted if it is the draft's argmax.
     """
     new = trajectories.shape[1] - prompt
     tokens = trajectories[:, prompt:, None]
@@ -171,7 +171,7 @@ def accepted_positions(
 
 
 def acceptance_length(accepted: torch.Tensor, draft_tokens: int) -> float:
-    """Mean tokens a step, the target's own token included, in blocks of ``draft_tokens`` over bool ``[N,new]``.
+    """Mean tokens per step, including the target's own, with ``draft_tokens`` draft tokens, over bool ``[N,new]``.
 
     Blocks cut short by the end of a row do not count.
     """

@@ -22,13 +22,13 @@ from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
 _MEASURED_AT_ONCE = 8
-"""Windows of a batch that is measured."""
+"""Number of windows in a batch to measure."""
 _LOGITS_AT_ONCE = 1 << 27
 """Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
 
 
 def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states that heads read, and logits at selected positions only, as logits are most of the cost.
+    """The hidden states that heads read, and logits at selected positions only, as these are most of the cost.
 
     Args:
         model: a causal LM.
@@ -53,8 +53,8 @@ def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -
     return hidden[0], logits[0] if rows is not None else logits[:0, 0]
 
 
-def weighted(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
-    """Σ decay^i · the mean of loss i, and each one's top-1 and top-5 accuracy."""
+def weighted_loss(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
+    """Σ decay^i · the mean of loss i, and the top-1 and top-5 accuracy of each prediction."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
     for total, ranks in losses:
@@ -79,8 +79,8 @@ def summed_loss(
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
         vocab: V.
-        taught: returns the distributions to learn, ``[N,V]``, for N of the M rows by index; by default the tokens
-            themselves are learnt.
+        taught: returns the distributions to learn, ``[N,V]``, for N of the M rows, by index; by default the tokens
+            themselves are learned.
     """
 
     def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +88,7 @@ def summed_loss(
         targets = labels if taught is None else taught(rows)
         return F.cross_entropy(logits, targets, reduction="sum"), _ranks(logits, labels)
 
-    # The distributions to learn are kept too, for every drafted token.
+    # Distributions to learn are kept as well, for every drafted token.
     at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))
     rows = torch.arange(len(states), device=states.device)
     if len(states) <= at_once:
@@ -189,16 +189,16 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measured(
+def measure_accuracy(
     losses_of: Callable[[Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     count: int,
     windows: Windows,
     place: Place,
 ) -> HeadAccuracy:
-    """Measures a predictor of several tokens ahead, over windows that it was not trained on.
+    """Measures predictions of several tokens ahead, over windows that they were not trained on.
 
-    For a batch, ``losses_of`` returns the results of :func:`summed_loss` of each of ``count`` predictions for the true
-    tokens, over the positions of ``learnt_from(2 + i)``.
+    For a batch, ``losses_of`` returns a result of :func:`summed_loss` for each of ``count`` predictions, over the
+    positions of ``learnt_from(2 + i)``.
     """
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()

@@ -17,18 +17,18 @@ from specexport.contract.folders import writing
 from specexport.training.options import LEARNING_RATES, Optimizer
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""A scalar to minimize, and named figures to show, each a vector, for example one number per head."""
+"""A scalar to minimize, and named figures to show, each a vector, such as one number per head."""
 Log = Callable[[str], None]
 """Receives lines about the progress of a training."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration that drives singular values towards 1 fastest, and leaves them between 0.7 and 1.2."""
+"""Of the quintic iteration that moves singular values towards 1 fastest, and leaves them between 0.7 and 1.2."""
 _ITERATIONS = 5
 _EPSILON = 1e-7
-_ANEW = "delete it to train from the start"
+_HINT = "delete it to train from the start"
 
 
 def progress_bar(name: str, total: int, done: int = 0) -> tqdm[NoReturn]:
-    """A progress bar on standard error, if that is a terminal."""
+    """A progress bar on standard error, shown only in a terminal."""
     shape = "{desc} {bar:20} {n_fmt}/{total_fmt} {remaining} left{postfix}"
     return tqdm(desc=name, total=total, initial=done, bar_format=shape, disable=None)
 
@@ -37,10 +37,10 @@ def progress_bar(name: str, total: int, done: int = 0) -> tqdm[NoReturn]:
 class Schedule:
     """The factor of the learning rates: a linear warm-up, then a cosine to zero, or a constant with a linear decay.
 
-    With the constant, a long and a short run have the same first steps (Hägele et al., arXiv 2405.18392).
+    With a constant rate, long and short runs take the same first steps (Hägele et al., arXiv 2405.18392).
 
     Attributes:
-        decay: final share of the steps over which a constant rate decays to zero; None for the cosine.
+        decay: share of the steps, at the end, in which a constant rate decays to zero; None for the cosine.
     """
 
     steps: int
@@ -64,8 +64,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: parameters ``[A,B]``.
         lr: learning rate.
-        weight_decay: decoupled, as a share of the rate.
-        momentum: share of the momentum that a step keeps; Nesterov's look-ahead is used.
+        weight_decay: decoupled, as a share of the learning rate.
+        momentum: share of the momentum that a step keeps, with Nesterov's look-ahead.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """About U·Vᵀ of a matrix U·S·Vᵀ, by Newton and Schulz's iteration."""
+    """Approximates U·Vᵀ of a matrix U·S·Vᵀ by the Newton-Schulz iteration."""
     a, b, c = _COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     wide = wide.float() if matrix.device.type == "cpu" else wide.bfloat16()
@@ -103,7 +103,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """AdamW without weight decay, over groups of parameters with a learning rate each."""
+    """AdamW without weight decay, over groups of parameters, each with a learning rate."""
     return torch.optim.AdamW(
         [{"params": list(parameters), "lr": rate} for parameters, rate in groups], betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -112,7 +112,7 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
 def muon_and_adamw(
     parameters: Iterable[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, and AdamW for norms, biases and the ``outer`` ones: embedding and output projection."""
+    """Muon for matrices, and AdamW for norms, biases and the ``outer`` modules: embedding and output projection."""
     outside = {id(module.weight) for module in outer}
     matrices: list[torch.nn.Parameter] = []
     adamw_parameters: list[torch.nn.Parameter] = []
@@ -130,7 +130,7 @@ def optimizers(
         name: ``adamw`` or ``muon``.
         parameters: to train.
         outer: the output projection and the embedding, if they are trained.
-        rate: the learning rate; None for the name's default.
+        rate: the learning rate; None for the optimizer's default.
     """
     rate = rate or LEARNING_RATES[name]
     return muon_and_adamw(parameters, outer, rate) if name == "muon" else [adamw([(list(parameters), rate)])]
@@ -171,9 +171,9 @@ def train(
         name: to show.
         parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
         optimizers: over the same parameters.
-        schedule: factor of the optimizers' present learning rates.
+        schedule: factor of the optimizers' learning rates.
         loss_at: the loss of a batch; a step takes ``accumulate`` batches.
-        checkpoint: file, replaced atomically.
+        checkpoint: the file, which is replaced atomically.
         log: receives a line at each checkpoint.
         evaluate: returns the end of that line.
         every: steps between checkpoints.
@@ -187,7 +187,7 @@ def train(
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "running": {}, "history": []}
     if checkpoint.exists():
         state = _restore(checkpoint, parameters, optimizers, schedule)
-        # Loading has replaced the optimizers' groups.
+        # Loading replaced the optimizers' groups.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         log(f"{name}: going on from step {state['step']}")
     step, running, history = state["step"], state["running"], state["history"]
@@ -253,29 +253,29 @@ def _restore(
     kinds = {"step": int, "seconds": float, "running": dict, "history": list, "parameters": dict, "optimizers": list}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
-            raise TrainError(f"{path}: {key} is {type(state.get(key)).__name__}, expected {kind.__name__}; {_ANEW}")
+            raise TrainError(f"{path}: {key} is {type(state.get(key)).__name__}, expected {kind.__name__}; {_HINT}")
     stored = state["parameters"]
     if not 0 <= state["step"] <= schedule.steps or list(stored) != list(parameters):
         raise TrainError(
             f"{path}: {len(stored)} parameters after {state['step']} steps; expected {len(parameters)} and at most "
-            f"{schedule.steps}. It is of another training; {_ANEW}"
+            f"{schedule.steps}. It is of another training; {_HINT}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
             if not isinstance(stored[name], torch.Tensor) or stored[name].shape != parameter.shape:
                 shape = list(getattr(stored[name], "shape", ()))
-                raise TrainError(f"{path}: {name!r} is {shape}, expected {list(parameter.shape)}; {_ANEW}")
+                raise TrainError(f"{path}: {name!r} is {shape}, expected {list(parameter.shape)}; {_HINT}")
             parameter.copy_(stored[name])
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError) as error:
-        raise TrainError(f"{path}: its optimizers are of another training ({error}); {_ANEW}") from error
+        raise TrainError(f"{path}: its optimizers are of another training ({error}); {_HINT}") from error
     return state
 
 
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors and numbers to a file atomically."""
+    """Writes tensors and numbers to a file, atomically."""
     partial = path.with_suffix(".tmp")
     with writing(path), partial.open("wb") as file:  # given a path, torch would report a full disk as a stream failure
         torch.save(state, file)
@@ -283,7 +283,7 @@ def save_tensors(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Reads a file of :func:`save`; no code in it is run.
+    """Reads a file of :func:`save_tensors`; no code in it runs.
 
     Raises:
         TrainError: it cannot be read.
@@ -292,7 +292,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainError(f"{path}: not a file this training wrote ({reason}); {_ANEW}") from error
+        raise TrainError(f"{path}: not a file this training wrote ({reason}); {_HINT}") from error
     if not isinstance(state, dict):
-        raise TrainError(f"{path}: holds {type(state).__name__}, expected a dictionary; {_ANEW}")
+        raise TrainError(f"{path}: holds {type(state).__name__}, expected a dictionary; {_HINT}")
     return state

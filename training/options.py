@@ -18,8 +18,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
 LEARNING_RATES: dict[Optimizer, float] = {"adamw": 3e-4, "muon": 4e-3}
 """A draft's default learning rate by optimizer."""
-_SHORTEST = 8
-"""Tokens of a continuation, at least."""
+_MIN_CONTINUATION = 8
+"""Fewest tokens of a continuation."""
 _data, training_option, draft_option, ahead_option = (
     partial(option, group=group) for group in ("data", "training", "draft", "heads or stages")
 )
@@ -56,7 +56,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
     data: Annotated[tuple[Path, ...], option("FILE", fixed=False)]
     output: Annotated[Path, option("DIR", short="-o", fixed=False)]
     overwrite: Annotated[bool, option(fixed=False)] = False
-    seq_len: Annotated[int | None, _data("N", ge=2 * _SHORTEST)] = None
+    seq_len: Annotated[int | None, _data("N", ge=2 * _MIN_CONTINUATION)] = None
     held_out: Annotated[str, _data("SHARE_OR_FILE")] = "0.05"
     prompt_len: Annotated[int | None, _data("N", ge=1)] = None
     sample_batch: Annotated[int, _data("N", ge=1)] = 64
@@ -88,7 +88,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
 
     def settings(self) -> dict[str, Any]:
-        """The options that determine the result; the data and the models are identified by their contents instead."""
+        """The options that determine the result, except the data and models, which are identified by content."""
         fixed = [name for name, declared in options(type(self)).items() if declared.about.get("fixed", True)]
         return {name: getattr(self, name) for name in fixed}
 
@@ -97,15 +97,15 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:
-        """The lengths of a window and of a prompt in tokens, for a model with ``positions`` positions.
+        """The lengths of a window and of a prompt in tokens, for a model with ``longest`` positions.
 
         Raises:
             TrainError: the model, or the window, is too short.
         """
         window = self.seq_len or min(512, longest)
-        within("seq_len", window, 2 * _SHORTEST, longest, "the model's max_position_embeddings")
+        within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
         prompt = self.prompt_len or window // 4
-        within("prompt_len", prompt, 1, window - _SHORTEST, f"{_SHORTEST} less than --seq-len")
+        within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
         return window, prompt
 
     def total_steps(self, windows: int) -> int:
@@ -189,7 +189,7 @@ class Training:
 
 
 def within(name: str, value: float, low: float, high: float, why: str) -> None:
-    """Checks an option's number against limits that follow from a model or the data; ``why`` is what ``high`` is.
+    """Checks an option against limits that follow from a model or the data; ``why`` explains ``high``.
 
     Raises:
         TrainError: it is out of range; names the flag.
@@ -204,7 +204,7 @@ def dashed(name: str) -> str:
 
 
 def shares(label: str, accuracy: list[list[float]]) -> Table:
-    """A table of how often the true token is among the first candidates."""
+    """A table of how often the true token is among the best candidates."""
     ranks = (1, 2, 3, 5, 10)
     table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):
@@ -213,7 +213,7 @@ def shares(label: str, accuracy: list[list[float]]) -> Table:
 
 
 def report_chain(key: str, record: dict[str, Any]) -> Report:
-    """Reports the accuracy of each of a chain's tokens: the record's shares under a key."""
+    """Reports the accuracy of each token of a chain, from the record's shares under ``key``."""
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
     yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"

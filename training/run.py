@@ -17,10 +17,9 @@ from transformers import AutoTokenizer
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
-from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored, text_sizes
+from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.graphs.attention import ATTENTION_NAME
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
@@ -47,12 +46,11 @@ class Place:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def autocast(self) -> torch.autocast:
-        """The autocast context."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 def choose_place(options: RunOptions) -> Place:
-    """The device and precision to use; ``auto`` takes a GPU if there is one, and bfloat16 if it is fast there.
+    """The device and precision to use; ``auto`` is a GPU if there is one, and bfloat16 if it is fast there.
 
     Raises:
         TrainError: there is no such device.
@@ -63,7 +61,7 @@ def choose_place(options: RunOptions) -> Place:
     kind = "cuda" if cuda and options.device != "cpu" else "cpu"
     bf16 = options.precision == "bf16"
     if options.precision == "auto":
-        # Without these instructions a CPU emulates bfloat16, several times slower than float32.
+        # Without these instructions, a CPU emulates bfloat16, which is several times slower than float32.
         bf16 = torch.cuda.is_bf16_supported() if kind == "cuda" else torch.cpu._is_avx512_bf16_supported()
     return Place(torch.device(kind), bf16)
 
@@ -74,7 +72,7 @@ class TrainingModel:
 
     Attributes:
         path: the local folder; empty if the model was never stored.
-        model: in evaluation mode, hence without dropout even in training; no parameter requires a gradient.
+        model: in evaluation mode, and so without dropout even in training; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
         ends: tokens that end a text.
     """
@@ -85,6 +83,10 @@ class TrainingModel:
     stored: torch.dtype
     ends: tuple[int, ...]
     max_positions: int
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of the embedding and of the head, ``[V,H]``.
@@ -156,38 +158,6 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     )
 
 
-def seen_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Checks the layer counts after which a draft reads the target's residual stream.
-
-    Raises:
-        TrainError: one exceeds the target's layers, or occurs twice.
-    """
-    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
-        raise TrainError(
-            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
-            f"{layers}"
-        )
-    return tuple(states)
-
-
-def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
-    """Configuration fields of layers with a target's attention heads and, by default, its MLP width."""
-    config, (vocab, hidden) = target.model.config, target.tables()[1].shape
-    sizes, rotary = text_sizes(config), getattr(config, "rope_parameters", None) or {}
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate_size or sizes.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": sizes.key_value_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": min(target.max_positions, 1 << 17),
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
-        "attn_implementation": ATTENTION_NAME,
-    }
-
-
 def save_model(
     folder: Path, model: Any, tokenizer: Any, extra_tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
@@ -199,14 +169,14 @@ def save_model(
 
 @dataclass
 class Run(Generic[O]):
-    """One training, from data to a folder.
+    """A training run, from data to an output folder.
 
     Attributes:
         target: the model to train for.
         window: tokens per window.
         prompt: tokens per prompt.
-        windows: to learn from.
-        held_out: for evaluation.
+        windows: the windows to learn from.
+        held_out: the windows to evaluate on.
         record: the content of ``training.json``.
     """
 
@@ -222,7 +192,7 @@ class Run(Generic[O]):
     record: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, texts: int) -> None:
-        """Samples that many texts of the target, logs the training data and seeds torch's generator."""
+        """Samples ``texts`` texts of the target, if any, logs the training data and seeds torch's generator."""
         if texts:
             self.self_distill(self.target, texts)
         self.describe_data()
@@ -239,7 +209,7 @@ class Run(Generic[O]):
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
 
     def texts_of(self, model: TrainingModel, data: Windows, count: int, name: str) -> Windows:
-        """A model's own continuations of prompts cut from the data, as met in decoding."""
+        """A model's own continuations of prompts cut from the data."""
         ids = sample_texts(
             model.model,
             lambda rows, generator: data.prompts(rows, self.prompt, generator),
@@ -252,8 +222,8 @@ class Run(Generic[O]):
         return sampled_windows(ids, self.prompt, model.ends)
 
     def self_distill(self, model: TrainingModel, count: int) -> None:
-        """Replaces the data by texts of the model: ``count`` to learn from, and an eighth as many, at most 64, held
-        out.
+        """Replaces the data with texts of the model: ``count`` to learn from, and an eighth as many, at most 64, to
+        hold out.
         """
         self.windows = self.texts_of(model, self.windows, count, "sampled-train")
         self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
@@ -271,7 +241,7 @@ class Run(Generic[O]):
         loss_at: Callable[[int], Loss],
         evaluate: Callable[[], str] | None = None,
     ) -> None:
-        """Trains, as :func:`specexport.training.loop.train`, and records the result under ``name``."""
+        """Trains with :func:`specexport.training.loop.train`, and records the result under ``name``."""
         options = self.options
         self.record[name] = asdict(
             train(
@@ -290,7 +260,7 @@ class Run(Generic[O]):
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
-        """A folder to write the output to, which becomes visible, with the record, when it is complete."""
+        """Context with a folder for the output, which is moved into place, with the record, once it is complete."""
         with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
@@ -302,7 +272,7 @@ def open_run(
 ) -> Iterator[Run[O]]:
     """Reads the data and opens the work folder, from which a run with the same options resumes.
 
-    The target's tokenizer encodes the data; ``drafts`` are further models that the result depends on.
+    The target's tokenizer encodes the data; ``drafts`` are other models that the result depends on.
 
     Raises:
         TrainError: the data are missing, malformed or too few, or the work folder belongs to another training.
@@ -343,7 +313,7 @@ def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Wi
 
 @contextlib.contextmanager
 def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
+    """Context with the user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
     path = work / "settings.json"
     expected = json.loads(json.dumps(settings))

@@ -21,9 +21,9 @@ class HeadAccuracy:
 
     Attributes:
         ranks: share of tokens that are each head's rank-r candidate, ``[heads][ranks]``.
-        paths: the most frequent paths of ranks, each with the share of positions where its heads were all right with
-            those ranks. Token trees are chosen by them: as heads are right or wrong together, products of ``ranks``
-            would misjudge paths.
+        paths: the most frequent paths of ranks, each with the share of positions at which every head was right with
+            its rank. Token trees are chosen by them: heads tend to be right together, so products of ``ranks`` would
+            misjudge paths.
     """
 
     ranks: Sequence[Sequence[float]]
@@ -31,9 +31,9 @@ class HeadAccuracy:
 
     @property
     def chain_length(self) -> float:
-        """Expected tokens a step of the longest chain, including the bonus token, over texts like the measured ones.
+        """Expected tokens per step of the longest chain, including the bonus token, over texts like the measured ones.
 
-        Greedy decoding reaches it on the model's own texts; other texts differ from the model's predictions.
+        Greedy decoding reaches it on the model's own texts, less so on texts that the model would not have written.
         """
         return 1 + sum(self.paths.get((0,) * depth, 0.0) for depth in range(1, len(self.ranks) + 1))
 

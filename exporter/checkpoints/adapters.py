@@ -1,6 +1,6 @@
-"""Adapters of peft, merged into their model's weights one by one as these are read.
+"""Merges peft adapters into their model's weights, one tensor at a time as these are read.
 
-peft itself merges, into layers of a model on the meta device that have only the adapter's weights.
+peft itself does the merging, in a model on the meta device that has only the adapter's weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 
 _HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
-_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the model's own weights."""
-_KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
+_MERGEABLE = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
 """Supported values of ``peft_type``: they only change the model's own matrices."""
-_NAME = "default"
+_ADAPTER_NAME = "default"
 
 
-def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
+def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors of a checkpoint, in fp32 and merged if the adapter in ``folder`` changes them.
 
-    ``make`` creates the model of a folder on torch's meta device.
+    ``make`` creates a folder's model on torch's meta device.
 
     Raises:
         BuildError: the adapter cannot be merged; names the file and the reason.
@@ -45,7 +45,8 @@ def merged(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTe
         yield tensor if name is None else replace(tensor, dtype="F32", read=partial(pending.pop(name), tensor))
     if pending:
         raise BuildError(
-            f"{_named(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; {_HINT}"
+            f"{_adapter_file(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; "
+            f"{_HINT}"
         )
 
 
@@ -54,7 +55,7 @@ def _changes(
     folder: Path, _state: Any, make: Callable[[Path], Any]
 ) -> tuple[str, Mapping[str, Callable[[StoredTensor], torch.Tensor]]]:
     """The prefix of the model's names, and a function for each tensor that the adapter changes, by its name."""
-    path = _named(folder)
+    path = _adapter_file(folder)
     try:
         from peft import PeftConfig, PeftModel
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -67,11 +68,11 @@ def _changes(
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     table_modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = [name for name, module in model.named_modules() if module in table_modules]
-    _hold_nothing(model, {id(module.weight) for module in table_modules})
+    _drop_weights(model, {id(module.weight) for module in table_modules})
     try:
         with quiet():
             _require_mergeable(path, PeftConfig.from_pretrained(folder))
-            adapted = PeftModel.from_pretrained(model, folder, adapter_name=_NAME, torch_device="cpu")
+            adapted = PeftModel.from_pretrained(model, folder, adapter_name=_ADAPTER_NAME, torch_device="cpu")
     except BuildError:
         raise
     except Exception as error:  # peft raises many unrelated types
@@ -80,12 +81,12 @@ def _changes(
     lock = threading.Lock()
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            saved = module.modules_to_save[_NAME].state_dict()
-            changes |= {f"{name}.{part}": partial(_instead, tensor.float()) for part, tensor in saved.items()}
+            saved = module.modules_to_save[_ADAPTER_NAME].state_dict()
+            changes |= {f"{name}.{part}": partial(_replacement, tensor.float()) for part, tensor in saved.items()}
         elif isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), BaseTunerLayer):
             changes[f"{name.removesuffix('.token_adapter')}.weight"] = partial(_merge, path, name, module, lock)
         elif name in tables and bool(module.weight.any()):
-            changes[f"{name}.weight"] = partial(_instead, module.weight.data)
+            changes[f"{name}.weight"] = partial(_replacement, module.weight.data)
     if tied and (changed := [name for name in tables if f"{name}.weight" in changes]):
         raise BuildError(
             f"{path}: changes {changed[0]!r}, which the model uses as its embedding and as its head; {_HINT}, with "
@@ -96,8 +97,8 @@ def _changes(
     return model.base_model_prefix, changes
 
 
-def _named(folder: Path) -> Path:
-    """The adapter's file for error messages: its original path, not that of the link beside its model."""
+def _adapter_file(folder: Path) -> Path:
+    """The adapter's file for error messages: its original path rather than that of the link beside its model."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 
@@ -105,11 +106,11 @@ def _named(folder: Path) -> Path:
 def _require_mergeable(path: Path, config: Any) -> None:
     """Refuses adapters that do more than change the model's matrices, or that depend on its original weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind not in _KINDS:
-        raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_KINDS)}")
-    starts = getattr(config, "init_lora_weights", True)
+    if kind not in _MERGEABLE:
+        raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_MERGEABLE)}")
+    init = getattr(config, "init_lora_weights", True)
     reasons = {
-        f"init_lora_weights is {starts!r}, which changes the model's own weights too": starts not in _PLAIN_STARTS,
+        f"init_lora_weights is {init!r}, which changes the model's own weights too": init not in _PLAIN_INITS,
         f"bias is {getattr(config, 'bias', 'none')!r}": getattr(config, "bias", "none") != "none",
         "lora_bias is true": getattr(config, "lora_bias", False),
         "layer_replication gives the model other layers": getattr(config, "layer_replication", None),
@@ -122,8 +123,8 @@ def _require_mergeable(path: Path, config: Any) -> None:
             raise BuildError(f"{path}: {reason}; {_HINT}")
 
 
-def _hold_nothing(model: torch.nn.Module, tables: set[int]) -> None:
-    """Replaces a model's parameters by shapes on the CPU without memory, except tables that an adapter may contain."""
+def _drop_weights(model: torch.nn.Module, tables: set[int]) -> None:
+    """Replaces a model's parameters with tensors that take no memory, except tables that an adapter may contain."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -132,7 +133,7 @@ def _hold_nothing(model: torch.nn.Module, tables: set[int]) -> None:
                 module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
 
 
-def _instead(tensor: torch.Tensor, _original: StoredTensor) -> torch.Tensor:
+def _replacement(tensor: torch.Tensor, _original: StoredTensor) -> torch.Tensor:
     return tensor
 
 
@@ -140,7 +141,7 @@ def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: Stor
     """A layer's weight with the adapter merged."""
     base = layer.get_base_layer()
     with lock:
-        # An adapter of a table contains the table that it was trained on.
+        # An adapter of an embedding table contains the table that it was trained on.
         start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else tensor.read()
         empty, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
         try:

@@ -1,4 +1,4 @@
-"""Loading of Hugging Face causal LMs: for tracing, with the facts that graphs need, or as references."""
+"""Loads Hugging Face causal LMs: for tracing, with the facts that graphs need, or as references."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from specexport.graphs.layers import keep_first_layers
 from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies
 
+Array = npt.NDArray[Any]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model, in fp32, whose attention goes through :mod:`specexport.graphs.attention`.
+    """A model loaded in fp32 whose attention runs through :mod:`specexport.graphs.attention`.
 
-    Its large matrices stay in their files (:mod:`specexport.exporter.checkpoints.stored`).
+    Large matrices stay in their files (:mod:`specexport.exporter.checkpoints.stored`).
 
     Attributes:
         source: the user's folder or hub id.
@@ -45,7 +47,7 @@ class Checkpoint:
         eos_token_ids: tokens that end a text.
         generation: the model's defaults for requests.
         tensors: the checkpoint's tensors by name.
-        quantized_in: the format of its quantized matrices; empty for none.
+        quantized_in: the format of its quantized matrices; empty if there are none.
     """
 
     source: str
@@ -69,7 +71,6 @@ class Checkpoint:
 
     @property
     def layers(self) -> int:
-        """The number of decoder layers."""
         return int(self.model.config.num_hidden_layers)
 
 
@@ -153,7 +154,7 @@ def plain_transformers(model: Any) -> Iterator[None]:
 
 
 def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
-    """Runs two tokens to see what each layer caches: works for every family, whatever its configuration's names."""
+    """Runs two tokens to see what each layer caches, as families name the sizes differently in their configurations."""
     probe, states = Probe(), StateProbe()
     layers = int(model.config.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
@@ -179,19 +180,16 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLaye
     return tuple(probe.seen[layer] for layer in order), dict(sorted(states.seen.items()))
 
 
-Array = npt.NDArray[Any]
-
-
 def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
     """Loads a checkpoint in fp32 with plain transformers.
 
     Args:
         path: the checkpoint.
-        described: the bundle's description, which it must fit.
-        layers: number of its first layers to keep; None for all.
+        described: the bundle's entry of the model, which the checkpoint must match.
+        layers: how many of the first layers to keep; None for all.
 
     Raises:
-        BundleError: it does not fit the description.
+        BundleError: it does not match.
     """
     config = read_model_config(path)
     model, *_ = load_causal_lm(path, config, dtype=torch.float32, attn_implementation="eager")
@@ -227,13 +225,13 @@ def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tenso
 
 
 def reference_embeds(model: Any, text: Array) -> Array:
-    """The embeddings of a text's tokens, float32 ``[N,H]``, as the model accepts them instead of tokens."""
+    """The embeddings of a text's tokens, float32 ``[N,H]``, which the model accepts instead of tokens."""
     with torch.no_grad():
         embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
     return embeds
 
 
-def as_read(tokens: list[int], model: Any) -> Array:
-    """Tokens as a graph reads them: those beyond the embedding are read as its last token."""
-    read: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
-    return read
+def clamp_tokens(tokens: list[int], model: Any) -> Array:
+    """Tokens as graphs read them: ids beyond the embedding become its last one."""
+    clamped: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
+    return clamped

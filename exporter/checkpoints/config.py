@@ -1,6 +1,6 @@
-"""Configurations and tensor shapes of checkpoints, checked before any model is created.
+"""Reads configurations of checkpoints, and checks them against the stored tensors before a model is created.
 
-transformers trusts a configuration: it would initialize a missing layer at random, and allocate a billion layers.
+transformers trusts a configuration: it would initialize missing layers at random, or allocate a billion of them.
 """
 
 from __future__ import annotations
@@ -17,41 +17,45 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.adapters import merged
-from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, INDEX, SINGLE, read_object, require_sane
+from specexport.exporter.checkpoints.adapters import merge_adapter
+from specexport.exporter.checkpoints.documents import (
+    ADAPTER,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    read_object,
+    read_shards,
+    require_sane,
+)
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import locate, unreadable
 from specexport.exporter.checkpoints.outline import ModelOutline, Parameter
-from specexport.exporter.checkpoints.quantized import dequantized, quantization
+from specexport.exporter.checkpoints.quantized import dequantize_tensors, quantization
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor, stored_tensors
 
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
-"""Prefixes of the language model in multimodal checkpoints, and those in a checkpoint of the language model alone."""
+"""Prefixes of the language model's tensors in multimodal checkpoints, and in text-only ones."""
 
 
 def meta_model(source: str | Path) -> Any:
-    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
+    """A checkpoint's model on torch's meta device, from its configuration only; for an adapter, its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
     """
-    return _outline(locate(str(source), weights=False))
+    return _local_meta_model(locate(str(source), weights=False))
 
 
-def _outline(folder: Path) -> Any:
-    """A local checkpoint's model without weights."""
-    return _empty_model(folder, read_model_config(folder))
+def _local_meta_model(folder: Path) -> Any:
+    """:func:`meta_model` for a local folder."""
+    return _create_meta_model(folder, read_model_config(folder))
 
 
-def _empty_model(folder: Path, config: Any) -> Any:
-    """A configuration's model on torch's meta device.
-
-    Raises:
-        BuildError: transformers cannot create it; names the file and the family.
-    """
+def _create_meta_model(folder: Path, config: Any) -> Any:
+    """A configuration's model on torch's meta device."""
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
@@ -62,7 +66,7 @@ def _empty_model(folder: Path, config: Any) -> Any:
         raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {reason}") from error
 
 
-def outlined(model: Any, config: Any) -> ModelOutline:
+def outline_of(model: Any, config: Any) -> ModelOutline:
     """The outline of a transformers model."""
     sizes, shares = text_sizes(config), _expert_shares(model, config)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -86,7 +90,7 @@ def outlined(model: Any, config: Any) -> ModelOutline:
 
 
 def _expert_shares(model: Any, config: Any) -> dict[int, float]:
-    """The share of each mixture's weights that a token uses, top-k over experts, by the parameter's id."""
+    """The share of a mixture's weights that a token uses (top-k over experts), by the parameter's id."""
     stacks = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
     used = config.num_experts_per_tok if stacks else 0
     return {id(p): min(1.0, used / len(p)) for module in stacks for p in module.parameters()}
@@ -95,7 +99,7 @@ def _expert_shares(model: Any, config: Any) -> dict[int, float]:
 def read_model_config(folder: Path) -> Any:
     """Reads transformers' configuration of a checkpoint folder; code in the folder is never run.
 
-    For a multimodal model it is that of the language model, whose tensors :func:`checkpoint_tensors` yields.
+    For a multimodal model it is that of the language model, as are the tensors of :func:`checkpoint_tensors`.
 
     Raises:
         BuildError: the file is not a JSON object, the family is unknown to transformers, or a number is absurd; names
@@ -112,9 +116,9 @@ def read_model_config(folder: Path) -> Any:
 
 
 def _language_model(config: Any, document: dict[str, Any]) -> Any:
-    """The configuration of the language model: the whole configuration, or a part of a multimodal model's.
+    """The configuration of the language model: all of it, or the text part of a multimodal model's.
 
-    ``document`` is the file, which distinguishes stated values from defaults.
+    ``document`` is the file's content, which tells stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -136,7 +140,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: Any) -> TextSizes:
-    """The configuration's sizes, or the usual ones; transformers' ``attribute_map`` resolves other names."""
+    """The sizes in a configuration, or the usual defaults; transformers' ``attribute_map`` resolves other names."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return TextSizes(
         getattr(config, "num_key_value_heads", None) or heads,
@@ -164,7 +168,7 @@ def require_stored(folder: Path, config: Any) -> None:
     stored_layers = 1 + max(numbered, default=-1)
     if isinstance(layers, int) and layers > stored_layers:
         raise BuildError(f"{path}: num_hidden_layers is {layers}, but the weights have {stored_layers} layers")
-    model = _empty_model(folder, config)
+    model = _create_meta_model(folder, config)
     for name, parameter in model.state_dict().items():
         stored_tensor = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
         if stored_tensor is not None and stored_tensor.shape != tuple(parameter.shape):
@@ -184,7 +188,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     Raises:
         BuildError: the weights have none.
     """
-    model = _outline(folder)
+    model = _local_meta_model(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
@@ -227,15 +231,15 @@ def load_causal_lm(
     if quantized_in(folder) is not None and hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
         del config.quantization_config  # otherwise transformers would ask for the quantizer's library
-    outline = _empty_model(folder, config)
+    meta = _create_meta_model(folder, config)
     with quiet():
-        stand_ins = StandIns(outline)
+        stand_ins = StandIns(meta)
         stored: dict[str, StoredTensor] = {}
         state: dict[str, torch.Tensor] = {}
         for tensor in checkpoint_tensors(folder):
             stored[tensor.name] = tensor
             state[tensor.name] = stand_ins.tensor_to_load(tensor) if streamed else tensor.read()
-        model, loaded = type(outline).from_pretrained(
+        model, loaded = type(meta).from_pretrained(
             None, state_dict=state, config=config, output_loading_info=True, **options
         )
         stand_ins.mark(model, stored)
@@ -243,15 +247,15 @@ def load_causal_lm(
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of the files that transformers reads, with quantized matrices dequantized on reading.
+    """The tensors of the files that transformers reads; quantized matrices are dequantized when they are read.
 
-    For a multimodal model, only those of the language model, under their names in a checkpoint of that alone.
+    For a multimodal model, only those of the language model, named as in a text-only checkpoint.
     """
     if (header := header_of(folder)) is not None:
-        return tensors_of(header, _outline(folder))
+        return tensors_of(header, _local_meta_model(folder))
     path = folder / CONFIG
     document = read_object(path)
-    tensors = dequantized(path, document, _files(folder))
+    tensors = dequantize_tensors(path, document, _files(folder))
     text_alone = not isinstance(document.get(_TEXT_PART), dict)
     if (folder / ADAPTER).is_file():
         if not text_alone or quantization(path, document) is not None:
@@ -259,14 +263,14 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
                 f"{folder / ADAPTER}: an adapter of a model that is quantized or reads more than text; merge it with "
                 "peft (merge_and_unload) into the model as it was trained, and build from what save_pretrained writes"
             )
-        return merged(folder, _outline, tensors)
+        return merge_adapter(folder, _local_meta_model, tensors)
     if text_alone:
         return tensors
     return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)
 
 
 def _name_in_text(name: str) -> str | None:
-    """A tensor's name in a checkpoint of the language model alone; None if it is not part of that."""
+    """A tensor's name in a text-only checkpoint; None if the language model lacks it."""
     for prefix, text_prefix in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return text_prefix + name.removeprefix(prefix)
@@ -282,10 +286,7 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         raise BuildError(f"{folder}: {unreadable(', '.join(pickled))}")
     if not path.is_file():
         raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
-    placed = read_object(path).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-        raise BuildError(f"{path}: weight_map is no object of file names by tensors; fetch the checkpoint again")
-    for file in sorted(set(placed.values())):
+    for file in read_shards(path):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
         if not (folder / file).is_file():

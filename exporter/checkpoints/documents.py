@@ -1,4 +1,4 @@
-"""Files of checkpoints, and reading of those in JSON. Imports nothing heavy."""
+"""Names of checkpoint files, and reading of the JSON ones. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specexport.contract.errors import UNREADABLE, BuildError
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""The file of an adapter of peft, alone or beside its model."""
-_MOST, _MAX_CONFIG = 64 << 20, 1 << 20
-_HALF = re.compile("[\ud800-\udfff]")
-_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half a character, or the first half of a whole one, as an escape."""
-_MOST_PARTS, _LARGEST, _MAX_INT = 4096, 1 << 24, 1 << 53
-_PARTS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
-_SIZES = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
+"""The configuration of a peft adapter, alone or beside its model."""
+_MAX_FILE, _MAX_CONFIG = 64 << 20, 1 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Escape of a surrogate: an unpaired one, or the first of a pair."""
+_MAX_COUNT, _MAX_SIZE, _MAX_INT = 4096, 1 << 24, 1 << 53
+_COUNT_FIELDS = re.compile(r"(^|_)(layers?|experts?|heads?|blocks?|stages?)($|_)")
+_SIZE_FIELDS = re.compile(r"size|dim|vocab|position|embd|inner|ctx")
 _Config = TypeVar("_Config")
 
 
@@ -30,27 +30,39 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        BuildError: the file cannot be read, is larger than 64 MiB, is not JSON or not an object, or has half of a
-            character, which is no UTF-8.
+        BuildError: the file cannot be read, is larger than 64 MiB, is not JSON or not an object, or has an unpaired
+            surrogate, which UTF-8 cannot encode.
     """
     try:
         size = path.stat().st_size
-        content = path.read_bytes() if size <= _MOST else b""
+        content = path.read_bytes() if size <= _MAX_FILE else b""
     except OSError as error:
         raise BuildError(f"{path}: cannot be read: {error.strerror}") from error
-    if size > _MOST:
-        raise BuildError(f"{path}: {size} bytes; expected at most {_MOST}")
+    if size > _MAX_FILE:
+        raise BuildError(f"{path}: {size} bytes; expected at most {_MAX_FILE}")
     try:
         document = json.loads(content)  # not msgspec, as Python's json writes Infinity
     except (ValueError, RecursionError) as error:
         raise BuildError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, dict):
         raise BuildError(f"{path}: holds {type(document).__name__}; expected an object")
-    if _ESCAPED.search(content) or not content.isascii():
+    if _ESCAPED_SURROGATE.search(content) or not content.isascii():
         for key, value in document.items():
-            if half := _HALF.search(json.dumps([key, value], ensure_ascii=False)):
-                raise BuildError(f"{path}: {ascii(key)[1:-1]} has U+{ord(half[0]):04X}, half of a character")
+            if surrogate := _SURROGATE.search(json.dumps([key, value], ensure_ascii=False)):
+                raise BuildError(f"{path}: {ascii(key)[1:-1]} has U+{ord(surrogate[0]):04X}, half of a character")
     return document
+
+
+def read_shards(index: Path) -> list[str]:
+    """The names of the files in an index of safetensors, sorted.
+
+    Raises:
+        BuildError: it is not such an index.
+    """
+    placed = read_object(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise BuildError(f"{index}: weight_map is no object of file names by tensors; fetch the checkpoint again")
+    return sorted(set(placed.values()))
 
 
 def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
@@ -59,7 +71,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     Args:
         path: the file, which must exist.
         kind: a struct with the fields.
-        what: the described object, for error messages.
+        what: what the file describes, for error messages.
 
     Raises:
         BuildError: the file is too large or not JSON, or a field is invalid.
@@ -73,19 +85,19 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurd numbers in a model's configuration, before the model is created.
+    """Refuses absurdly large numbers in a model's configuration, before the model is created.
 
     Raises:
-        BuildError: a number is absurd; names the file and the field.
+        BuildError: a number is too large; names the file and the field.
     """
     for name, value in _integers(document):
-        limit = _LARGEST if _SIZES.search(name) else _MOST_PARTS if _PARTS.search(name) else _MAX_INT
+        limit = _MAX_SIZE if _SIZE_FIELDS.search(name) else _MAX_COUNT if _COUNT_FIELDS.search(name) else _MAX_INT
         if abs(value) > limit:
             raise BuildError(f"{path}: {name} is {str(value)[:20]}; expected at most {limit}")
 
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """All integers with the names of their fields."""
+    """All integers, with the names of their fields."""
     pending: list[tuple[str, Any]] = list(document.items())
     while pending:  # no recursion, as JSON may be nested deeply
         name, value = pending.pop()

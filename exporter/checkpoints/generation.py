@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError
@@ -18,8 +18,8 @@ from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_o
 Token = Annotated[int, Meta(ge=0)]
 Tokens = Token | list[Token] | None
 _Text = Annotated[str, Meta(min_length=1, max_length=4096)]
-_LARGEST_VOCABULARY = 1 << 24
-_LARGEST_BIAS = 1e30
+_MAX_VOCABULARY = 1 << 24
+_MAX_BIAS = 1e30
 """Represents infinity, which a manifest cannot store."""
 _RULES = {field.name for field in msgspec.structs.fields(GenerationRules)}
 _FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -27,7 +27,7 @@ _FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class _GenerationConfig(msgspec.Struct):
-    """Further keys, with transformers' names."""
+    """Keys of ``generation_config.json`` other than :class:`GenerationRules`."""
 
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
@@ -44,7 +44,7 @@ class _GenerationConfig(msgspec.Struct):
 def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """Reads the defaults for requests, and the tokens that end a text.
 
-    ``config`` has end tokens that ``generation_config.json`` may lack.
+    ``config`` provides end tokens if ``generation_config.json`` has none.
 
     Raises:
         BuildError: a field has the wrong type or is out of range; names the file and the field.
@@ -57,7 +57,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
         text_part = document.get("text_config")
         fields = (_stated(text_part) if isinstance(text_part, dict) else {}) | _stated(document)
         fields.pop("eos_token_id", None)
-    vocab_size = getattr(config, "vocab_size", None) or _LARGEST_VOCABULARY
+    vocab_size = getattr(config, "vocab_size", None) or _MAX_VOCABULARY
     defaults, ends = _defaults(path, fields, vocab_size)
     if not ends and ends != 0:
         path, tokens = folder / CONFIG, getattr(config, "eos_token_id", None)
@@ -108,7 +108,7 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
 
 
 def _bounded(bias: float) -> float:
-    return 0.0 if math.isnan(bias) else max(-_LARGEST_BIAS, min(_LARGEST_BIAS, bias))
+    return float(np.nan_to_num(bias, nan=0.0).clip(-_MAX_BIAS, _MAX_BIAS))
 
 
 def _require_known(path: Path, key: str, tokens: Collection[int], vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Locating of checkpoints. Imports nothing heavy, so that finding an existing bundle needs no torch."""
+"""Locates checkpoints. Imports nothing heavy, so that finding an existing bundle needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded, home, temporary_folder
-from specexport.exporter.checkpoints.documents import ADAPTER, CONFIG, GENERATION, INDEX, SINGLE, read_object
+from specexport.exporter.checkpoints.documents import (
+    ADAPTER,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SINGLE,
+    read_object,
+    read_shards,
+)
 
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
@@ -24,12 +32,12 @@ _VOCABULARY = (
     "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "sentencepiece.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
-"""Files that a ``tokenizer.json`` is created from, if there is none."""
+"""Files that transformers converts to a ``tokenizer.json`` if there is none."""
 _SETTINGS = (CONFIG, GENERATION, INDEX, ADAPTER)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = "pytorch_model.bin"
-_FEW_LAYERS = 4
-"""Maximum number of layers of heads and drafts read from a pickled file; models never are."""
+_MAX_PICKLED_LAYERS = 4
+"""Heads and drafts of at most this many layers may be read from a pickled file; whole models never are."""
 
 
 def locate(source: str, *, weights: bool = True) -> Path:
@@ -49,12 +57,12 @@ def locate(source: str, *, weights: bool = True) -> Path:
 def find(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
-    For a GGUF file, and for an adapter without its model, it is a temporary folder of this process with links to the
-    file, or to those of the adapter and its model.
+    A GGUF file, or an adapter without its model, gets a temporary folder of this process, with links to the file or to
+    the files of the adapter and its model.
 
     Args:
         source: a folder, a hub id, a GGUF file, or one of a hub id's: ``owner/name/FILE.gguf``.
-        weights: whether the weights are needed, or only the files that describe the model.
+        weights: whether weights are needed, rather than only the files that describe the model.
 
     Raises:
         BuildError: the source is neither a folder with a ``config.json`` and weights, or with one GGUF model, nor a
@@ -80,7 +88,7 @@ def find(source: str, *, weights: bool = True) -> Path:
 
 
 def _folder(source: str, revision: str | None, weights: bool) -> Path:
-    """The folder of a source; ``revision`` applies to hub ids."""
+    """The folder of a source; ``revision`` is that of a hub id."""
     path = expanded(source)
     files = sorted(file.name for file in (path if path.is_dir() else path.parent).glob(f"*{GGUF}"))
     if path.suffix == GGUF and path.is_file():
@@ -99,7 +107,7 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
 
 
 def only_model(source: str, names: list[str]) -> list[str]:
-    """The files of the only GGUF model among some; projectors of pictures or sound do not count.
+    """The files of the only GGUF model among ``names``, apart from projectors of images or audio.
 
     Raises:
         BuildError: there are several; lists them.
@@ -156,7 +164,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
-    """Downloads a hub id: the model's description and its weights in one format, without other programs' files."""
+    """Downloads a hub id: the files that describe the model, and its weights in one format."""
     owner, name, *inside = source.split("/")
     source, file = f"{owner}/{name}", "/".join(inside)
     try:
@@ -195,7 +203,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         folder = fetch(*_SETTINGS, *_TOKENIZER)
         needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
         if weights:
-            needed += _shards(folder / INDEX) or [SINGLE]
+            needed += read_shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
             needed += _ADAPTERS[:1] if (folder / ADAPTER).is_file() else ()
         if needed:
             fetch(*needed)
@@ -205,7 +213,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
             fetch(*_ADAPTERS[1:])
         if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
             fetch("*.safetensors")
-            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _FEW_LAYERS:
+            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _MAX_PICKLED_LAYERS:
                 fetch(_PICKLED)
         if not any(folder.glob("*.safetensors")) and not (folder / _PICKLED).is_file():
             return fetch_gguf() or folder
@@ -214,11 +222,6 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
     return folder
-
-
-def _shards(index: Path) -> list[str]:
-    placed = read_object(index).get("weight_map") if index.is_file() else None
-    return sorted({str(file) for file in placed.values()}) if isinstance(placed, dict) else []
 
 
 def _layers(config: Path) -> int:
@@ -246,7 +249,7 @@ def _linked_adapter(adapter: Path, base: Path) -> Path:
 
 
 def _linked_gguf(folder: Path, names: list[str]) -> Path:
-    """A folder with only the files of a GGUF model, as others beside them belong to other models."""
+    """A folder with only the files of a GGUF model, as files beside them may belong to other models."""
     files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
     states = [file.stat() for _, file in files]
     stamp = tuple((state.st_size, state.st_mtime_ns, state.st_ino) for state in states)
@@ -259,7 +262,7 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 
 @functools.cache
 def _linked(files: tuple[tuple[str, str], ...], stamp: object = None) -> Path:
-    """A folder of links to files by relative path, one per ``stamp``, deleted when the process ends."""
+    """A folder of links to files by relative path, one for each ``stamp``; deleted when the process ends."""
     del stamp
     folder = Path(tempfile.mkdtemp(prefix="specexport-checkpoint-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Parameters of a model by its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
+"""A model's parameters from its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
 
-Families with usual layers are listed here; tests compare each with transformers' modules. For others, and if a
-configuration leaves a size to its family's default, transformers creates the model without weights.
+Families with ordinary layers are listed here, and tests compare each with transformers' modules. For other families,
+and if a configuration leaves a size to its family's default, transformers creates the model on the meta device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields with the number of such layers."""
-_LARGEST = 1 << 24
+_MAX_SIZE = 1 << 24
 
 
 class Parameter(NamedTuple):
@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
         shape: its shape; tied parameters count once.
         table: whether it is an embedding table.
         head: whether it projects to logits.
-        share: the share of a stack of experts that a token uses; None for other parameters.
+        share: for a stack of experts, the share that a token uses; None for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model without its weights.
+    """The sizes of a model.
 
     Attributes:
-        parameters: all of them, tied ones once.
+        parameters: all parameters, tied ones once.
         hidden: width of the residual stream.
         intermediate: width of the MLPs.
-        row: bytes of a token's keys and values in all layers, at 16 bits.
+        row: bytes of a token's keys and values in all layers, at 16 bits each.
     """
 
     parameters: tuple[Parameter, ...]
@@ -73,15 +73,15 @@ class ModelOutline:
 
 
 class _Family(NamedTuple):
-    """The differences of a family's layers from Llama's.
+    """How a family's layers differ from Llama's.
 
     Attributes:
         norms: number of norm vectors of the hidden size in a layer.
         head_norms: norms of queries and keys: vectors of a head's size, of all heads, or none.
-        qkv_bias: whether there is a bias, or the configuration's key for it; likewise the others.
-        true: keys that are true by default.
-        head_dim: default head size; None for the hidden size over the heads.
-        experts: the keys of the number and width of experts, if layers are mixtures.
+        qkv_bias: whether there is a bias, or the configuration key that says so; likewise the others.
+        true: configuration keys that are true by default.
+        head_dim: default head size; None for the hidden size divided by the number of heads.
+        experts: the configuration keys of the number and width of experts, for mixtures.
     """
 
     norms: int = 2
@@ -131,7 +131,7 @@ class UnknownSizesError(Exception):
 
 
 def outline(source: str | Path) -> ModelOutline:
-    """A checkpoint's model without weights, from its configuration only; for an adapter, its base model.
+    """The sizes of a checkpoint's model, from its configuration only; for an adapter, of its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
@@ -142,20 +142,20 @@ def outline(source: str | Path) -> ModelOutline:
         document = json.loads((folder / CONFIG).read_bytes())
         if not isinstance(document, dict):
             raise UnknownSizesError
-        return described(document)
+        return outline_from_config(document)
     except (UnknownSizesError, OSError, ValueError, RecursionError):
         # Imported here: torch takes seconds.
-        from specexport.exporter.checkpoints.config import meta_model, outlined
+        from specexport.exporter.checkpoints.config import meta_model, outline_of
 
         model = meta_model(folder)
-        return outlined(model, model.config)
+        return outline_of(model, model.config)
 
 
-def described(document: Mapping[str, Any]) -> ModelOutline:
-    """The model of a ``config.json`` that determines all sizes.
+def outline_from_config(document: Mapping[str, Any]) -> ModelOutline:
+    """The sizes that a ``config.json`` determines.
 
     Raises:
-        UnknownSizesError: it does not.
+        UnknownSizesError: it does not determine all of them.
     """
     text = document.get("text_config")
     if isinstance(text, dict):  # the whole model's setting holds for its parts
@@ -191,7 +191,7 @@ def has_mtp(folder: Path, layers: int) -> bool:
                 names = list(file.keys())
         else:
             names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
-    except Exception:  # a build will report the file
+    except Exception:  # a build reports what is wrong with the file
         return False
     return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
 
@@ -206,14 +206,14 @@ class _Sizes:
         self.heads, self.key_value_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         stated = document.get("head_dim") or family.head_dim
         self.head_dim = stated or self.hidden // self.heads
-        if not isinstance(self.head_dim, int) or not 0 < self.head_dim <= _LARGEST:
+        if not isinstance(self.head_dim, int) or not 0 < self.head_dim <= _MAX_SIZE:
             raise UnknownSizesError
         self.mixed = bool(document.get("mlp_only_layers")) or document.get("decoder_sparse_step", 1) != 1
         self.tied = self.has("tie_word_embeddings")
 
     def size(self, key: str) -> int:
         value = self._document.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_SIZE:
             raise UnknownSizesError
         return value
 

@@ -1,7 +1,7 @@
-"""Checks before tracing that a model computes the same through our lowering as in plain transformers.
+"""Checks, before tracing, that a model computes the same through our lowering as in plain transformers.
 
-Most families keep to transformers' interfaces, some do not. Such a family must be refused by name rather than exported
-incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
+Most families follow transformers' interfaces, but some do not. Such a family must be refused by name rather than
+exported incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
 """
 
 from __future__ import annotations
@@ -25,33 +25,31 @@ from specexport.graphs.step import StepModule
 from specexport.runtime.states import KeptStates
 
 TOLERANCE = 1e-3
-"""Maximum difference of a logit, relative to the largest logit; rounding in deep models stays ten times below."""
+"""Maximum difference of a logit, relative to the largest logit; rounding in deep models stays below a tenth of it."""
 
-_PROMPT, _ROWS = 9, 32
+_PROMPT, _CHAIN, _ROWS = 9, 2, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
-_UNREAD = 1e3
-"""Value of embeddings that must not be read."""
+_POISON = 1e3
+"""Value of embeddings that the mask hides, so that reading one shows in the logits."""
 
 
 def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
-    With ``embeds`` the step module gets the model's own embeddings instead of every other token.
+    With ``embeds``, every other token is replaced by the model's own embedding of it.
 
     Raises:
         BuildError: they differ; names the family.
     """
     model, vocab = checkpoint.model, min(checkpoint.vocab_size, checkpoint.input_vocab)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, vocab, (1, _PROMPT), generator=generator)
-    chain = torch.randint(0, vocab, (1, 2), generator=generator)
-    tree = torch.randint(0, vocab, (1, len(_TREE)), generator=generator)
+    parts = [torch.randint(0, vocab, (1, count), generator=generator) for count in (_PROMPT, _CHAIN, len(_TREE))]
     try:
         with torch.no_grad(), quiet(), read_weights(model):
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
-                ours = _through_lowering(checkpoint, lowering, embeds, prompt, chain, tree)
+                ours = _through_lowering(checkpoint, lowering, embeds, parts)
             with plain_transformers(model):
-                theirs = _through_eager(model, prompt, chain, tree, _compared(checkpoint))
+                theirs = _through_eager(model, parts, _compared(checkpoint))
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
     except Exception as error:  # model code raises exceptions of any kind
@@ -74,26 +72,17 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
 
 
 def _through_lowering(
-    checkpoint: Checkpoint,
-    lowering: LoweredAs,
-    embeds: bool,
-    prompt: torch.Tensor,
-    chain: torch.Tensor,
-    tree: torch.Tensor,
+    checkpoint: Checkpoint, lowering: LoweredAs, embeds: bool, parts: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``."""
+    """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``; ``parts`` are their tokens."""
     layers = with_rows(list(checkpoint.states.values()), len(_TREE))
     states = dict(zip(checkpoint.states, layers, strict=True))
     step = StepModule(checkpoint.model, lowering=lowering, states=states)
     kept, slot = KeptStates(layers, 1), range(1)
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
-    chains = [TokenTree.chain(tokens.shape[1]) for tokens in (prompt, chain)]
-    for tokens, shape, first_row in (
-        (prompt, chains[0], _PROMPT - 1),
-        (chain, chains[1], 0),
-        (tree, _compared(checkpoint), 0),
-    ):
+    shapes = (TokenTree.chain(_PROMPT), TokenTree.chain(_CHAIN), _compared(checkpoint))
+    for tokens, shape, first_row in zip(parts, shapes, (_PROMPT - 1, 0, 0), strict=True):
         ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
         known_tokens = count if done == 0 else 1  # the tokens after these count as draft tokens
@@ -112,9 +101,9 @@ def _through_lowering(
         logits.append(out[0][0])
         rows = out[1 : 1 + len(past)]
         past = list(rows) if lowering == "native" else _with_rows(past, rows, done)
-        blocks, parts = kept.outputs(1, count)
+        blocks, new_parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
-            parts[name][:] = new.numpy()
+            new_parts[name][:] = new.numpy()
         kept.ran(slot, [done], [known_tokens])
         kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
@@ -124,7 +113,7 @@ def _through_lowering(
 def _half_embedded(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, embeddings equal to every other token's, and a mask of the positions that read them."""
     mask = (torch.arange(tokens.shape[1]) % 2 == 0)[None]
-    embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_UNREAD))
+    embeds = torch.where(mask[:, :, None], model.get_input_embeddings()(tokens), torch.tensor(_POISON))
     return torch.where(mask, 0, tokens), embeds, mask
 
 
@@ -137,20 +126,17 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
 
 
 def _compared(checkpoint: Checkpoint) -> TokenTree:
-    """The tree to compare; layers without attention support only chains."""
+    """The tree to compare: a chain for models with layers without attention, which support nothing else."""
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 
-def _through_eager(
-    model: torch.nn.Module, prompt: torch.Tensor, chain: torch.Tensor, tree: torch.Tensor, shape: TokenTree
-) -> torch.Tensor:
-    """The same logits from one run over a separate text for each path of the tree to a leaf."""
-    start, paths = torch.cat([prompt, chain], dim=1), shape.leaf_paths
+def _through_eager(model: torch.nn.Module, parts: Sequence[torch.Tensor], shape: TokenTree) -> torch.Tensor:
+    """The same logits, from one run over a batch with a text for each path from the tree's root to a leaf."""
+    *start_parts, tree = parts
+    start, paths = torch.cat(start_parts, dim=1), shape.leaf_paths
     # Padding after a leaf is not compared.
     padded_paths = [[*path, *[0] * (shape.depth + 1 - len(path))] for path in paths]
     texts = torch.cat([start.expand(len(paths), -1), tree[0][torch.tensor(padded_paths)]], dim=1)
     logits = model(texts, use_cache=False).logits[:, _PROMPT - 1 :]
-    place = {node: (text, 1 + chain.shape[1] + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
-    return torch.cat(
-        [logits[0, : 1 + chain.shape[1]], *(logits[place[node]][None] for node in range(len(shape)))]
-    ).float()
+    place = {node: (text, 1 + _CHAIN + at) for text, path in enumerate(paths) for at, node in enumerate(path)}
+    return torch.cat([logits[0, : 1 + _CHAIN], *(logits[place[node]][None] for node in range(len(shape)))]).float()

@@ -1,7 +1,7 @@
-"""Quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
+"""Reads quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8 with block scales, MXFP4.
 
-A matrix is read as dequantized fp32 numbers, together with the scales and zero points that reproduce its integers, so
-that the exporter need not round again.
+A matrix is dequantized to fp32, and its scales and zero points are kept, so that the exporter can restore its integers
+instead of rounding again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUANTIZATION = "quantization_config"
 _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
-_UNREAD = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
-"""Settings for rounding activations and the cache, which transformers computes in floating point."""
+_IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+"""Scales for quantized activations and caches, which transformers computes in floating point."""
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each four bits of an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -62,7 +62,7 @@ class _Config(msgspec.Struct):
 
 
 def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | None:
-    """The format of a quantized checkpoint by its ``config.json``, and the precision that stores its numbers unchanged.
+    """The format of a quantized checkpoint, from its ``config.json``, and the precision that stores it unchanged.
 
     Returns:
         None if it is not quantized.
@@ -114,12 +114,12 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
         raise BuildError(f"{path}: {QUANTIZATION}: {error}") from error
 
 
-def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
     """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
 
     Raises:
-        BuildError: a part of a matrix is missing, or its shape or type does not fit the others; on reading, if scales
-            are not finite or groups do not exist.
+        BuildError: a part of a matrix is missing, or its shape or type does not match the others; while reading a
+            matrix, scales are not finite or groups do not exist.
     """
     config = _config(path, document)
     if config is None:
@@ -141,7 +141,7 @@ def dequantized(path: Path, document: dict[str, Any], tensors: Iterable[StoredTe
             matrix = name.removesuffix("_blocks")
             yield _mxfp4(_Parts(path.parent, f"{matrix}_", matrix, stored, used))
     for name, tensor in stored.items():
-        if name not in used and name.rpartition(".")[2] not in _UNREAD:
+        if name not in used and name.rpartition(".")[2] not in _IGNORED:
             yield tensor
 
 
@@ -157,15 +157,15 @@ class _Parts:
     folder: Path
     prefix: str
     name: str
-    held: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor]
     used: set[str]
 
     def has(self, part: str) -> bool:
-        return f"{self.prefix}{part}" in self.held
+        return f"{self.prefix}{part}" in self.stored
 
     def take(self, part: str, *types: str, rank: int | None = None) -> StoredTensor:
         """A required part, of one of these safetensors types."""
-        tensor = self.held.get(f"{self.prefix}{part}")
+        tensor = self.stored.get(f"{self.prefix}{part}")
         if tensor is None:
             raise BuildError(
                 f"{self.folder}: the weights lack {self.prefix + part!r}, a part of a quantized matrix; fetch the "
@@ -179,7 +179,7 @@ class _Parts:
         self.used.add(tensor.name)
         return tensor
 
-    def need(self, holds: bool, tensor: StoredTensor, expected: object) -> None:
+    def require_shape(self, holds: bool, tensor: StoredTensor, expected: object) -> None:
         """Checks the shape of a part."""
         if not holds:
             raise BuildError(
@@ -192,7 +192,7 @@ class _Parts:
         if not self.has(part):
             return None
         tensor = self.take(part, *types)
-        self.need(tensor.shape == shape, tensor, list(shape))
+        self.require_shape(tensor.shape == shape, tensor, list(shape))
         return tensor
 
     def matrix(self, shape: tuple[int, ...], read: Callable[[], _Read]) -> QuantizedTensor:
@@ -209,7 +209,7 @@ class _Read:
     scale: npt.NDArray[np.float32]
     zero: npt.NDArray[np.int8] | None = None
     groups: npt.NDArray[np.int64] | None = None
-    turned: bool = True
+    transposed: bool = True
     """Whether the model holds the matrix as ``[...,N,K]``."""
 
 
@@ -225,7 +225,7 @@ def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
     if read.zero is not None:
         restored -= _rows(read, read.zero)
     restored *= _rows(read, read.scale)
-    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.turned else restored))
+    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.transposed else restored))
     rows, groups = read.numbers.shape[-2], read.scale.shape[-2]
     in_order = read.groups is None or (
         rows % groups == 0 and np.array_equal(read.groups, np.arange(rows) // (rows // groups))
@@ -242,15 +242,19 @@ def _awq(parts: _Parts) -> QuantizedTensor:
     scales = parts.take("scales", *_SCALES, rank=2)
     (rows, wide), groups = words.shape, scales.shape[0]
     columns = 8 * wide
-    parts.need(scales.shape[1] == columns and rows % groups == 0, scales, f"[groups of {rows} rows, {columns}]")
-    parts.need(zeros.shape == (groups, wide), zeros, [groups, wide])
+    parts.require_shape(
+        scales.shape[1] == columns and rows % groups == 0, scales, f"[groups of {rows} rows, {columns}]"
+    )
+    parts.require_shape(zeros.shape == (groups, wide), zeros, [groups, wide])
     order = np.argsort(_AWQ_COLUMNS)
 
     def signed(tensor: StoredTensor) -> npt.NDArray[np.int8]:
         words_of_eight = _unpack(tensor, 4, 1).reshape(tensor.shape[0], wide, 8)
         return words_of_eight[:, :, order].reshape(tensor.shape[0], columns)
 
-    read = lambda: _Read("int4", signed(words), _finite(parts, scales), signed(zeros))  # noqa: E731
+    def read() -> _Read:
+        return _Read("int4", signed(words), _finite(parts, scales), signed(zeros))
+
     return parts.matrix((columns, rows), read)
 
 
@@ -263,8 +267,8 @@ def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     rows, columns, groups = per_word * words.shape[0], words.shape[1], scales.shape[0]
     index = parts.optional("g_idx", (rows,), *_INDICES)
     fits = groups <= rows if index is not None else rows % groups == 0
-    parts.need(scales.shape[1] == columns and fits, scales, f"[groups of {rows} rows, {columns}]")
-    parts.need(zeros.shape == (groups, -(-columns // per_word)), zeros, [groups, -(-columns // per_word)])
+    parts.require_shape(scales.shape[1] == columns and fits, scales, f"[groups of {rows} rows, {columns}]")
+    parts.require_shape(zeros.shape == (groups, -(-columns // per_word)), zeros, [groups, -(-columns // per_word)])
     stored_offset, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
 
     def read() -> _Read:
@@ -281,7 +285,7 @@ def _packed(parts: _Parts) -> QuantizedTensor:
     """compressed-tensors' ``pack-quantized``: words of neighbouring inputs, offset by half their range."""
     words, shape = parts.take("weight_packed", "I32", rank=2), parts.take("weight_shape", *_INDICES, rank=1)
     scales = parts.take("weight_scale", *_SCALES, rank=2)
-    parts.need(shape.shape == (2,), shape, [2])
+    parts.require_shape(shape.shape == (2,), shape, [2])
     columns, rows = map(int, shape.read().tolist())
     bits = next((bits for bits in (4, 8) if words.shape == (columns, -(-rows * bits // 32))), None)
     if bits is None:
@@ -293,7 +297,7 @@ def _packed(parts: _Parts) -> QuantizedTensor:
     zeros = parts.optional("weight_zero_point", (high, groups), "I32")
     index = parts.optional("weight_g_idx", (rows,), *_INDICES)
     fits = groups <= rows if index is not None else rows % groups == 0
-    parts.need(scales.shape[0] == columns and fits, scales, f"[{columns}, groups of {rows} inputs]")
+    parts.require_shape(scales.shape[0] == columns and fits, scales, f"[{columns}, groups of {rows} inputs]")
 
     def read() -> _Read:
         zero = None if zeros is None else _unpack(zeros, bits, 0)[:columns].T
@@ -310,13 +314,13 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
     scales = parts.take("weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale", *_SCALES)
     columns, rows = weight.shape
     tall, wide = (*scales.shape, 1, 1)[:2]
-    parts.need(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
+    parts.require_shape(len(scales.shape) <= 2 and tall <= columns and wide <= rows, scales, "one or two dimensions")
     # The last block may be smaller, so the shapes alone do not determine the block size.
     declared = [(min(high, columns), min(long, rows)) for high, long in sorted(blocks)]
     one_scale, grouped = (tall, wide) == (1, 1), tall == columns and rows % wide == 0
     even = [(columns // tall, rows // wide)] if one_scale or grouped else []
     fitting = [size for size in (*declared, *even) if (tall, wide) == (-(-columns // size[0]), -(-rows // size[1]))]
-    parts.need(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
+    parts.require_shape(bool(fitting), scales, f"one a block of {declared or 'equal groups of inputs'}")
     high, long = fitting[0]
     zeros = parts.optional("weight_zero_point", scales.shape, "I8")
     kind: Kind = "fp8" if weight.dtype == "F8_E4M3" else "int8"
@@ -338,8 +342,8 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
     """gpt-oss's MXFP4 experts: 32 inputs share a power of two (OCP Microscaling Formats, version 1.0)."""
     blocks, scales = parts.take("blocks", "U8", rank=4), parts.take("scales", "U8", rank=3)
     experts, columns, groups, block_bytes = blocks.shape
-    parts.need(block_bytes == 16, blocks, "blocks of 16 bytes")
-    parts.need(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
+    parts.require_shape(block_bytes == 16, blocks, "blocks of 16 bytes")
+    parts.require_shape(scales.shape == (experts, columns, groups), scales, [experts, columns, groups])
 
     def read() -> _Read:
         packed, exponents = blocks.read().numpy(), scales.read().numpy()
@@ -348,7 +352,7 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
         four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
         scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled
-        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), turned=False)
+        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), transposed=False)
 
     return parts.matrix((experts, groups * 32, columns), read)
 

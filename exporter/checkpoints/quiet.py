@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the messages of torch and its exporter about internals; errors still raise."""
+    """Silences log messages and warnings of torch and its exporter; errors are still raised."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -25,8 +25,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pauses the garbage collector: imports and traces create millions of objects, hardly any of them garbage, and
-    scanning them again and again takes up to a quarter of the time.
+    """Pauses the garbage collector, which would take up to a quarter of the time: imports and traces create millions of
+    objects, few of them garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

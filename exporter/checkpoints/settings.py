@@ -1,8 +1,8 @@
-"""All settings that transformers reads besides a model's configuration and weights, and their handling.
+"""How each setting that transformers reads, besides a model's configuration and weights, is handled.
 
 A setting is honoured, refused, named in a warning by ``build`` and ``inspect`` as it changes transformers' text but not
-ours, or has no effect on texts. ``texts/settings.txt`` lists them, a row each: handling, keys, note, and values besides
-null that change nothing. ``python -m scripts.docs`` writes the table in docs/settings.md from it.
+ours, or has no effect on texts. ``texts/settings.txt`` has a row for each: handling, keys, note, and the values
+besides null that change nothing. ``python -m scripts.docs`` writes the table in docs/settings.md from it.
 """
 
 from __future__ import annotations

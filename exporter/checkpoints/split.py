@@ -1,8 +1,8 @@
 """Tensor parallelism: splits a model among ranks, each of which computes a share of every layer.
 
 As in Megatron-LM (Shoeybi et al. 2019), the first product of a pair keeps a share of its columns and the second the
-same share of its rows, so that ranks synchronize once per pair to sum their results. transformers' ``tp_plan`` of a
-family tells the pairs.
+same share of its rows, so that ranks synchronize once per pair, to sum their results. A family's ``tp_plan`` in
+transformers lists the pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specexport.exporter.checkpoints.stored import read_weights, stand_for, stor
 from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
 
-class _Summed(torch.nn.Module):
+class _SumOfRanks(torch.nn.Module):
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
         self.part = part
@@ -36,7 +36,7 @@ class _Summed(torch.nn.Module):
         return output
 
 
-class _Joined(torch.nn.Module):
+class _JoinOfRanks(torch.nn.Module):
     def __init__(self, part: torch.nn.Module, ranks: int) -> None:
         super().__init__()
         self.part = part
@@ -48,7 +48,7 @@ class _Joined(torch.nn.Module):
 
 
 class _SplitEmbedding(torch.nn.Module):
-    """The rows of a table from ``first``; a rank without a token's row contributes zeros."""
+    """``count`` rows of an embedding, from ``first``; a rank without a token's row contributes zeros."""
 
     def __init__(self, part: torch.nn.Module, first: int, count: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Splitter:
         module.in_features //= self.ranks
         if module.bias is not None and self.rank:
             module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
-        return _Summed(module)
+        return _SumOfRanks(module)
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
         """Keeps a share of each expert's columns, as of any other product's."""
@@ -128,17 +128,17 @@ class _Splitter:
             packed = style == "packed_colwise"
             self.require(parameter.shape[axis] // (2 if packed else 1), f"columns of {name}")
             setattr(module, key, self.share(parameter, axis, packed))
-        return _Summed(module)
+        return _SumOfRanks(module)
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a transformers causal LM; the model is unchanged and shares the parts that are not split.
+    """One rank's share of a transformers causal LM, which is left unchanged and shares the parts that are not split.
 
-    Split are the attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the
-    embedding and of the head.
+    Attention heads and the products of MLPs and experts are split, and so are the rows of the embedding and of the head
+    if their number is divisible.
 
     Raises:
-        BuildError: transformers does not tell how to split the family, or a number is not divisible.
+        BuildError: transformers does not say how to split the family, or a size is not divisible.
     """
     splitter = _Splitter(model, rank, ranks)
     rank_model = splitter.model
@@ -170,7 +170,7 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         if getattr(head, "bias", None) is not None:
             head.bias = splitter.share(head.bias, 0)
         rank_model.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
-        rank_model.set_output_embeddings(_Joined(head, ranks))
+        rank_model.set_output_embeddings(_JoinOfRanks(head, ranks))
     return rank_model
 
 
@@ -180,22 +180,22 @@ def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoin
     Raises:
         BuildError: it cannot be split; names the family.
     """
-    refused = _refused(checkpoint, ranks)
+    prefix = _error_prefix(checkpoint, ranks)
     if checkpoint.states:
-        raise BuildError(f"{refused}it has layers without attention")
+        raise BuildError(f"{prefix}it has layers without attention")
     if checkpoint.quantized_in:
-        raise BuildError(f"{refused}its matrices are quantized already ({checkpoint.quantized_in})")
+        raise BuildError(f"{prefix}its matrices are quantized already ({checkpoint.quantized_in})")
     heads = {layer.heads for layer in checkpoint.cache}
     if uneven := sorted(count for count in heads if count % ranks):
-        raise BuildError(f"{refused}it has {uneven[0]} key/value heads; choose a number that divides them")
+        raise BuildError(f"{prefix}it has {uneven[0]} key/value heads; choose a number that divides them")
     cache = tuple(msgspec.structs.replace(layer, heads=layer.heads // ranks) for layer in checkpoint.cache)
     try:
         return dataclasses.replace(checkpoint, model=split(checkpoint.model, rank, ranks), cache=cache)
     except BuildError as error:
-        raise BuildError(f"{refused}{error}") from error
+        raise BuildError(f"{prefix}{error}") from error
 
 
-def _refused(checkpoint: Checkpoint, ranks: int) -> str:
+def _error_prefix(checkpoint: Checkpoint, ranks: int) -> str:
     return f"{checkpoint.source}: model family '{checkpoint.family}' cannot be split among {ranks} ranks: "
 
 
@@ -238,11 +238,11 @@ def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
             split_logits, *_ = pool.map(logits, range(ranks))
         except Exception as error:  # model code raises exceptions of any kind
             raise BuildError(
-                f"{_refused(checkpoint, ranks)}its ranks failed in transformers ({type(error).__name__}: {error})"
+                f"{_error_prefix(checkpoint, ranks)}its ranks failed in transformers ({type(error).__name__}: {error})"
             ) from error
     worst = float((split_logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not worst <= TOLERANCE:
         raise BuildError(
-            f"{_refused(checkpoint, ranks)}their logits are {worst:.2g} (relative) away from the whole model's, more "
-            f"than {TOLERANCE:g}"
+            f"{_error_prefix(checkpoint, ranks)}their logits are {worst:.2g} (relative) away from the whole model's, "
+            f"more than {TOLERANCE:g}"
         )

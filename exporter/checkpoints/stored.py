@@ -1,6 +1,6 @@
-"""Single tensors of checkpoints: in files, quantized, or as weights of a model that stay in the files.
+"""Tensors of checkpoints: in files, quantized, or as weights of a loaded model that stay in the files.
 
-Large matrices are read when they are needed, and then released. The model holds a stand-in of the same shape instead,
+Large matrices are read when they are needed, and then released. Meanwhile the model holds a stand-in of the same shape,
 which takes no memory and consists of NaN, so that accidental use shows in the results.
 """
 
@@ -24,10 +24,12 @@ from safetensors.torch import save_file
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, SINGLE
 
+Kind = Literal["int4", "int8", "fp8"]
+"""Types of quantized matrices."""
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
-NARROW = 16
-"""Minimum number of rows and columns of such a matrix."""
+_MIN_SIDE = 16
+"""Minimum number of its rows and of its columns."""
 _STORED, _FORM = "stored_tensor", "stored_form"
 
 
@@ -37,7 +39,7 @@ class StoredTensor:
 
     Attributes:
         dtype: safetensors' name of its type.
-        form: identifies the representation; matrices of different forms cannot be joined without rounding again.
+        form: identifies how it is stored; matrices of different forms cannot be joined without rounding again.
     """
 
     name: str
@@ -48,14 +50,13 @@ class StoredTensor:
 
     @property
     def floating(self) -> bool:
-        """Whether it holds floating-point numbers."""
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
         """Reads it in fp32.
 
         Raises:
-            BuildError: a number is not finite; names the tensor and ``path``.
+            BuildError: it has numbers that are not finite; names the tensor and ``path``.
         """
         tensor = self.read().to(torch.float32)
         if not bool(tensor.isfinite().all()):
@@ -65,10 +66,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers ``[...,G,N]`` stored as products of fewer numbers and small integers.
+    """Numbers ``[...,G,N]``, stored as small integers times numbers that several of them share.
 
     Attributes:
-        coarse: fp16 or fp32 ``[...,S,N]``, each for ``G/S`` neighbours.
+        coarse: fp16 or fp32 ``[...,S,N]``, each shared by ``G/S`` neighbours.
         fine: int8 ``[...,G,N]``; None if all are 1.
     """
 
@@ -82,8 +83,8 @@ class Factors:
             values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
         return values
 
-    def turned(self) -> Factors:
-        """The factors of the transposed matrix, from those with the blocks on the last axis."""
+    def transposed(self) -> Factors:
+        """The factors of the transposed matrix: the blocks move from the last axis to the last but one."""
         fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
         return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
 
@@ -97,7 +98,7 @@ class Scales:
     """The quantization of a matrix ``[...,K,N]`` of a graph: ``scale * (integer - zero) + offset``.
 
     Attributes:
-        kind: the smallest type of its integers, signed unless there are offsets; ``fp8`` for float8_e4m3fn numbers.
+        kind: the smallest type that holds its integers, signed unless there are offsets; ``fp8``: float8_e4m3fn.
         group: number of neighbouring rows that share scales; K for one scale per column.
         scale: ``[...,K/group,N]``.
         zero: int8 like ``scale``; None if all are 0.
@@ -119,11 +120,11 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor(StoredTensor):
-    """A quantized matrix, by its name and shape in the model.
+    """A quantized matrix, with its name and shape in the model.
 
     Attributes:
-        scales: reads its quantization; returns None if rows that share a scale are not neighbours.
-        kind: the smallest type of its integers, if known without reading it.
+        scales: reads its scales; returns None if rows that share a scale are not neighbours.
+        kind: the smallest type that holds its integers, as far as known without reading it.
     """
 
     scales: Callable[[], Scales | None]
@@ -172,7 +173,7 @@ def save_head_tensors(
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it is run.
+    """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it runs.
 
     Raises:
         BuildError: it holds anything other than named tensors.
@@ -201,21 +202,21 @@ class StandIns:
     """Creates stand-ins for the tensors of a checkpoint, and marks them in the loaded model.
 
     Args:
-        outline: the model without weights. Only tensors that it has by name and shape get stand-ins: those that
-            transformers composes from several stored ones have to be read.
+        meta: the model on torch's meta device. Only tensors that it has by name and shape get stand-ins; those that
+            transformers composes from several stored ones must be read.
     """
 
-    def __init__(self, outline: Any) -> None:
-        parameters = outline.named_parameters(remove_duplicate=False)
+    def __init__(self, meta: Any) -> None:
+        parameters = meta.named_parameters(remove_duplicate=False)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._prefix = f"{outline.base_model_prefix}."
+        self._prefix = f"{meta.base_model_prefix}."
         self._stored: dict[int, StoredTensor] = {}
 
     def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor to load: a stand-in for a large one."""
         shapes = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
-        # Narrow ones belong to convolutions, whose weights are read by the module around them.
-        matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= NARROW
+        # Narrow matrices belong to convolutions, whose weights the surrounding module reads.
+        matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= _MIN_SIDE
         if not matrix or torch.Size(tensor.shape).numel() < LARGE or not tensor.floating or tensor.shape not in shapes:
             return tensor.read()
         stand_in = torch.full((), torch.nan).expand(tensor.shape)
@@ -223,7 +224,7 @@ class StandIns:
         return stand_in
 
     def mark(self, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
-        """Records on each stand-in its stored tensor, and on other parameters the form of the stored tensor."""
+        """Attaches its stored tensor to each stand-in, and the stored tensor's form to every parameter."""
         for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
                 stand_for(parameter, self._stored[parameter.data_ptr()])
@@ -233,7 +234,7 @@ class StandIns:
 
 
 def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
-    """Records the stored tensor of a stand-in."""
+    """Attaches the stored tensor to a stand-in."""
     setattr(parameter, _STORED, tensor)
 
 
@@ -244,19 +245,19 @@ def stored_tensor(parameter: torch.Tensor) -> StoredTensor | None:
 
 
 def read_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's numbers; those of a stand-in are read as they are stored."""
+    """A parameter's numbers; a stand-in's are read from its file, in their stored type."""
     stored = stored_tensor(parameter)
     return parameter.detach() if stored is None else stored.read()
 
 
 def form_of(parameter: torch.Tensor) -> str:
-    """The form of a parameter's stored tensor, see :class:`StoredTensor`; empty if it does not matter."""
+    """The form of a parameter's stored tensor (see :class:`StoredTensor`); empty if it does not matter."""
     return str(getattr(parameter, _FORM, ""))
 
 
 @contextlib.contextmanager
 def read_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which running modules have their weights instead of stand-ins."""
+    """Context in which each module has its weights while it runs, instead of stand-ins."""
     handles = []
     for module in model.modules():
         stand_ins = {
@@ -282,6 +283,3 @@ def _read_weights(stand_ins: dict[str, Any], module: torch.nn.Module, _args: Any
 
 def _release_weights(stand_ins: dict[str, Any], module: torch.nn.Module, *_: Any) -> None:
     module._parameters.update(stand_ins)
-
-
-Kind = Literal["int4", "int8", "fp8"]

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, its chat templates, and comparison with another's. Loads transformers when needed."""
+"""Reads and compares tokenizers of checkpoints, and reads chat templates. Imports transformers only when needed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _fault(path: Path) -> str | None:
-    """The fault of a file that should hold a JSON object; None if there is none or no file."""
+    """What is wrong with a file that should hold a JSON object; None if nothing is, or if there is no file."""
     if path.is_file():
         try:
             read_object(path)
@@ -89,7 +89,7 @@ def _fault(path: Path) -> str | None:
 
 
 def _missing_reader(folder: Path) -> str | None:
-    """The package to install for a folder's tokenizer; transformers may name another."""
+    """Asks to install the package that a folder's tokenizer needs, as transformers may name another one."""
     if (folder / "tokenizer.json").is_file():
         return None
     for file in map(folder.joinpath, _SENTENCEPIECE):
@@ -124,7 +124,7 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
     """Checks that two tokenizers give every token the same id, except padding of the vocabularies.
 
     Raises:
-        BuildError: they differ; it names the first token that does.
+        BuildError: they differ; names the first differing token.
     """
     ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
     if ours == theirs and _pipeline(target) == _pipeline(draft):
@@ -144,7 +144,7 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The parts of a tokenizer that determine tokenization, without those that only add tokens around sequences."""
+    """The parts of a tokenizer that determine how text is split, without those that add tokens around a sequence."""
     parts = json.loads(tokenizer.to_str())
     return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
         "merges": parts.get("model", {}).get("merges")
@@ -184,7 +184,7 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
 
 
 def other_template(folder: Path, used: Mapping[str, str]) -> SettingNote | None:
-    """The file with the processor's template, if that is not the one used."""
+    """A warning if the processor has another template than the one that is used."""
     place, templates = _of_processor(folder) or (folder, {})
     if not templates or templates.get(DEFAULT_TEMPLATE) == used.get(DEFAULT_TEMPLATE):
         return None

@@ -47,20 +47,20 @@ class CompileReport:
 def compile_bundle(folder: Path, options: CompileOptions, progress: Progress | None = None) -> CompileReport:
     """Compiles every graph of a bundle and lists the engines in its manifest.
 
-    Engines of other devices and libraries that are there stay; those of the same are replaced. The manifest is changed
-    at the end, in one act: a compilation that fails or is killed leaves the bundle as it was.
+    Existing engines for other devices and libraries stay; those for the same ones are replaced. The manifest is
+    replaced atomically at the end, so a compilation that fails or is killed leaves the bundle unchanged.
 
     Raises:
-        BuildError: the library is not installed, has no such device, or refuses a graph; the bundle's prompts may hold
-            embeddings, or it was not built for a batch size; another process changes it, or it cannot be written.
-        BundleError: the bundle is not whole.
+        BuildError: the library is not installed, does not support the device, or refuses a graph; the bundle accepts
+            embeddings in prompts, or lacks a batch size; another process is changing it, or it cannot be written.
+        BundleError: the bundle is incomplete.
     """
     with changing(folder) as manifest:
         return compile_graphs(folder, manifest, options, progress or (lambda *_: None))
 
 
 def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, report: Progress) -> CompileReport:
-    """As :func:`compile_bundle`, for a bundle that this process writes or changes already."""
+    """:func:`compile_bundle` for a bundle that this process has already locked or is still writing."""
     check_files(folder, manifest, hashes=False)
     if manifest.target.embedding_size is not None and options.backend in COMPILERS:
         raise BuildError(
@@ -83,13 +83,12 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     library = load_library(options.backend) if options.backend in COMPILERS else None
     if library is not None and manifest.target.ranks:
         require_collectives(library, options.compute_capability)
-    listed = {entry.path for entry in manifest.files}
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
-    compiler = _Compiler(folder, listed, options, library, capabilities, report)
-    models = {role: compiler.model(model, manifest) for role, model in manifest.models.items()}
-    # The steps of a split target are the host's.
-    graphs = () if manifest.target.ranks else manifest.program or _traced_program(folder, manifest)
-    program = tuple(compiler.program(graph, manifest) for graph in graphs)
+    compiler = _Compiler(folder, manifest, options, library, capabilities, report)
+    models = {role: compiler.model(model) for role, model in manifest.models.items()}
+    # The host takes the steps of a split target.
+    graphs = () if manifest.target.ranks else manifest.program or _trace_program(folder, manifest)
+    program = tuple(map(compiler.program, graphs))
     new = msgspec.structs.replace(
         manifest,
         backend=options.backend,
@@ -97,54 +96,52 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
         methods=tuple(method.with_models(models) for method in manifest.methods),
         program=program,
     )
-    new = _listed(folder, manifest, new)
+    new = _with_files(folder, manifest, new)
     exchange_manifest(folder, new)
     return CompileReport(tuple(compiler.reports), options.backend, library.version if library else "", capabilities)
 
 
 @dataclass
 class _Compiler:
-    """Compiles the graphs of one bundle, or rewrites them where ``library`` is None; ``listed`` are the files that its
-    manifest names.
-    """
+    """Compiles the graphs of one bundle; without a ``library`` it only rewrites them."""
 
     folder: Path
-    listed: set[str]
+    manifest: Manifest
     options: CompileOptions
     library: CompilerLibrary | None
     capabilities: tuple[str, ...]
     progress: Progress
     reports: list[EngineReport] = field(default_factory=list)
 
-    def model(self, model: Model, manifest: Manifest) -> Model:
-        """The model with its engines, those of every rank where it is split."""
+    def model(self, model: Model) -> Model:
+        """The model with its engines, those of every rank if it is split."""
         compute = self.options.compute or default_compute(model.precision.weights)
         new = []
-        # Only compiled engines would store the weights twice for one token at a time.
+        # A profile for one token at a time makes only compiled engines store the weights twice.
         plain = self.options.plain_profile or self.library is None
         ranks = len(model.ranks)
         for rank in range(max(1, ranks)):
             part = model.of_rank(rank)
-            for job in model_jobs(part, manifest, self._batches(manifest), plain=plain):
+            for job in model_jobs(part, self.manifest, self._batches, plain=plain):
                 source = self._source(part.graph.master, compute, job, part.engines, ranks)
                 engine = self._engine(source, job, compute, rank)
-                new.append(self._cut(engine, job, part.engines) if ranks and self.library is None else engine)
+                new.append(self._with_segments(engine, job, part.engines) if ranks and not self.library else engine)
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *new))
 
-    def program(self, graph: ProgramGraph, manifest: Manifest) -> ProgramGraph:
-        """A graph of the step program with its engines; one that moves caches is of their type."""
-        of_cache = isinstance(graph, Commit)
-        compute = self.options.compute or default_compute(manifest.target.precision.weights) if of_cache else "fp32"
+    def program(self, graph: ProgramGraph) -> ProgramGraph:
+        """A graph of the step program with its engines; the graph that moves cache rows has the caches' type."""
+        moves_rows, weights = isinstance(graph, Commit), self.manifest.target.precision.weights
+        compute = self.options.compute or default_compute(weights) if moves_rows else "fp32"
         new = []
-        for job in program_jobs(graph, manifest, self._batches(manifest)):
-            source = self._source(graph.file, compute, job, graph.engines) if of_cache else self.folder / graph.file
+        for job in program_jobs(graph, self.manifest, self._batches):
+            source = self._source(graph.file, compute, job, graph.engines) if moves_rows else self.folder / graph.file
             new.append(self._engine(source, job, compute))
         return msgspec.structs.replace(graph, engines=(*self._kept(graph.engines), *new))
 
     def _source(
         self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...], ranks: int = 0
     ) -> Path:
-        """The graph to compile: as another engine's, or written."""
+        """The graph to compile: written, unless another engine was compiled from the same one."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
         kind = "" if self.library else ".cuda"
@@ -156,12 +153,13 @@ class _Compiler:
             write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
         return path
 
-    def _batches(self, manifest: Manifest) -> tuple[int, ...]:
+    @property
+    def _batches(self) -> tuple[int, ...]:
         """Batch sizes of the engines; graphs that are not compiled run any number of slots."""
-        return self.options.engine_batch_sizes if self.library else manifest.batch_sizes
+        return self.options.engine_batch_sizes if self.library else self.manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
-        """Engines of other libraries and devices."""
+        """The engines of other libraries and devices, which stay."""
         replaced = (self.options.backend, self.capabilities)
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != replaced)
 
@@ -172,7 +170,7 @@ class _Compiler:
             report = _source_report(source, len(job.profiles))
         else:
             devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
-            output = self._free(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
+            output = self._unlisted(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
             with during(self.progress, f"compiling {source.parent.name}/{source.stem}"):
                 capabilities = tuple(map(capability, self.capabilities))
                 report = compile_graph(source, output, job.sizes, self.library, capabilities)
@@ -188,21 +186,24 @@ class _Compiler:
             profiles=job.profiles,
         )
 
-    def _cut(self, engine: CompiledEngine, job: CompileJob, engines: tuple[CompiledEngine, ...]) -> CompiledEngine:
-        """A rank's graph with its segments: as another engine's, or written."""
+    def _with_segments(
+        self, engine: CompiledEngine, job: CompileJob, engines: tuple[CompiledEngine, ...]
+    ) -> CompiledEngine:
+        """A rank's graph with its segments, which are written unless another engine of the same graph has them."""
         segments = next((other.segments for other in engines if other.source == engine.source and other.segments), ())
         if not segments:
             written = write_segments(self.folder / engine.source, job.fixed)
             segments = tuple(path.relative_to(self.folder).as_posix() for path in written)
         return msgspec.structs.replace(engine, segments=segments)
 
-    def _free(self, path: Path) -> Path:
-        """A free path like this: files in the manifest must stay whole until the manifest is exchanged."""
-        free, number = path, 1
-        while free.relative_to(self.folder).as_posix() in self.listed:
+    def _unlisted(self, path: Path) -> Path:
+        """The path, numbered if the manifest lists it: listed files must stay whole until the manifest is replaced."""
+        listed = {self.folder / entry.path for entry in self.manifest.files}
+        unlisted, number = path, 1
+        while unlisted in listed:
             number += 1
-            free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        return free
+            unlisted = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        return unlisted
 
 
 def _source_report(source: Path, profiles: int) -> EngineReport:
@@ -221,7 +222,7 @@ def default_compute(weights: StoredAs) -> ComputedIn:
 def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
     """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
-    # By default, the type that a method's own model computes in follows from its own matrices.
+    # By default, a method's own model computes in the type that its own matrices suggest.
     in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
     stored = _stored(manifest) if compute else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
@@ -280,8 +281,8 @@ def _this_device() -> Capability:
     return int(properties.major), int(properties.minor)
 
 
-def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
-    """The step program of a bundle that was built without one; plain steps can do without, where torch is not there."""
+def _trace_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
+    """Traces the step program of a bundle that was built without one; plain decoding needs none if torch is missing."""
     try:
         from specexport.exporter.trace import write_program
     except ImportError as error:
@@ -294,8 +295,8 @@ def _traced_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...
     return write_program(folder, manifest.methods, manifest.target.cache, manifest.lowering)
 
 
-def _listed(folder: Path, old: Manifest, new: Manifest) -> Manifest:
-    """The new manifest with entries of its engines' files, without files that only the old one used."""
+def _with_files(folder: Path, old: Manifest, new: Manifest) -> Manifest:
+    """The new manifest with entries for its engines' files, without files that only the old one used."""
     old_files, new_files = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in old_files | new_files)
     return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(new_files))))

@@ -1,4 +1,4 @@
-"""Compiles one ONNX graph into one engine with TensorRT or TensorRT-RTX through polygraphy, which drives both alike."""
+"""Compiles an ONNX graph into an engine with TensorRT or TensorRT-RTX, both driven through polygraphy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnx
+import onnx_ir as ir
 
 from specexport.contract import tensors
 from specexport.contract.engines import EngineRuntime
@@ -20,7 +21,7 @@ from specexport.exporter.engines.options import Capability, dotted
 
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _COLLECTIVES: dict[EngineRuntime, str] = {"tensorrt": "TensorRT 11", "tensorrt-rtx": "TensorRT-RTX 1.7"}
-"""The releases that are known to have collective layers."""
+"""The first releases known to have collective layers."""
 _COLLECTIVES_FROM: Capability = (8, 0)
 
 
@@ -28,7 +29,7 @@ class CompilerLibrary(NamedTuple):
     """An imported library.
 
     Attributes:
-        polygraphy: ``polygraphy.backend.trt``, set to that module.
+        polygraphy: ``polygraphy.backend.trt``, configured for that library.
     """
 
     runtime: EngineRuntime
@@ -44,7 +45,7 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
     """Imports a library, and polygraphy for it.
 
     Raises:
-        BuildError: it is not installed, or this process uses the other one.
+        BuildError: it is not installed, or this process already uses the other one.
     """
     name = _MODULES[runtime]
     try:
@@ -56,7 +57,7 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
             f"pip install 'specexport[{runtime},compile]'"
         ) from error
     if "polygraphy.backend.trt" not in sys.modules:
-        # polygraphy asks this once, when its loaders are imported.
+        # polygraphy reads this once, when its loaders are imported.
         config.USE_TENSORRT_RTX = runtime == "tensorrt-rtx"
     elif (runtime == "tensorrt-rtx") != config.USE_TENSORRT_RTX:
         raise BuildError(
@@ -69,10 +70,10 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
 
 
 def require_collectives(library: CompilerLibrary, capabilities: Collection[Capability]) -> None:
-    """Checks that a library and devices have the layers by which the ranks of a split target meet.
+    """Checks that a library and devices support the collective layers of a split target.
 
     Raises:
-        BuildError: one has not; says which have.
+        BuildError: one does not; says which do.
     """
     if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
@@ -90,7 +91,7 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
 
 @contextlib.contextmanager
 def messages() -> Iterator[list[str]]:
-    """Collects the errors that the library and polygraphy would print; they print nothing meanwhile."""
+    """Collects the errors that the library and polygraphy would print, and keeps them from printing anything."""
     from polygraphy.logger import G_LOGGER
 
     errors: list[str] = []
@@ -108,7 +109,7 @@ def messages() -> Iterator[list[str]]:
 
 def reason(errors: list[str]) -> str:
     """The first error among a library's messages, in one line."""
-    # Without a driver some messages only say that there is none; compiling needs none.
+    # Some messages only say that there is no driver, which compiling does not need.
     reasons = [message for message in errors if "cudaError 35" not in message]
     return " ".join(reasons[0].split()) if reasons else "it gave no reason"
 
@@ -118,9 +119,9 @@ class EngineReport:
     """The result of compiling one graph.
 
     Attributes:
-        layers: of the network, before the compiler fuses them.
-        attentions: how many Attention operators it has; none where the graph spells attention out.
-        decomposed: why these have no fused kernel; None where they have one.
+        layers: number of the network's layers before the compiler fuses them.
+        attentions: number of Attention operators; 0 if the graph spells attention out.
+        decomposed: why attention has no fused kernel; None if it has one.
     """
 
     file: str
@@ -139,10 +140,10 @@ def compile_graph(
     library: CompilerLibrary,
     capabilities: tuple[Capability, ...],
 ) -> EngineReport:
-    """Compiles an ONNX graph; only the shapes of its profiles, the sizes of every symbolic dimension, will run.
+    """Compiles an ONNX graph, for the shapes of its profiles only: the sizes of every symbolic dimension.
 
     Raises:
-        BuildError: the library refuses the graph, or would compile something else than the ONNX graph says.
+        BuildError: the library refuses the graph, or its network differs from the ONNX graph.
     """
     start = time.monotonic()
     graph = onnx.load(source, load_external_data=False).graph
@@ -156,7 +157,7 @@ def compile_graph(
             if decomposed is not None or "decomposable" not in str(error):
                 errors = f"{source}: {library.runtime} {library.version} does not compile it: {error}"
                 raise BuildError(errors) from error
-            # Which shapes have a fused kernel depends on the version and the device: it says so when it compiles.
+            # Which shapes have a fused kernel depends on the version and the device, and shows only in compiling.
             decomposed = "no fused kernel for its shapes"
     return EngineReport(
         file=output.name,
@@ -170,13 +171,13 @@ def compile_graph(
 
 
 class _RefusedError(Exception):
-    """The library does not compile a graph; holds the reason."""
+    """The library refuses a graph, for the reason in the message."""
 
 
 def _attempt(
     source: Path, graph: onnx.GraphProto, library: CompilerLibrary, config: Any, *, decompose: bool
 ) -> tuple[Any, int, int]:
-    """The serialized engine, and how many layers and Attention operators its network has."""
+    """Compiles once: the serialized engine, and the numbers of its network's layers and Attention operators."""
     from polygraphy.exception import PolygraphyException
 
     with messages() as errors:
@@ -191,14 +192,14 @@ def _attempt(
 
 
 def _config(library: CompilerLibrary, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
-    # Streams of the library's own would be forks in every captured graph; a model this narrow leaves little to overlap.
+    # Auxiliary streams would fork every captured graph, and a model this narrow leaves little to overlap.
     settings: dict[str, Any] = {"profiles": profiles, "max_aux_streams": 0}
     if library.runtime == "tensorrt":
         return library.polygraphy.CreateConfig(**settings)
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
     def without_tf32(builder: Any, network: Any, config: Any) -> None:
-        # The library's default; for TensorRT polygraphy turns it off.
+        # TensorRT-RTX uses TF32 by default; for TensorRT polygraphy turns it off.
         config.clear_flag(library.trt.BuilderFlag.TF32)
 
     config = CreateConfigRTX(compute_capabilities=list(capabilities), **settings)
@@ -223,10 +224,10 @@ def _layers(network: Any, kind: str) -> list[Any]:
 
 
 def _mark(network: Any, trt: Any, decompose: bool) -> int:
-    """Counts the Attention operators, and lets the compiler spell them out if asked to."""
+    """Counts the Attention operators, and allows the compiler to decompose them if asked to."""
     layers = _layers(network, "ATTENTION_INPUT")
     for layer in layers:
-        layer.__class__ = trt.IAttentionInputLayer  # the bindings give every layer the class they all have
+        layer.__class__ = trt.IAttentionInputLayer  # the bindings return every layer as the base class
         layer.attention.decomposable = decompose
     return len(layers)
 
@@ -237,14 +238,15 @@ def _attention_in_fp32(graph: onnx.GraphProto) -> bool:
 
 
 def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: CompilerLibrary) -> None:
-    """Checks that the network has the inputs and outputs of the ONNX graph, and writes caches in place."""
+    """Checks that the network has the ONNX graph's inputs and outputs, and writes caches in place."""
     sides = (
         ("input", graph.input, [network.get_input(index) for index in range(network.num_inputs)]),
         ("output", graph.output, [network.get_output(index) for index in range(network.num_outputs)]),
     )
     for side, expected, network_tensors in sides:
         types = {tensor.name: str(tensor.dtype).rpartition(".")[2] for tensor in network_tensors}
-        expected_types = {value.name: _TYPES[value.type.tensor_type.elem_type] for value in expected}
+        onnx_types = {value.name: ir.DataType(value.type.tensor_type.elem_type).name for value in expected}
+        expected_types = {name: _TYPES.get(kind, kind) for name, kind in onnx_types.items()}
         for name in sorted(types.keys() | expected_types.keys()):
             if types.get(name) != expected_types.get(name):
                 raise BuildError(
@@ -261,10 +263,5 @@ def _require_same(source: Path, graph: onnx.GraphProto, network: Any, library: C
             )
 
 
-_TYPES = {
-    onnx.TensorProto.FLOAT: "FLOAT",
-    onnx.TensorProto.FLOAT16: "HALF",
-    onnx.TensorProto.BFLOAT16: "BF16",
-    onnx.TensorProto.INT64: "INT64",
-    onnx.TensorProto.BOOL: "BOOL",
-}
+_TYPES = {"FLOAT16": "HALF", "BFLOAT16": "BF16"}
+"""Types that TensorRT names differently from ONNX."""

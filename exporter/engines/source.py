@@ -1,6 +1,6 @@
-"""The engines that a bundle needs, the shapes of each, and the graph that an engine is compiled from.
+"""The engines that a bundle needs, their shapes, and the source graphs that they are compiled from.
 
-A source graph is a master whose types are decided; onnxruntime on GPUs runs it as it is.
+A source graph is a master graph with its types decided; onnxruntime runs it on GPUs as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_poi
 from specexport.exporter.external_data import INLINE_BYTES, DataFile
 from specexport.exporter.passes.fix_sizes import fix_sizes
 from specexport.exporter.passes.ranks import cut
-from specexport.exporter.pipeline import for_device, run_passes
+from specexport.exporter.pipeline import device_passes, run_passes
 
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
@@ -32,7 +32,7 @@ class CompileJob:
     """One engine to compile.
 
     Attributes:
-        vocab: V, where it is symbolic.
+        vocab: V, in graphs in which it is symbolic.
     """
 
     profiles: tuple[ShapePoint, ...]
@@ -40,31 +40,31 @@ class CompileJob:
 
     @property
     def drafts(self) -> int:
-        """K of a propose graph that drafts the same number in every profile, else 0."""
+        """K of a propose graph that drafts the same number of tokens in every profile; otherwise 0."""
         numbers = {profile.drafts for profile in self.profiles}
         return numbers.pop() if len(numbers) == 1 else 0
 
     @property
     def several(self) -> bool:
-        """Whether it runs several slots at once: then B stays symbolic, as prompts are read a slot at a time."""
+        """Whether it runs several slots at once; B then stays symbolic, as prompts are read one slot at a time."""
         return any(profile.batch > 1 for profile in self.profiles)
 
     @property
     def sizes(self) -> list[dict[str, int]]:
-        """Every symbolic dimension, a profile each."""
+        """The sizes of every symbolic dimension, for each profile."""
         return [program_sizes(profile, self.vocab) for profile in self.profiles]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Slots, where there is one, and cache rows, where they are the same in all profiles."""
+        """The symbolic dimensions that all profiles share: B if it is 1, S if there is one cache size."""
         rows = {profile.cache for profile in self.profiles}
         return ({} if self.several else {"B": 1}) | ({"S": rows.pop()} if len(rows) == 1 else {})
 
 
 def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[CompileJob]:
-    """The engines of a model: one. Whatever the batch sizes of its steps, it reads prompts a slot at a time.
+    """The engine of a model, for steps of these batch sizes and for prompts, which are read one slot at a time.
 
-    With ``plain`` it also runs one token at a time, where more can be run too.
+    With ``plain`` it also has profiles for one token at a time, even if it has wider ones.
     """
     chunk = manifest.prefill_chunk
     if not model.cache:
@@ -80,17 +80,17 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
     tokens = frozenset({CATCH_UP_TOKENS}) if owner is None else owner.call_widths
     if not tokens:
         return [CompileJob(tuple(points))]
-    # One token a call, K calls a step. Unrolled, TensorRT keeps the weights for each of the K passes (5.4 times their
-    # size at K = 4), and passes over one token would want them in yet another order: a draft's call sees two tokens.
+    # One token per call, K calls per step. TensorRT would store the weights for each of K unrolled passes (5.4 times
+    # their size at K = 4), and in yet another order for passes over one token: so a draft's call reads two tokens.
     runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]
     return [CompileJob(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
 
 def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
-    """The cache sizes engines are compiled for, of those a bundle declares.
+    """The cache sizes that engines are compiled for, among those that a bundle declares.
 
-    Natively one, as TensorRT wants a cache it writes in place to be of fixed size. Portably it grows fourfold:
-    attention costs for the whole cache, but on a GPU that is little beside the weights until contexts are long.
+    The native lowering has one, as TensorRT requires a fixed size for a cache that it writes in place. Portable caches
+    grow fourfold: attention costs the whole cache, but on a GPU that is little beside the weights at short contexts.
     """
     kept = [sizes[-1]]
     if lowering == "portable":
@@ -101,7 +101,7 @@ def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
 
 
 def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[CompileJob]:
-    """The engines of a graph of the step program: one, for every tree and batch size that needs it."""
+    """The engine of a graph of the step program, for every tree and batch size that needs it, if any does."""
     caches = sorted({point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
     points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
@@ -118,19 +118,17 @@ def write_source(
     compiled: bool,
     ranks: int = 0,
 ) -> None:
-    """Writes the graph, and beside it the weights that had to be converted.
-
-    Weights that stay as they are stay in the master's weights file.
+    """Writes the graph and, beside it, the weights that had to be converted; others stay in the master's weights file.
 
     Args:
         master: a step or propose graph.
-        output: in its folder.
-        compute: what activations and the KV cache are to be.
-        drafts: draft tokens of a propose graph, one, or its stages; 0 for a step graph.
-        sizes: the symbolic dimensions that are the same in every profile. Without B, several slots may run.
-        compiled: whether TensorRT compiles it: then tables that rows are looked up in are not quantized, products
-            see the tokens of several slots as rows, and ranks meet inside.
-        ranks: among how many the model is split whose part this is; 0 where it is not.
+        output: a file in the master's folder.
+        compute: type of activations and of the KV cache.
+        drafts: draft tokens of a propose graph: 1, or the number of its stages; 0 for a step graph.
+        sizes: the symbolic dimensions that are the same in every profile; without B, several slots may run.
+        compiled: whether TensorRT compiles it: tables to look up are then in floating point, products take the tokens
+            of several slots as rows of one matrix, and ranks combine their parts within the graph.
+        ranks: number of ranks that the model is split among; 0 if it is not split.
 
     Raises:
         BuildError: a weight does not fit ``compute``, or the graph has control flow.
@@ -148,7 +146,7 @@ def write_source(
                 return ir.tensor(array, dtype, name=name)
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
-        run_passes(model, for_device(compute, drafts, sizes, store, compiled=compiled, ranks=ranks))
+        run_passes(model, device_passes(compute, drafts, sizes, store, compiled=compiled, ranks=ranks))
     model.graph.name = output.stem
     ir.save(model, output)
     if not converted.stat().st_size:
@@ -156,14 +154,14 @@ def write_source(
 
 
 def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
-    """Cuts a rank's graph for ONNX Runtime where the ranks meet; the segments lie beside it.
+    """Cuts a rank's graph for ONNX Runtime where ranks combine their parts, and writes the segments beside it.
 
     Args:
-        source: as :func:`write_source` wrote it.
-        sizes: as there.
+        source: a graph of :func:`write_source`.
+        sizes: see there.
 
     Raises:
-        BuildError: what goes from one segment to another is of no size that a shape point says.
+        BuildError: a value that is passed between segments has a size that no shape point determines.
     """
     segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:

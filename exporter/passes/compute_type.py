@@ -1,9 +1,9 @@
-"""Lowers a graph to half precision, for strongly typed compilers, which decide no types themselves.
+"""Lowers a graph to half precision, for strongly typed compilers, which choose no types themselves.
 
-Matrices, attention, the residual stream and the KV cache take the narrow type. Operations that would lose too much stay
-in float32: softmax, rotary angles, everything computed from the sampling parameters, and norms, unless a backend sums
-those in float32 by itself. A node computes in float32 if an operand does, until the next matrix multiplication; so only
-a few casts are needed.
+Matrices, attention, the residual stream and the KV cache get the narrow type. Operations that would lose too much stay
+in float32: softmax, rotary angles, everything computed from sampling parameters, and norms, unless the backend itself
+sums those in float32. A node computes in float32 if one of its operands does, up to the next matrix multiplication, so
+that few casts are needed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from specexport.contract.tensors import CACHES, MEETING_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
-_NARROW = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
-_NORMS = {"RMSNormalization", "LayerNormalization"}
-_WIDE = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
-_TYPES: dict[ir.DataType, npt.DTypeLike] = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
+_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
+_NORM_OPS = {"RMSNormalization", "LayerNormalization"}
+_WIDE_OPS = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
+HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+"""The 16-bit types by their names in options."""
 
 Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
-"""Keeps a converted constant: its name, type and content."""
+"""Stores a converted constant, given its name, type and content."""
 
 
 def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_norms: bool = False) -> None:
-    """Lets a float32 graph without inner graphs compute in ``narrow``, caches included; other inputs stay float32.
+    """Makes a float32 graph without subgraphs compute in ``narrow``, caches included; other inputs stay float32.
 
     Args:
         model: changed in place.
         narrow: ``FLOAT16`` or ``BFLOAT16``.
         store: called with each constant that has to be converted.
-        narrow_norms: whether norms read and write the narrow type, for backends whose kernels sum in float32
-            all the same (ONNX Runtime's on GPUs); else they are float32 between two casts.
+        narrow_norms: whether norms read and write the narrow type, for backends whose kernels sum in float32 anyway
+            (ONNX Runtime's on GPUs); otherwise they compute in float32 between two casts.
 
     Raises:
         BuildError: a weight does not fit ``narrow``.
     """
     passes.ShapeInferencePass()(model)
-    wide = _WIDE if narrow_norms else _WIDE | _NORMS
+    wide = _WIDE_OPS if narrow_norms else _WIDE_OPS | _NORM_OPS
     narrowing = _Narrowing(model.graph, narrow, wide, store)
     interface = (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs))
     narrowing.run({name for name in interface if name.startswith(CACHES)})
@@ -52,7 +53,7 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
     split = any(node.domain == MEETING_DOMAIN for node in model.graph)
     for node in model.graph:
         for value in node.outputs:
-            if split and value in narrowing.is_narrow:  # nothing is inferred past where ranks meet
+            if split and value in narrowing.is_narrow:  # shape inference stops where ranks combine their parts
                 value.dtype = narrow if narrowing.is_narrow[value] else _FLOAT
             elif not split and not value.is_graph_output():
                 value.type = value.shape = None
@@ -66,7 +67,7 @@ class _Narrowing:
         self._wide = wide
         self._store = store
         self._constant = _constants(graph)
-        # Positions times frequencies need every bit of a float32.
+        # Positions times frequencies need the full precision of float32.
         self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
         self.is_narrow: dict[ir.Value, bool] = {}
         """Whether a value is narrow: float values that depend on an input, and converted constants."""
@@ -100,7 +101,7 @@ class _Narrowing:
             node.replace_input_with(index, self._as(value, narrow))
         self.is_narrow |= dict.fromkeys(makes_floats, narrow)
         if narrow and node.op_type == "ConstantOfShape":
-            zero = ir.tensor(np.zeros(1, _TYPES[self._narrow]), self._narrow)
+            zero = ir.tensor(np.zeros(1, self._narrow.numpy()), self._narrow)
             node.attributes["value"] = ir.AttrTensor("value", zero)
         elif narrow and node.op_type == "Cast":
             node.attributes["to"] = ir.AttrInt64("to", self._narrow.value)
@@ -109,27 +110,27 @@ class _Narrowing:
         """Whether a node computes in the narrow type."""
         if node.op_type in self._wide or any(value in self._angles for value in node.outputs):
             return False
-        if node.op_type in _NARROW:
+        if node.op_type in _NARROW_OPS:
             return True
         if node.op_type == "Cast":
-            # A quantized weight, which the narrow types hold exactly; no other integer or truth value.
+            # The narrow types hold quantized weights exactly, but not other integers.
             return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
         return all(self._allows(value) for value in floats)
 
     def _allows(self, value: ir.Value) -> bool:
-        """Whether a node that reads a value may compute in the narrow type: it is narrow, or a number that fits."""
+        """Whether a value allows its readers the narrow type: it is narrow, or a constant that fits."""
         if value not in self._constant:
             return self.is_narrow[value]
         tensor = ir.convenience.get_const_tensor(value)
         return tensor is None or tensor.size != 1 or self._fits(tensor.numpy())
 
     def _fits(self, array: npt.NDArray[np.generic]) -> bool:
-        largest = float(ml_dtypes.finfo(_TYPES[self._narrow]).max)
+        largest = float(ml_dtypes.finfo(self._narrow.numpy()).max)
         finite = array[np.isfinite(array)] if array.dtype == np.float32 else array
         return bool(np.abs(finite.astype(np.float32)).max(initial=0.0) <= largest)
 
     def _as(self, value: ir.Value, narrow: bool) -> ir.Value:
-        """A float value in the type a node wants."""
+        """A float value in the type that its reader needs."""
         if value in self._constant:
             return self._narrow_constant(value) if narrow else value
         if self.is_narrow[value] == narrow:
@@ -147,7 +148,7 @@ class _Narrowing:
         return self._converted[value, narrow]
 
     def _narrow_constant(self, value: ir.Value) -> ir.Value:
-        """The narrow twin of a constant: of an initializer, or of a value computed from initializers alone."""
+        """The narrow copy of a constant: an initializer, or a value computed from initializers alone."""
         if value.dtype != _FLOAT:
             return value
         if (value, True) not in self._converted:
@@ -162,7 +163,7 @@ class _Narrowing:
         if node.op_type == "Cast":
             stored = node.inputs[0]
             if stored is not None and stored.dtype == self._narrow:
-                return stored  # stored narrow, and widened only for backends that compute wide
+                return stored  # already narrow; the Cast is for backends that compute in float32
             self._require_fit(stored)
             attributes["to"] = ir.AttrInt64("to", self._narrow.value)
         else:
@@ -176,7 +177,7 @@ class _Narrowing:
         assert value.const_value is not None
         self._require_fit(value)
         name = f"{value.name}.{self._narrow.name.lower()}"
-        tensor = self._store(name, self._narrow, value.const_value.numpy().astype(_TYPES[self._narrow]))
+        tensor = self._store(name, self._narrow, value.const_value.numpy().astype(self._narrow.numpy()))
         twin = ir.val(name, const_value=tensor)
         self._graph.register_initializer(twin)
         return twin

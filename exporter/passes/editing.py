@@ -1,4 +1,4 @@
-"""Helpers of rewrites: queries of a graph, and new nodes and constants."""
+"""Helpers for passes: queries of a graph, and new nodes and constants."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
 
 
 def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
-    """The values that one output of a graph depends on and no other output does."""
+    """The values that only this output of a graph depends on."""
     matching = [value for value in graph.outputs if value.name == output]
     return ancestors(matching) - ancestors(value for value in graph.outputs if value.name != output)
 
 
 def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    """An initializer that holds an array; one that is there already by that name is used again."""
+    """An initializer with this content, or the existing one of this name."""
     if name not in graph.initializers:
         graph.register_initializer(ir.val(name, const_value=ir.Tensor(array, name=name)))
     return graph.initializers[name]
 
 
 def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Node:
-    """A node with one output of that name; the node has another, as TensorRT wants no two of one name."""
+    """A node with one output of this name; its own name differs, as TensorRT requires unique names."""
     return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")
 
 
 def replace_value(value: ir.Value, by: ir.Value) -> None:
-    """Replaces a value in all its readers; as a graph output the new value has the old name."""
+    """Replaces a value in all its readers; as a graph output, the new value gets the old name."""
     returned, name = value.is_graph_output(), value.name
     value.replace_all_uses_with(by, replace_graph_outputs=True)
     if returned:

@@ -1,4 +1,4 @@
-"""Lowers a mixture's experts: gathered from their stacks, or each in a branch of its own."""
+"""Lowers a mixture's experts, gathered from their stacks, or each in its own branch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from specexport.exporter.passes.editing import ancestors, constant, producer
 from specexport.graphs.ops import EXPERTS_DOMAIN
 
 _GRAIN = 16
-"""An expert's product has a multiple of this many rows, or all there are: onnxruntime's tiles are full there, so that a
-row does not depend on how many others chose the expert."""
+"""An expert multiplies a multiple of this many rows, or all of them: onnxruntime's tiles are then full, so that a row's
+result does not depend on how many others chose the expert."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
-    """Replaces the operators that :func:`specexport.graphs.experts.apply_experts` was traced to by standard ones.
+    """Replaces the operator that :func:`specexport.graphs.experts.apply_experts` was traced to by standard ones.
 
-    Gathered, experts need no control flow. As ``branches`` each has its matrices ``[K,N]`` in a branch of an If, which
-    runs where a token chose it: ONNX Runtime packs them beforehand, and fuses their dequantization, as it does with any
-    other product's.
+    Gathered experts need no control flow. With ``branches``, each expert has its matrices ``[K,N]`` in a branch of an
+    If, which runs if a token chose it: ONNX Runtime packs them and fuses their dequantization, as for other products.
     """
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in [candidate for candidate in graph if candidate.domain == EXPERTS_DOMAIN]:
@@ -35,7 +34,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 
 
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """Adds Ifs, each of which adds its expert's output to the sum ``[N,H]`` so far; returns the last sum."""
+    """Adds an If per expert, which adds its output to the running sum ``[N,H]``; returns the last sum."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
     region = _between(hidden, rows, products)
     gathered = [value for source in region for value in source.inputs if _stack(value) is not None]
@@ -45,8 +44,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     name, tape = node.outputs[0].name, Tape()
 
     def add(nodes: Tape, what: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        made_by: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
-        return made_by
+        output: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
+        return output
 
     def number(*numbers: int) -> ir.Value:
         return constant(graph, f"experts.{'.'.join(map(str, numbers))}", np.array(numbers))
@@ -68,7 +67,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     shares = add(tape, "shares", "ReduceSum", weighted, number(2), keepdims=0)
     total = add(tape, "nothing", "Mul", hidden, constant(graph, "experts.nothing", np.array(0, np.float32)))
 
-    read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once, for all of its experts
+    read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once for all of its experts
     parts = zip(each(used), each(sizes), each(chosen), each(shares), strict=True)
     for expert, (is_used, size, selected_by, share) in enumerate(parts):
         prefix, branch = f"{expert}.", Tape()
@@ -84,9 +83,9 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
             mapped |= zip(source.outputs, outputs, strict=True)
         weight = add(branch, f"{prefix}share", "GatherElements", share, token, axis=1)
         weight = add(branch, f"{prefix}shares", "Unsqueeze", weight, number(2))
-        update = add(branch, f"{prefix}own", "Mul", mapped[products], weight)
+        update = add(branch, f"{prefix}weighted", "Mul", mapped[products], weight)
         place = add(branch, f"{prefix}place", "Unsqueeze", token, number(2))
-        output = ir.val(f"{name}.{prefix}grown")
+        output = ir.val(f"{name}.{prefix}sum")
         summed = branch.op("ScatterND", [total, place, update], {"reduction": "add"}, output=output)
         unchanged = ir.node("Identity", [total], outputs=[ir.val(f"{name}.{prefix}kept")])
         then = ir.Graph([], [summed], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
@@ -125,7 +124,7 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 
 
 def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
-    """The nodes, in their order, that compute one value from another and from values gathered from stacks."""
+    """The nodes, in order, that compute ``outputs`` from ``rows`` and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
     depends_on_rows = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 

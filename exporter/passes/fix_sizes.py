@@ -1,4 +1,4 @@
-"""Fixes numbers of draft tokens and sizes of a graph for a device."""
+"""Fixes a graph's number of draft tokens and its sizes for a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from specexport.exporter.passes.editing import constant, op
 
 
 def fix_drafts(model: ir.Model, drafts: int) -> None:
-    """Makes a propose graph draft a fixed number of tokens: one, or as many as a speculator has stages.
+    """Makes a propose graph draft a fixed number of tokens: one, or one for each of a speculator's first stages.
 
-    A device calls a graph without its loop once for every draft token: a loop would ask the host after each, and
-    compilers would keep the weights once for every unrolled copy of its body. Graphs that draft all tokens in one pass
-    are unchanged.
+    A device calls the loop's body once per draft token: a loop would wait for the host after each pass, and compilers
+    would store the weights for every unrolled copy of the body. Graphs that draft all tokens in one pass are unchanged.
     """
     loop = next((node for node in model.graph if node.op_type == "Loop"), None)
     if loop is not None:
@@ -30,7 +29,7 @@ def fix_drafts(model: ir.Model, drafts: int) -> None:
 
 
 def _first_pass(model: ir.Model, loop: ir.Node) -> None:
-    """Replaces a Loop by its body; ``num_draft_tokens`` is no input then."""
+    """Replaces a Loop by its body, and removes the input ``num_draft_tokens``."""
     graph = model.graph
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
     body = loop.attributes["body"].as_graph()
@@ -48,16 +47,16 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
     outputs = [*results[: len(carried)], *(node.outputs[0] for node in stacked)]
     ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], list(loop.outputs), outputs)
     caches = [value for value in graph.inputs if str(value.name).startswith(tensors.CACHES)]
-    _join_nothing(graph, dict(zip(carried[-len(caches) :], caches, strict=True)))
+    _remove_empty_joins(graph, dict(zip(carried[-len(caches) :], caches, strict=True)))
     graph.inputs[:] = [value for value in graph.inputs if value.name != tensors.NUM_DRAFT_TOKENS]
 
 
-def _join_nothing(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
-    """Removes the joining of earlier passes' rows, of which there are none, to those of this one: two copies a layer.
+def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
+    """Removes the concatenation of earlier passes' rows, which are empty, with those of this pass: two copies a layer.
 
     Args:
         graph: changed in place.
-        empty: rows that there are none of, each with the cache that is like them but for their number.
+        empty: the empty rows, each with a cache that differs from them only in the number of rows.
     """
     for node in list(graph):
         source = node.inputs[0] if node.inputs else None

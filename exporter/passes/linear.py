@@ -1,6 +1,6 @@
-"""Canonicalizes products with weights to ``MatMul(x, W)``, with ``W`` a ``[K,N]`` initializer.
+"""Canonicalizes products with weights to ``MatMul(x, W)``, with an initializer ``W [K,N]``.
 
-Those that share their input are joined: the query, key and value projections, the gate and up projections.
+Products of the same input are joined: the query, key and value projections, and the gate and up projections.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, needed_only_for, op
 
 FORM = "form"
-"""Key of a weight's metadata: how the checkpoint stores it, if it cannot be joined with others."""
+"""Metadata key of a weight's form (see :class:`~specexport.exporter.checkpoints.stored.StoredTensor`)."""
 
 
 def canonical_weights(model: ir.Model) -> None:
-    """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the weight, transposed, under its own name.
+    """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the transposed weight under the same name.
 
-    A weight is read, and transposed, when it is written. One that something else reads too (an embedding tied to the
-    head) keeps its Transpose, so that it is stored once.
+    A weight is read and transposed when it is written. A weight with other readers (an embedding tied to the head)
+    keeps its Transpose, so that it is stored once.
     """
     for node in list(model.graph):
         if node.op_type == "Gemm":
@@ -48,7 +48,7 @@ def _transposed(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 
 
 def transposes_weight(node: ir.Node) -> bool:
-    """Whether a node transposes a matrix that is constant, or each of a stack of them."""
+    """Whether a node transposes a constant matrix, or each matrix of a constant stack."""
     weight = node.inputs[0] if node.op_type == "Transpose" else None
     if weight is None or weight.const_value is None:
         return False
@@ -75,14 +75,14 @@ def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:
 def merge_linear(model: ir.Model) -> int:
     """Joins ``MatMul(x, W1), MatMul(x, W2), ...`` into ``Split(MatMul(x, [W1 W2 ...]))``.
 
-    A step with few tokens is made of many short products; each one started, and with integer arithmetic each one
-    quantizing the same ``x`` again, costs time that one longer product does not. Matrices that a checkpoint stores in
-    different ways stay apart, so that each can be kept as it is.
+    A step with few tokens consists of many short products, and starting each of them costs time, as does quantizing the
+    same ``x`` for each with integer arithmetic. Matrices that a checkpoint stores in different forms stay separate, so
+    that each can be stored unchanged.
 
     Returns:
-        How many products were joined.
+        The number of products that were joined.
     """
-    # Medusa heads read what the model's own head reads, but are stored apart, perhaps in fewer bits.
+    # Medusa heads read the same input as the model's head, but are stored separately, perhaps in fewer bits.
     of_heads = needed_only_for(model.graph, tensors.CANDIDATES)
     readers: dict[tuple[ir.Value, bool, str], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
@@ -97,7 +97,7 @@ def merge_linear(model: ir.Model) -> int:
 
 
 def _is_weight(value: ir.Value | None) -> bool:
-    """A matrix of the checkpoint that nothing else reads."""
+    """Whether a value is a matrix of the checkpoint with a single reader."""
     if value is None or value.const_value is None:
         return False
     return value.is_initializer() and len(value.uses()) == 1 and len(value.const_value.shape) == 2
@@ -110,7 +110,7 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     shapes = [part.shape.numpy() for part in parts]
     widths = [width for _, width in shapes]
     joined = ir.LazyTensor(
-        # Joined only while it is written, so that no second copy of the model is ever held.
+        # Joined when it is written, so that memory never holds a second copy of the model.
         lambda: ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=1), name=name),
         dtype=ir.DataType.FLOAT,
         shape=ir.Shape([shapes[0][0], sum(widths)]),
@@ -129,7 +129,7 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
 
 
 def joined_name(names: list[str]) -> str:
-    """The name of several matrices in one: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
+    """The name of a matrix joined from several: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
     parts = [name.split(".") for name in names]
     head = _common(zip(*parts, strict=False))
     tail = _common(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
@@ -138,12 +138,12 @@ def joined_name(names: list[str]) -> str:
 
 
 def names_in(name: str) -> list[str]:
-    """The names of the matrices that one was joined of: undoes :func:`joined_name`."""
+    """The names of the matrices that a joined one consists of; the inverse of :func:`joined_name`."""
     head, brace, behind = name.partition("{")
     differing, _, tail = behind.partition("}")
     return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
 
 
 def _common(columns: Iterable[tuple[str, ...]]) -> list[str]:
-    """The longest common beginning of the names."""
+    """The longest common prefix of the names' parts, given as columns."""
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

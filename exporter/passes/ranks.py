@@ -1,4 +1,4 @@
-"""Where the ranks of a split model combine their parts: graphs are cut there, or get TensorRT's collective layers."""
+"""Rewrites the points at which ranks of a split model combine their parts: cuts, or TensorRT's collective layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), MEETINGS, strict=True))
 
 
 def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
-    """The segments of a graph (see ``specexport.contract.model.RankFiles``).
+    """Cuts a graph into segments (see ``specexport.contract.model.RankFiles``).
 
-    A node is in the first segment in which all its inputs are known; what later segments read of it is an output. What
-    depends on weights alone is in every segment that reads it.
+    A node is in the first segment in which all its inputs are known, and its results that later segments read are
+    outputs. Nodes that depend on weights alone are in every segment that reads them.
 
     Args:
         model: changed in place.
-        repeat_sizes: whether that holds for what depends on the inputs' sizes too, which the host would otherwise send
-            back to a device in every segment.
+        repeat_sizes: repeat nodes that depend on the inputs' sizes too; otherwise the host would send their results to
+            a device for every segment.
     """
-    passes.ShapeInferencePass()(model)  # inputs need types, which rewrites leave out
+    passes.ShapeInferencePass()(model)  # segments' inputs need types, which rewrites leave out
     graph = model.graph
     for at, value in enumerate(graph.outputs):
         if (producer := value.producer()) is not None and producer.domain == MEETING_DOMAIN:
@@ -32,18 +32,18 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
             last.outputs[0].shape, last.outputs[0].type = value.shape, value.type
             graph.append(last)
             graph.outputs[at] = last.outputs[0]
-    stages: dict[ir.Value, int] = {}  # by value, the first segment that has it
+    stages: dict[ir.Value, int] = {}  # the first segment that has each value
     segments: list[list[ir.Node]] = []
     outputs: list[list[ir.Value]] = []
     meetings: list[ir.Node] = []
-    # Values computed in every segment that reads them, with the inputs whose sizes they depend on.
+    # Values that every reading segment computes, with the inputs whose sizes they depend on.
     repeated: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
     for node in graph:
         read = [value for value in node.inputs if value is not None]
         is_size = repeat_sizes and node.op_type == "Shape" and read[0].is_graph_input()
         if is_size or all(value in repeated for value in read):
             sized_by = frozenset(read) if is_size else frozenset[ir.Value]().union(*(repeated[value] for value in read))
-            if not sized_by or all(map(_is_of_sizes, node.outputs)):
+            if not sized_by or all(map(_may_hold_sizes, node.outputs)):
                 repeated |= dict.fromkeys(node.outputs, sized_by)
                 continue
         stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
@@ -82,20 +82,20 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     return models
 
 
-def _is_of_sizes(value: ir.Value) -> bool:
-    """Whether it is an int64 tensor of a fixed shape."""
+def _may_hold_sizes(value: ir.Value) -> bool:
+    """Whether a value is an int64 tensor of fixed shape."""
     return value.dtype == ir.DataType.INT64 and value.shape is not None and value.shape.is_static()
 
 
 def use_collectives(model: ir.Model, ranks: int) -> None:
-    """Puts ``DistCollective`` nodes, which TensorRT's ONNX parser knows, where ranks add up or join their parts.
+    """Replaces the operators that combine ranks with ``DistCollective`` nodes, which TensorRT's ONNX parser knows.
 
-    All ranks must meet in the same order, and an engine keeps only the order that its data have. So sums that do not
-    depend on one another, as in layers with attention and MLP side by side, are one sum.
+    All ranks must run collectives in the same order, but an engine orders nodes only by their data. So independent
+    sums, as in layers with attention and MLP side by side, become one sum.
     """
-    passes.ShapeInferencePass()(model)  # later rewrites ask for ranks and types of what is made here
+    passes.ShapeInferencePass()(model)  # later rewrites read the types and ranks of the new nodes
     graph = model.graph
-    stages: dict[ir.Value, int] = {}  # by value, how often the ranks have met before
+    stages: dict[ir.Value, int] = {}  # the number of meetings before each value
     meetings: list[list[ir.Node]] = []
     for node in graph:
         stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
@@ -116,12 +116,12 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
         for value, whole in zip(results, wholes, strict=True):
             value.shape, value.type = whole.shape, whole.type
         ir.convenience.replace_nodes_and_values(graph, nodes_met[-1], nodes_met, nodes, wholes, results)
-    graph.sort()  # what reads a sum may have come before the last part of it
+    graph.sort()  # a reader of a sum may have preceded the last of its parts
     graph.opset_imports.pop(MEETING_DOMAIN, None)
 
 
 def join_along_first(model: ir.Model, ranks: int) -> None:
-    """Joins the ranks' parts along a new first axis, as NCCL does; the graph moves that axis."""
+    """Joins the ranks' parts along a new first axis, as NCCL does, and moves that axis within the graph."""
     passes.ShapeInferencePass()(model)
     graph = model.graph
     for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
@@ -141,7 +141,7 @@ def _part(node: ir.Node) -> ir.Value:
 
 
 def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Sums of parts of the same width, side by side if there are several."""
+    """Sums over ranks of several parts of the same width, by one collective."""
     if len(parts) == 1:
         node = _collective(parts[0], name, "all_reduce", "sum", ranks)
         return [node], list(node.outputs)
@@ -169,9 +169,9 @@ def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tu
 
 
 def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Parts side by side along the last axis.
+    """The ranks' parts, concatenated along the last axis.
 
-    A gather joins parts along the first axis: each part gets an additional one, which then moves before the last.
+    A gather joins along the first axis: each part gets an additional first axis, which then moves before the last.
     """
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
@@ -181,7 +181,7 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
 
 
 def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
-    """All ranks' parts, stacked along a first axis, side by side along the last one."""
+    """All ranks' parts, stacked along the first axis, concatenated along the last one."""
     assert part.shape is not None
     last = len(part.shape) - 1
     joined = op("Transpose", [combined], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])
@@ -192,6 +192,6 @@ def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> t
 
 
 def _collective(value: ir.Value, name: str, operation: str, reduction: str, ranks: int) -> ir.Node:
-    """A collective of all ranks, without a root or groups."""
+    """A collective operation of all ranks, without a root or groups."""
     sizes = {"root": -1, "group_size": 0, "nb_rank": ranks}
     return op("DistCollective", [value], name, collective_operation=operation, reduce_op=reduction, **sizes)

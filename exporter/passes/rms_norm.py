@@ -1,4 +1,4 @@
-"""Replaces the seven primitive operators of an RMS norm in torch's export by one RMSNormalization (opset 23)."""
+"""Fuses the seven primitive operators of an RMS norm in torch's export into one RMSNormalization (opset 23)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specexport.exporter.passes.editing import constant
 
 
 class _Norm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """``x / sqrt(mean(x^2) + epsilon)`` over a last axis of known length becomes a norm whose weight is ones."""
+    """``x / sqrt(mean(x^2) + epsilon)`` over a last axis of known length becomes a norm with weights of one."""
 
     def pattern(self, op: Any, x: Any, epsilon: Any) -> Any:
         shifted = op.Add(op.ReduceMean(op.Pow(x, 2.0), [-1]), epsilon)
@@ -31,7 +31,7 @@ class _Norm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _Weight(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """The weight that a norm is multiplied by becomes the norm's own."""
+    """A factor of a norm becomes the norm's weight."""
 
     def pattern(self, op: Any, x: Any, ones: Any, weight: Any, epsilon: Any) -> Any:
         return op.Mul(op.RMSNormalization(x, ones, axis=-1, epsilon=epsilon), weight)
@@ -49,10 +49,10 @@ _RULES = [pattern.RewriteRuleSet([rule.rule()], commute=True) for rule in (_Norm
 def fuse_rms_norm(model: ir.Model) -> int:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis becomes ``RMSNormalization(x, weight)``.
 
-    A norm without weight gets ones.
+    A norm without weights gets ones.
 
     Returns:
-        How many norms were replaced.
+        The number of norms that were fused.
     """
     norms, _ = [rules.apply_to_model(model) for rules in _RULES]
     return int(norms)

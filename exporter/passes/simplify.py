@@ -1,7 +1,7 @@
-"""onnxscript's optimizer, and names of weights after it.
+"""Runs onnxscript's optimizer, and names weights afterwards.
 
-Its own rule for pairs of slices looks through all nodes at every node, which takes longer than the rest where layers
-are many.
+The optimizer's rule for pairs of slices searches the whole graph at every node, which in deep models takes longer than
+everything else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIXES = ("model.", "additions.")
 
 
 def _split_slices() -> rewriter.RewriteRule:
-    """The rule that makes two slices one Split, tried where there is a Slice."""
+    """The rule that turns two slices into a Split, tried only at a Slice."""
     rule = copy.copy(common.slice_split_rule)
     vars(rule)["try_rewrite"] = lambda model, graph, node, **how: (
         common.slice_split_rule.try_rewrite(model, graph, node, **how) if node.op_type == "Slice" else None
@@ -45,7 +45,7 @@ def simplify(model: ir.Model) -> None:
     keep_epsilons(model)
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
-        # Else a transposed weight would be a constant without a name; canonical_weights transposes them all.
+        # A folded Transpose would leave a weight without a name; canonical_weights handles them all.
         folded = optimizer.fold_constants_ir(
             model,
             onnx_shape_inference=True,
@@ -69,8 +69,8 @@ def simplify(model: ir.Model) -> None:
 
 
 def keep_epsilons(model: ir.Model) -> None:
-    """Gives scalar constants of at most 1e-8 an axis, as the optimizer takes such scalars for zero and drops them."""
-    # A scalar that is only almost 1e-8 in float32 is taken for zero as well.
+    """Gives scalar constants of at most 1e-8 an axis, as the optimizer treats such scalars as zero and drops them."""
+    # So is a scalar whose float32 is slightly above 1e-8.
     for node in model.graph.all_nodes():
         value = node.attributes.get("value") if node.op_type == "Constant" else None
         if value is not None:
@@ -83,9 +83,9 @@ def keep_epsilons(model: ir.Model) -> None:
 def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
     """Renames the initializers of a graph that was just traced and optimized.
 
-    Parameters lose the traced module's prefixes. A constant that the optimizer folded from one parameter (Gemma's norms
-    are 1 + weight) is named after that parameter, with the suffix ``.folded``. ``aliases`` maps names in the traced
-    module to others of the same parameters, which are used instead.
+    Parameters lose the traced module's prefixes. A constant folded from a single parameter (Gemma's norms are
+    1 + weight) is named after it, with the suffix ``.folded``. ``aliases`` maps names in the traced module to other
+    names of the same parameters, which are used instead.
     """
     for value in list(model.graph.initializers.values()):
         name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))
@@ -94,7 +94,7 @@ def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
 
 
 def _in_checkpoint(name: str | None) -> str | None:
-    """A parameter's name in the checkpoint; None if it is no parameter."""
+    """A parameter's name in the checkpoint; None for other values."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name and name.startswith(prefix)), None)
 
 

@@ -1,4 +1,4 @@
-"""Rewrites that TensorRT needs: products over rows of all slots, and tables in floating point."""
+"""Rewrites that TensorRT needs: products over the rows of all slots, and tables in floating point."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHUNK_ELEMENTS = 4 << 20
 def flatten_products(model: ir.Model) -> None:
     """Multiplies the tokens of all slots by a weight as the rows of one matrix: ``[B,T,K]`` as ``[B*T,K]``.
 
-    TensorRT multiplies ``[1,T,K]`` and ``[B,T,K]`` by different kernels, which want weights in different orders: an
-    engine that reads prompts a slot at a time and takes steps for several would hold every weight twice.
+    TensorRT multiplies ``[1,T,K]`` and ``[B,T,K]`` by different kernels, which need weights in different layouts: an
+    engine that reads prompts one slot at a time and takes steps for several would store every weight twice.
 
-    Ranks and constant sizes of values must be known.
-    Reshapes get the numbers of heads that are known as constants: through another reshape TensorRT does not find them.
+    The ranks and constant sizes of values must be known. Reshapes get known numbers of heads as constants, as TensorRT
+    does not infer them through another reshape.
     """
     graph = model.graph
     for node in list(graph):
@@ -35,7 +35,7 @@ def flatten_products(model: ir.Model) -> None:
 
 
 def _weight(value: ir.Value | None) -> tuple[int, int] | None:
-    """K and N of a matrix that is stored, perhaps quantized or in another type; None of anything else."""
+    """K and N of a stored matrix, perhaps quantized or of another type; None for other values."""
     while value is not None and (origin := value.producer()) is not None:
         value = origin.inputs[0] if origin.op_type in ("Cast", "DequantizeLinear") else None
     if value is None or value.const_value is None or len(value.const_value.shape) != 2:
@@ -62,7 +62,7 @@ def _flatten(graph: ir.Graph, node: ir.Node, x: ir.Value, rows: int, columns: in
 
 
 def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
-    """Puts the sizes that are known of a reshaped value instead of a -1."""
+    """Replaces computed sizes of a Reshape, such as -1, with the known ones."""
     shape, origin = node.outputs[0].shape, node.inputs[1].producer() if node.inputs[1] is not None else None
     if shape is None or origin is None or origin.op_type != "Concat" or len(origin.inputs) != len(shape):
         return
@@ -83,17 +83,17 @@ def _describe(node: ir.Node, dtype: ir.DataType | None, *shape: int | None) -> N
 
 
 def _sizes(graph: ir.Graph, sizes: list[int]) -> ir.Value:
-    """A constant of sizes, one for all that ask for the same."""
+    """A shared constant with these sizes."""
     return constant(graph, "sizes." + ".".join(map(str, sizes)), np.array(sizes, np.int64))
 
 
 def restore_tables(model: ir.Model, store: Store) -> None:
-    """Undoes the quantization of tables that rows are looked up in, as TensorRT gathers from no integers but indices.
+    """Dequantizes tables whose rows are looked up, as TensorRT does not gather from int8 tables.
 
     ``Mul(Cast(Gather(integers, ids)), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``.
 
-    Of rows the scales ``[V,G]`` may be cast before they are gathered, and get a last axis after it. Experts' bytes may
-    hold two integers: then a Concat puts these together before the Mul.
+    Scales of rows, ``[V,G]``, may be cast before the Gather and get a last axis after it. Experts' bytes may hold two
+    integers each, which a Concat joins before the Mul.
     """
     graph = model.graph
     for node in list(graph):

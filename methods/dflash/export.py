@@ -53,7 +53,7 @@ _Above = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class _Drafting(msgspec.Struct, kw_only=True):
-    """Fields of z-lab's configurations, in ``dflash_config`` or at the top level."""
+    """Fields of z-lab's configuration, in ``dflash_config`` or at the top level."""
 
     block_size: _Block | None = None
     mask_token_id: _Token | None = None
@@ -91,8 +91,12 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
     )
     keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
 
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        return usual_states(self.layer.num_hidden_layers, layers)
+    @staticmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        if draft_layers == 1:
+            return (layers // 2 + 1,)
+        spacing = (layers - 4) / (draft_layers - 1)
+        return tuple(round(1 + at * spacing) + 1 for at in range(draft_layers))
 
     def make(self, layers: int) -> DFlashDraft:
         shape = DFlashShape(
@@ -104,14 +108,6 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
         )
         with torch.device("meta"):
             return DFlashDraft(shape)
-
-
-def usual_states(draft_layers: int, layers: int) -> tuple[int, ...]:
-    """The layer counts after which a draft reads the target's residual stream by default (z-lab)."""
-    if draft_layers == 1:
-        return (layers // 2 + 1,)
-    spacing = (layers - 4) / (draft_layers - 1)
-    return tuple(round(1 + at * spacing) + 1 for at in range(draft_layers))
 
 
 def read_dflash(source: str) -> DFlashOutline:
@@ -158,7 +154,7 @@ def _first(*values: Any) -> Any:
 
 
 def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
-    """Refuses variants that propose differently from DFlash."""
+    """Refuses variants that draft differently from DFlash."""
     for field, value, expected in (
         ("projector_type", config.projector_type, "dflash"),
         ("sample_from_anchor", config.sample_from_anchor, False),
@@ -180,9 +176,9 @@ def save_dflash(
     Args:
         folder: created if missing.
         draft: with full attention and the target's whole vocabulary.
-        states: layer counts, each at least 1, after which it reads the target's residual stream.
+        states: the layer counts, each at least 1, after which it reads the target's residual stream.
         layers: number of the target's layers.
-        dtype: dtype of the stored tensors.
+        dtype: of the stored tensors.
     """
     shape, layer = draft.shape, draft.shape.config.to_dict()
     config = {
@@ -209,11 +205,11 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
 
     stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
-    # Up to its block size; measured costs choose.
+    # Up to its block size; measured costs decide among them.
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)
     read = staticmethod(read_dflash)
 
-    def built(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
+    def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
         return DFlash(model=options.model, block_size=outline.block_size, **fields)
 
     def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
@@ -250,7 +246,7 @@ def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: Low
     inputs: trace.Inputs = [*block_inputs(draft.fc.in_features), tensors.SAMPLING, caches(shapes)]
     outputs = [*tensors.DRAFTED, *cache_outputs(shapes, (), lowering, "F")]
     attention = draft.layers[0].get_submodule("self_attn")
-    traced = trace.trace_module(attention, DFlashModule(draft, lowering), inputs, outputs, lowering)
+    traced = trace.trace_module(DFlashModule(draft, lowering), inputs, outputs, lowering, rotary=attention)
     for value in traced.graph.outputs:
         dims = list(value.shape or ())
         if value.name in tensors.DRAFTED:

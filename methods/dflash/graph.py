@@ -1,10 +1,10 @@
 """DFlash: a few decoder layers draft a whole block of tokens in one pass (arXiv 2602.06036; z-lab/dflash).
 
-The draft's cache has a row for each token of the text: in every layer a key and a value computed from the target's
-states at that token, which ``fc`` and ``hidden_norm`` fuse into one vector. A block is the text's last token, the
-*root*, followed by a mask for each token to draft. Its rows attend to the whole context and to each other; row i
-predicts the token i positions after the root, independently of the other predictions. Block rows are dropped after each
-pass.
+The draft's cache has a row for each token of the text: in every layer, a key and a value computed from the target's
+states at that token, which ``fc`` and ``hidden_norm`` fuse into one vector. A block consists of the text's last token,
+the *root*, followed by a mask token for each token to draft. Its rows attend to the whole context and to each other;
+row i predicts the token i positions after the root, independently of the other predictions. Rows of blocks are dropped
+after each pass.
 
 Parameters are named as in ``z-lab``'s checkpoints.
 """
@@ -36,7 +36,7 @@ class BlockSettings:
     Attributes:
         block_size: tokens of the longest block, including its root.
         mask_token: placeholder for a token to draft.
-        causal: per layer, whether a row of a block sees only itself and the rows before it.
+        causal: for each layer, whether a block's row sees only itself and the rows before it.
         embedding_scale: factor of the embeddings.
         logit_scale: factor of the logits.
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
@@ -98,13 +98,13 @@ class DFlashDraft(torch.nn.Module):
     def block(self, roots: torch.Tensor, rows: int) -> torch.Tensor:
         """Blocks that begin with the roots ``[N]``, int64 ``[N,rows]``."""
         masks = torch.full((roots.shape[0], rows - 1), self.shape.mask_token, device=roots.device)
-        # Tokens beyond the embedding, which only the target's logits have, are read as its last token.
+        # Token ids beyond the embedding, which only the target has, are read as its last one.
         return torch.cat([roots.clamp(max=self.embed_tokens.num_embeddings - 1)[:, None], masks], 1)
 
     def forward(
         self, block: torch.Tensor, context: torch.Tensor, block_positions: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the rows of blocks under the lowering in force.
+        """Runs the rows of blocks under the active lowering.
 
         Args:
             block: int64 ``[B,R]``, see :meth:`block`.
@@ -138,7 +138,7 @@ class DFlashDraft(torch.nn.Module):
 def _attended(
     attention: Any, hidden: torch.Tensor, context: torch.Tensor, block_rotary: Rotary, all_rotary: Rotary
 ) -> torch.Tensor:
-    """Attention of a block's rows over the context and the block, with one product each for keys and values."""
+    """Attention of a block's rows over the context and the block, with a single product for keys and one for values."""
     batch, rows, _ = hidden.shape
     heads = (batch, -1, attention.head_dim)
     both = torch.cat([context, hidden], 1)
@@ -155,14 +155,13 @@ def _attended(
 
 
 class EachLayer:
-    """A lowering that delegates to one lowering per layer."""
+    """A lowering that delegates to a separate lowering for each layer."""
 
     def __init__(self, layers: list[TwoPartLowering]) -> None:
         self._layers = layers
 
     @property
     def returned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See :class:`~specexport.graphs.attention.TwoPartLowering`."""
         return [lowering.returned[layer] for layer, lowering in enumerate(self._layers)]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -197,8 +196,8 @@ def block_lowering(
     positions = torch.cat([past_length[:, None] + at, block_positions], 1)
     # All rows of a block see the same rows, except that causal layers hide later ones.
     real = torch.cat([at <= last_row[:, None], block < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
-    behind = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
-    return each_layer(causal, past, past_length, real, behind, positions), block_positions, positions
+    later = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
+    return each_layer(causal, past, past_length, real, later, positions), block_positions, positions
 
 
 def each_layer(
@@ -206,15 +205,15 @@ def each_layer(
     past: KeyValues,
     past_length: torch.Tensor,
     seen: torch.Tensor,
-    behind: torch.Tensor,
+    later: torch.Tensor,
     positions: torch.Tensor,
 ) -> EachLayer:
     """A lowering per layer, see :class:`~specexport.graphs.attention.TwoPartLowering`.
 
-    In ``causal`` layers, rows do not see those ``behind`` them, bool ``[T,F]``.
+    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
     """
     kinds = {
-        causal_layer: TwoPartLowering(past, past_length, seen & ~behind if causal_layer else seen, positions)
+        causal_layer: TwoPartLowering(past, past_length, seen & ~later if causal_layer else seen, positions)
         for causal_layer in sorted({*causal})
     }
     return EachLayer([kinds[causal_layer] for causal_layer in causal])

@@ -12,14 +12,14 @@ from specexport.runtime.proposal import Opening, SlotView
 
 
 class DFlashProposer(StatesProposer):
-    """Fills a tree with the candidates of a block's rows, one row per depth.
+    """Fills a tree with the candidates of a block's rows, a row for each depth.
 
-    A row's q does not depend on the tokens drafted before it. So every node of a depth may have the same children, and
-    acceptance stays exact. One call computes the context's rows of the accepted tokens and those of the block.
+    A row's q does not depend on the tokens drafted before it, so all nodes of a depth may have the same children, and
+    acceptance remains exact. One call computes the context rows of the accepted tokens and the rows of the block.
     """
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`StatesProposer`; each block is as long as its own tree needs, whatever the rest of the batch."""
+        """See :class:`StatesProposer`; each block is as long as its tree requires, whatever the rest of the batch."""
         slots = super().ask(views, tokens, drafts)
         inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:

@@ -69,14 +69,14 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
         return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
 
     def validate_tree(self, tree: TokenTree) -> str | None:
-        # What it knows at a depth does not depend on the tokens before it, so that any node may have children.
+        # Its candidates at a depth do not depend on the tokens before, so any node may have children.
         if (reason := RankedMethod.validate_tree(self, tree)) is not None or tree.depth < self.block_size:
             return reason
         return f"depth {tree.depth}, with a block of {self.block_size} tokens"
 
 
 def block_inputs(states: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph, for the target's concatenated states of a width, without the sampling parameters."""
+    """Inputs of the propose graph except the sampling parameters; ``states`` is the width of the target's states."""
     return (
         tensors.INPUT_IDS.shaped("B", 1),
         tensors.LAYER_STATES.sized(H=states),

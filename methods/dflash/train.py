@@ -10,18 +10,18 @@ from transformers import Qwen3Config
 
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
-from specexport.methods.dflash.export import read_dflash, save_dflash, usual_states
+from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
 from specexport.methods.dflash.train_options import DFlashOptions
-from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
+from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import measured, summed_loss, weighted
+from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 _AT_ONCE = 32
-"""Blocks of a window that are evaluated together."""
+"""Number of a window's blocks that are evaluated together."""
 
 
 def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
@@ -32,9 +32,10 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = layers_of(target.model)
-    states = seen_states(options.states or usual_states(options.layers, layers), layers)
-    within("states", min(states), 1, layers, "the target's layers")
+    states = checked_states(
+        options.states or DFlashOutline.default_states(options.layers, target.layers), target.layers
+    )
+    within("states", min(states), 1, target.layers, "the target's layers")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
         run.prepare(options.self_distill)
@@ -50,7 +51,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
             (),
             loss_of,
             lambda windows: draft_accuracy(draft, target.model, states, windows, place),
-            lambda folder: save_dflash(folder, draft.cpu(), states, layers),
+            lambda folder: save_dflash(folder, draft.cpu(), states, target.layers),
             read_dflash,
         )
     return run.record
@@ -99,9 +100,9 @@ def draft_loss(
     """Σ decay^i · CE_i over the tokens of blocks whose contexts end at the anchors ``[B,A]``.
 
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, given the text
-    before it. As the draft sees none of the tokens between, it learns that distribution marginalized over them.
+    before it. As the draft does not see the tokens in between, it learns that distribution marginalized over them.
     """
-    return weighted(_losses(draft, model, states, batch, anchors), decay)
+    return weighted_loss(_losses(draft, model, states, batch, anchors), decay)
 
 
 def draft_accuracy(
@@ -113,7 +114,7 @@ def draft_accuracy(
         anchors = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
         return _losses(draft, model, states, batch, anchors)
 
-    return measured(losses, draft.shape.block_size - 1, windows, place)
+    return measure_accuracy(losses, draft.shape.block_size - 1, windows, place)
 
 
 def _losses(

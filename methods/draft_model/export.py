@@ -15,7 +15,7 @@ from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_logits
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_logits
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=ChainDraft)
 class ChainDraftExporter(MethodExporter[O, C]):
     """Base of drafts that propose a chain, one pass per token."""
 
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs choose
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
 
     def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         return plan.propose_points(method)
@@ -43,7 +43,7 @@ class ChainDraftExporter(MethodExporter[O, C]):
         vocab: int,
         layers: int | None,
     ) -> tuple[str, Agreement] | None:
-        """Checks that each draft token is the original model's most probable one after those before it."""
+        """Checks that each draft token is the original model's most probable token after the earlier ones."""
         (draft,) = method.models.values()
         drafts = run.drafted(method, texts)
         if not drafts:
@@ -51,7 +51,7 @@ class ChainDraftExporter(MethodExporter[O, C]):
         model = load_reference(checkpoint, draft, layers)
         agreement = run.agreement(draft.precision.weights)
         for text, drafted in drafts:
-            tokens = as_read([*text, *drafted[:-1]], model)
+            tokens = clamp_tokens([*text, *drafted[:-1]], model)
             agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
         return "the draft graph proposes the draft model's own token", agreement
 
@@ -80,9 +80,9 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
 
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
-    """Traces one pass of a draft, wraps it in a loop, and writes it; it may propose the first ``vocab`` tokens."""
+    """Traces a pass of a draft, puts it into a loop, and writes it; only the first ``vocab`` tokens are proposed."""
     lowering, points = build.options.lowering, build.plan.propose_points(method)
-    # A text is at least one token longer at the next call; if it is not, that costs no second reading.
+    # At the next call the text is at least one token longer; even if it is not, nothing is read twice.
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
 

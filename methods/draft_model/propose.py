@@ -1,4 +1,4 @@
-"""A smaller model drafts a chain; a tree adds its other likely tokens beside each token of the chain."""
+"""A smaller model drafts a chain; a tree adds other likely tokens beside each token of the chain."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from specexport.runtime.reader import Reader, ReadingProposer
 Dynamic = Literal["spine", "any"]
 """Which nodes of a dynamic tree may have children: only those of a chain, or any."""
 _TOGETHER = 8
-"""Maximum of unread tokens that a run of several slots reads while drafting."""
+"""Maximum number of unread tokens per slot that a run of several slots reads while drafting."""
 
 
 class DraftModelProposer(ReadingProposer):
     """A smaller model drafts a chain of tokens in one graph call.
 
-    The draft's cache holds rows for its input tokens and for its drafts, all committed at once. Rows of accepted drafts
-    stay valid, the others are overwritten; comparing with the slot's tokens tells them apart.
+    Its cache holds rows for input tokens and for drafts, all committed at once. Rows of accepted drafts stay valid and
+    the others are overwritten; a comparison with the slot's tokens tells them apart.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
@@ -40,23 +40,23 @@ class DraftModelProposer(ReadingProposer):
         return self
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; texts of one token are left out.
+        """See :class:`Proposer`; leaves out texts of one token.
 
-        So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
+        It also leaves out slots in which the draft lags far behind, as after plain steps, and reads a chunk of one.
         """
-        # All slots of a run are as wide as the one with most unread tokens.
+        # A run is as wide as its slot with the most unread tokens.
         limit = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
         waiting = self._reader.catch_up({view.slot: view.tokens[:-limit] for view in views})
         pending = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         proposals: dict[int, Proposal] = {}
-        while pending:  # once, unless a text is shorter than another's unread part
+        while pending:  # runs once, unless a text is shorter than the unread part of another
             T = self._width(pending)
             proposals |= self._draft([view for view in pending if len(view.tokens) >= T], T)
             pending = [view for view in pending if len(view.tokens) < T]
         return proposals
 
     def _width(self, views: Sequence[SlotView]) -> int:
-        """T of a run that reads the unread tokens of all texts: a power of 2, as that limits the number of shapes."""
+        """T of a run that reads all unread tokens: a power of 2, which limits the number of shapes."""
         missing = max(map(self._missing, views))
         rounded = min(1 << (missing - 1).bit_length(), self.reads_along)
         return rounded if all(len(view.tokens) >= rounded for view in views) else missing
@@ -76,11 +76,10 @@ class DraftModelProposer(ReadingProposer):
         return proposals
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the draft has read enough of a text to draft in one call."""
+        """Whether the draft has read enough of a text to draft with one call."""
         return self._missing(view) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`DeviceDraft`."""
         longest = max(len(view.tokens) for view in views)
         self.graph.reserve(longest + drafts - 1)
         slots = window([view.slot for view in views], self.graph.sizes)
@@ -95,7 +94,7 @@ class DraftModelProposer(ReadingProposer):
                 inputs[tensors.KNOWN_TOKENS][at] = 0  # the last two are read again
             write_sampling(inputs, at, view.params)
             if not view.params.greedy:
-                # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
+                # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
                 depth = view.tree.depth
                 inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
         return slots
@@ -104,7 +103,7 @@ class DraftModelProposer(ReadingProposer):
         return chain_rows(tree)
 
     def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps the rows of a run: those of the text and of the drafted tokens that were also inputs."""
+        """Keeps a run's rows: of the text, and of drafted tokens that were inputs."""
         self._keep(view, CATCH_UP_TOKENS, drafted)
 
     def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
@@ -129,7 +128,7 @@ class DraftModelProposer(ReadingProposer):
 
 
 def chain_rows(tree: TokenTree) -> Ints:
-    """The row of a chain's draft that holds the q of each node except the root, int64 ``[N-1]``: by its depth."""
+    """For each node except the root, the row of a drafted chain with its q: its depth - 1, int64 ``[N-1]``."""
     rows: Ints = tree.depths[1:] - 1
     return rows
 
@@ -137,9 +136,9 @@ def chain_rows(tree: TokenTree) -> Ints:
 def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:
     """The proposal of a propose graph's outputs for the slot at index ``at`` of the window.
 
-    Other likely tokens stand beside the drafted chain. A dynamic tree chooses its nodes in each step: if any node may
-    have children, by q alone, independently of the drawn tokens; beside a chain, only the chain's nodes have children.
-    See docs/trees.md.
+    Nodes beside the drafted chain get other likely tokens. A dynamic tree chooses its nodes anew in each step: with
+    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. See
+    docs/trees.md.
     """
     tree = view.tree
     ids = outputs[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)

@@ -23,11 +23,11 @@ _GPU_DRAFT_TOKENS = 5
 
 
 class ChainDraft(RankedMethod, frozen=True, kw_only=True):
-    """A model drafts a chain, a pass a token (Leviathan 2023, Chen 2023); a tree may add less probable tokens beside
-    each token of that chain.
+    """A model drafts a chain, with a pass per token (Leviathan 2023, Chen 2023); a tree may add less probable tokens
+    beside each token of the chain.
 
     Attributes:
-        draft: the model, as a propose graph; None until that is written.
+        draft: the model, as a propose graph; None until it is written.
     """
 
     draft: Model | None = None

@@ -1,4 +1,4 @@
-"""``specexport train draft``: distils a target into a draft model."""
+"""``specexport train draft``: distills a target into a draft model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _own_texts(run: Run[DraftOptions], draft: TrainingModel, number: int) -> Win
 def new_llama(
     vocab: int, hidden: int, heads: int, kv_heads: int, ffn: int, layers: int, positions: int, end: int
 ) -> LlamaForCausalLM:
-    """A freshly initialised Llama with tied embeddings and heads of 64 channels."""
+    """A newly initialized Llama with tied embeddings and heads of 64 channels."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab,
@@ -132,7 +132,7 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
 
 
 class _Acceptance:
-    """How many draft tokens the target accepts, over its own continuations of held-out prompts."""
+    """Measures how many draft tokens the target accepts in its own continuations of held-out prompts."""
 
     def __init__(self, run: Run[DraftOptions], draft: Any) -> None:
         self._run, self._draft = run, draft

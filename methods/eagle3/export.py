@@ -78,19 +78,15 @@ class Eagle3Outline(OwnFilesOutline):
     def prefixes(self) -> Mapping[str, str]:
         return {_FIRST: _SAME_AS}
 
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        return usual_states(layers)
+    @staticmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        return 2, layers // 2, layers - 3
 
     def make(self, layers: int) -> Eagle3Draft:
         with torch.device("meta"):
             return Eagle3Draft(
                 Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
             )
-
-
-def usual_states(layers: int) -> tuple[int, ...]:
-    """The layer counts after which a draft reads the target's residual stream by default."""
-    return 2, layers // 2, layers - 3
 
 
 def read_eagle3(source: str) -> Eagle3Outline:
@@ -112,7 +108,7 @@ def read_eagle3(source: str) -> Eagle3Outline:
         raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
     states = config.eagle_aux_hidden_state_layer_ids
     if states is None and nested.eagle_aux_hidden_state_layer_ids is not None:
-        # Here ids number the layers that output the states (SpecForge, SGLang).
+        # In eagle_config, ids number the layers that output the states (SpecForge, SGLang).
         states = [layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids]
     return Eagle3Outline(
         **fields,
@@ -132,8 +128,8 @@ def save_eagle3(
         folder: created if missing.
         draft: with all switches off.
         states: the layer counts after which it reads the target's residual stream.
-        tied: leave out the head too, as it is the target's.
-        dtype: dtype of the stored tensors.
+        tied: leave out the head too, because it is the target's.
+        dtype: of the stored tensors.
     """
     layer: Any = draft.shape.config
     config: dict[str, Any] = {
@@ -169,7 +165,7 @@ class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
     title: ClassVar[str] = "EAGLE-3 draft"
     read = staticmethod(read_eagle3)
 
-    def built(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:
+    def method_for(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:
         return Eagle3(model=options.model, draft_hidden=outline.layer.hidden_size, **fields)
 
 

@@ -1,7 +1,7 @@
 """EAGLE-3: one decoder layer that drafts from states between the target's layers (arXiv 2503.01840).
 
-A row of the draft belongs to a token of the text and has two inputs: the target's states at that token, fused into one
-vector by ``fc``, and the embedding of the next token. It predicts the token after that one. For tokens that the target
+Each row of the draft belongs to a token of the text and has two inputs: the target's states at that token, fused into
+one vector by ``fc``, and the embedding of the next token. It predicts the token after that. At tokens that the target
 has not read yet, the draft's own output replaces the fused states.
 
 Parameters are named as in checkpoints of the ``speculators`` library; those of ``SafeAILab/EAGLE`` call the first layer
@@ -32,10 +32,10 @@ class Eagle3Shape:
     Attributes:
         config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
         states: number of the target's layers it reads.
-        norm_before_residual: the residual of the first layer is the normed state.
-        norm_before_fc: one norm over all of the target's states (``input_norm``).
-        fc_norm: a norm for those of each layer (EAGLE-3.1).
-        norm_output: the next row sees the state after the last norm (EAGLE-3.1).
+        norm_before_residual: whether the first layer's residual is the normed state.
+        norm_before_fc: whether there is one norm over all of the target's states (``input_norm``).
+        fc_norm: whether there is a norm for the states of each layer (EAGLE-3.1).
+        norm_output: whether the next row reads the state after the last norm (EAGLE-3.1).
     """
 
     config: PretrainedConfig
@@ -56,7 +56,7 @@ class Eagle3Draft(OwnStateModule):
         self.shape = shape
         config: Any = shape.config
         H, wide, eps = config.hidden_size, shape.states * shape.target_hidden, config.rms_norm_eps
-        self.reads, self.hidden = wide, H
+        self.states_width, self.hidden = wide, H
         self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
         self.input_norm = LlamaRMSNorm(wide, eps) if shape.norm_before_fc else None
         norms = [LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)] if shape.fc_norm else None
@@ -76,7 +76,7 @@ class Eagle3Draft(OwnStateModule):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -88,7 +88,7 @@ class Eagle3Draft(OwnStateModule):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tokens beyond the embedding, which only the target's logits have, are read as its last token.
+        # Token ids beyond the embedding, which only the target has, are read as its last one.
         embedded = self.embed_tokens(input_ids.clamp(max=self.embed_tokens.num_embeddings - 1))
         rotary, cache = self.rotary_emb(embedded, position_ids), PassThroughCache(len(self.layers))
         first: Any = self.layers[0]

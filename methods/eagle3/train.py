@@ -13,15 +13,15 @@ from transformers import LlamaConfig
 from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
-from specexport.methods.eagle3.export import read_eagle3, save_eagle3, usual_states
+from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
 from specexport.methods.eagle3.train_options import Eagle3Options
-from specexport.methods.hidden_states.train import frozen, layers_of, run_target, train_and_write
+from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, summed_loss, weighted
+from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, layer_sizes, load_model, open_run, seen_states
+from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 
 def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
@@ -32,9 +32,9 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    layers = layers_of(target.model)
-    initial = None if options.draft is None else initial_draft(options, target, layers)
-    states = seen_states(options.states or usual_states(layers), layers) if initial is None else initial[1]
+    initial = None if options.draft is None else initial_draft(options, target)
+    default = Eagle3Outline.default_states(1, target.layers)
+    states = checked_states(options.states or default, target.layers) if initial is None else initial[1]
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)
@@ -78,8 +78,8 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     return draft
 
 
-def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) -> tuple[Eagle3Draft, tuple[int, ...]]:
-    """The draft to start from, and the layer counts after which it reads states of a target with ``layers`` layers.
+def initial_draft(options: Eagle3Options, target: TrainingModel) -> tuple[Eagle3Draft, tuple[int, ...]]:
+    """The draft to start from, and the layer counts after which it reads the target's states.
 
     A narrower MLP keeps the units whose three weight rows have the largest product of norms.
 
@@ -88,7 +88,7 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
         TrainError: drafts of its kind cannot be written, or its MLP is narrower than requested.
     """
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
-    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=layers)
+    outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=target.layers)
     layer = outline.layer
     unsupported = outline.switches | {name: getattr(layer, name) for name in ("attention_bias", "mlp_bias")}
     unsupported |= {
@@ -100,7 +100,7 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
     if any(unsupported.values()):
         names = ", ".join(name for name, on in unsupported.items() if on)
         raise TrainError(f"{outline.path}: has {names}; expected one plain llama layer as wide as the target")
-    draft = outline.load(target.path, layers, target.max_positions).to(head.device)
+    draft = outline.load(target.path, target.layers, target.max_positions).to(head.device)
     draft.embed_tokens.weight = frozen(table)
     if options.tie_lm_head:
         draft.lm_head.weight = frozen(head if draft.target_ids is None else head[draft.target_ids])
@@ -114,18 +114,18 @@ def initial_draft(options: Eagle3Options, target: TrainingModel, layers: int) ->
         linear.weight = torch.nn.Parameter(linear.weight.detach()[kept])
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
     draft.shape.config.intermediate_size = len(kept)
-    return draft, outline.seen(layers)
+    return draft, outline.seen(target.layers)
 
 
 def draft_loss(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
 ) -> Loss:
-    """Σ decay^i · CE_i over the tokens drafted from each token of a text, each after the text's true tokens.
+    """Σ decay^i · CE_i over the tokens drafted after each token of a text, given the text's true tokens.
 
     CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, restricted to the
-    draft's vocabulary, over positions where that has the target's most probable token (arXiv 2503.01840, SpecForge).
+    draft's vocabulary, over positions whose most probable token is in that vocabulary (arXiv 2503.01840, SpecForge).
     """
-    return weighted(_losses(draft, model, states, batch, steps), decay)
+    return weighted_loss(_losses(draft, model, states, batch, steps), decay)
 
 
 def _losses(
@@ -146,7 +146,7 @@ def _losses(
     in_vocab = number[logits.argmax(-1)] >= 0
     logits = logits if ids is None else logits[:, ids]
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-    hidden = draft.fused(target_states)
+    hidden = draft.fuse(target_states)
     attention = _TrainingTimeTest()
     for step in range(steps):
         with lowering(attention):
@@ -166,11 +166,11 @@ def draft_accuracy(
     draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
 ) -> HeadAccuracy:
     """Measures each drafted position, after correct drafts, over windows that the draft was not trained on."""
-    return measured(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
+    return measure_accuracy(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
 
 
 class _TrainingTimeTest:
-    """Attention of the rows of each token, and then, call by call, of the rows that continue from each of them.
+    """Attention of a row for each token and then, call by call, of the rows that continue from each of them.
 
     Row t of call s attends to rows 0 to t of the first call, and to row t of each later call up to s.
     """

@@ -1,8 +1,8 @@
 """Checkpoints of EAGLE-3, DFlash and MTP drafts.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
-the target's has ``d2t``, the offset of each token's id in the target, and ``t2d``, a mask of the target's tokens that
-it has. ``embed_tokens.weight`` and ``lm_head.weight`` may be left out if they are the target's.
+the target's has ``d2t``, each token's offset to its id in the target, and may have ``t2d``, a mask of the target's
+tokens that it shares. ``embed_tokens.weight`` and ``lm_head.weight`` may be missing if they are the target's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.config import stored_table
+from specexport.exporter.checkpoints.config import layers_in, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.quantized import dequantized
+from specexport.exporter.checkpoints.quantized import dequantize_tensors
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
 from specexport.graphs.attention import ATTENTION_NAME
@@ -37,8 +37,8 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Configuration classes by ``model_type``."""
 D2T, T2D, EMBEDDING, HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _MAX_LAYERS = 16
-_UNREAD = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Ends of names to ignore: leftovers of training, and tensors that follow from the configuration."""
+_IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Suffixes of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
@@ -89,8 +89,8 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
         description: the kind of draft, for error messages.
 
     Returns:
-        The configuration of the layers, whether it is that of the ``speculators`` library, and the fields of
-        :class:`OwnFilesOutline` that all such drafts have.
+        The configuration of the layers, whether it has the layout of the ``speculators`` library, and the fields of
+        :class:`OwnFilesOutline` that all such drafts share.
 
     Raises:
         BuildError: a field is missing or malformed; names the file and the field.
@@ -120,8 +120,8 @@ class DraftOutline(ABC):
 
     Attributes:
         layer: transformers' configuration of the layers.
-        vocab: vocabulary size of the target it was trained for.
-        draft_vocab: number of tokens it may propose.
+        vocab: vocabulary size of the target that it was trained for.
+        draft_vocab: number of tokens that it may propose.
     """
 
     path: Path
@@ -150,7 +150,7 @@ class DraftOutline(ABC):
 
     @property
     def prefixes(self) -> Mapping[str, str]:
-        """Prefixes of stored names, and what the draft's modules have instead."""
+        """Prefixes of stored names, and the corresponding prefixes in the draft's modules."""
         return {}
 
     @abstractmethod
@@ -158,7 +158,7 @@ class DraftOutline(ABC):
         """The stored tensors by the names of the draft's modules.
 
         Raises:
-            BuildError: two tensors are the same part, or the parts of a quantized matrix do not fit; names them.
+            BuildError: two tensors have the same name, or parts of a quantized matrix do not match; names them.
         """
 
     @abstractmethod
@@ -193,9 +193,6 @@ class DraftOutline(ABC):
         """Checks that the draft has tensors of these shapes and no others, by the headers of its files.
 
         Tensors in ``shared`` may be left out, as the target has them; ``description`` is for error messages.
-
-        Raises:
-            BuildError: a tensor is missing, unknown, or of another shape or type; names it.
         """
         maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
         for name, tensor in stored.items():
@@ -219,11 +216,7 @@ class DraftOutline(ABC):
         self._target_ids(stored)
 
     def _target_ids(self, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
-        """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same.
-
-        Raises:
-            BuildError: an id is not in the target's vocabulary, or contradicts ``t2d``; names the tensor.
-        """
+        """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same."""
         if D2T not in stored or self.draft_vocab == self.vocab:
             return None
         offsets = stored[D2T].read()
@@ -257,14 +250,14 @@ class DraftOutline(ABC):
             rows = state[EMBEDDING] if tied else self._table(target, HEAD)
             state[HEAD] = rows if ids is None else rows[ids]
         draft.load_state_dict(state, assign=True)
-        # Computed rather than stored, so it must be rebuilt off the meta device.
+        # Its buffers are computed, not stored, so it must be recreated off the meta device.
         draft.rotary_emb = type(draft.rotary_emb)(self.layer)
         draft.target_ids = ids
         freeze_frequencies(draft, positions)
         return draft.eval().requires_grad_(False)
 
     def _table(self, target: Path, name: str) -> torch.Tensor:
-        """The target's embedding or head, for a draft without one."""
+        """The target's embedding or head, for a draft that lacks its own."""
         tensor = stored_table(target, head=name == HEAD)
         expected = (self.vocab, self.layer.hidden_size)
         if tensor.shape != expected:
@@ -292,12 +285,13 @@ class OwnFilesOutline(DraftOutline):
     keys: ClassVar[str]
     """The configuration fields that ``states`` comes from."""
 
+    @staticmethod
     @abstractmethod
-    def usual_states(self, layers: int) -> tuple[int, ...]:
-        """The default ``states`` for a target with ``layers`` layers."""
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        """The default ``states`` of a draft with ``draft_layers`` layers, for a target with ``layers`` layers."""
 
     def seen(self, layers: int) -> tuple[int, ...]:
-        seen = self.usual_states(layers) if self.states is None else self.states
+        seen = self.default_states(self.layer.num_hidden_layers, layers) if self.states is None else self.states
         if not all(0 <= count <= layers for count in seen):
             raise BuildError(
                 f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
@@ -325,11 +319,11 @@ class OwnFilesOutline(DraftOutline):
     def parts(self) -> dict[str, StoredTensor]:
         parts: dict[str, StoredTensor] = {}
         path = self.path / CONFIG
-        for tensor in dequantized(path, read_object(path), head_tensors(self.path)):
+        for tensor in dequantize_tensors(path, read_object(path), head_tensors(self.path)):
             name = tensor.name.removeprefix("model.")
             for start, to in self.prefixes.items():
                 name = to + name.removeprefix(start) if name.startswith(start) else name
-            if name.endswith(_UNREAD):
+            if name.endswith(_IGNORED):
                 continue
             if name in parts:
                 raise BuildError(
@@ -376,12 +370,19 @@ def layer_config(
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
-def as_checkpoint(
-    outline: DraftOutline, family: str, source: str, draft: torch.nn.Module, positions: int
-) -> Checkpoint:
-    """A draft as a model to write beside the target, for texts of at most ``positions`` tokens.
+def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: str, source: str) -> Checkpoint:
+    """Loads a draft as a model to write beside the target; see :meth:`DraftOutline.load`.
 
-    ``source`` is the user's name for it.
+    ``family`` is its kind in the manifest, ``source`` the user's name for it.
     """
-    cache = outline.cache(draft)
-    return Checkpoint(source, outline.path, family, draft, cache, outline.draft_vocab, outline.vocab, positions)
+    draft = outline.load(target, layers_in(target), positions)
+    return Checkpoint(
+        source=source,
+        path=outline.path,
+        family=family,
+        model=draft,
+        cache=outline.cache(draft),
+        vocab_size=outline.draft_vocab,
+        input_vocab=outline.vocab,
+        max_positions=positions,
+    )

@@ -1,4 +1,4 @@
-"""Export of drafts over the target's states, and of those that also read their own state."""
+"""Exports drafts over the target's states, including those that also read their own state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
-from specexport.exporter.checkpoints.config import layers_in, outlined
+from specexport.exporter.checkpoints.config import outline_of
 from specexport.exporter.checkpoints.outline import ModelOutline
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
@@ -28,7 +28,7 @@ from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter
-from specexport.methods.hidden_states.checkpoint import as_checkpoint
+from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 
@@ -48,8 +48,8 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         return str(getattr(method, "model", target))
 
     @abstractmethod
-    def read(self, source: str) -> Any:
-        """The :class:`~specexport.methods.hidden_states.checkpoint.DraftOutline` of a folder, without its weights."""
+    def read(self, source: str) -> Any:  # a DraftOutline of the method's own type
+        """Reads a draft's configuration from a folder or hub id, without its weights."""
 
     @abstractmethod
     def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
@@ -70,13 +70,13 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
 
     # --- the build ----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def built(self, options: P, outline: Any, **fields: Any) -> S:
+    def method_for(self, options: P, outline: Any, **fields: Any) -> S:
         """The method for these options and this checkpoint; ``fields`` are common to all such drafts."""
 
     def outline(self, options: P, target: TargetOutline) -> S:
         outline = self.read(self.source(options, str(target.path)))
         outline.require_fit(hidden=target.hidden, vocab=target.vocab, layers=target.layers)
-        return self.built(
+        return self.method_for(
             options,
             outline,
             trees=(),
@@ -94,13 +94,11 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
     def export(self, method: S, build: Build) -> S:
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {self.title}"):
-            outline = self.read(source)
-            draft = outline.load(build.source, layers_in(build.source), positions)
-            checkpoint = as_checkpoint(outline, method.role, source, draft, positions)
+            draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
         model = write_draft(
-            checkpoint,
+            draft,
             build,
-            lambda: self.trace(method, draft, checkpoint.cache, build.options.lowering),
+            lambda: self.trace(method, draft.model, draft.cache, build.options.lowering),
             self.points(method, build.plan),
             role=method.role,
             title=self.title,
@@ -116,26 +114,25 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         with torch.device("meta"):
             cache = read.cache(draft)
         row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
-        meta = dataclasses.replace(outlined(draft, read.layer), row=row)
+        meta = dataclasses.replace(outline_of(draft, read.layer), row=row)
         return MetaDraft(f"{source}, {options.name}", meta)
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
-        """See :class:`MethodExporter`; each token must be the choice of the draft when run over the whole text."""
+        """See :class:`MethodExporter`; each token must be the draft's choice when it runs over the whole text."""
         manifest, (model,) = run.bundle.manifest, method.models.values()
         target = run.source(None)
         source = run.source(method) if method.sources else target
         recorded = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
-        loaded = outline.load(target, layers_in(target), positions)
-        draft = as_checkpoint(outline, method.role, str(source), loaded, positions)
+        draft = load_draft(outline, target, positions, family=method.role, source=str(source))
         agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
-        ids = torch.arange(outline.draft_vocab) if loaded.target_ids is None else loaded.target_ids
+        ids = torch.arange(outline.draft_vocab) if draft.model.target_ids is None else draft.model.target_ids
         for text, drafted in recorded:
-            with recorded_states(original, method.states) as noted:
+            with recorded_states(original, method.states) as by_layer:
                 reference_logits(original, np.array(text[:-1]))
-            states = torch.cat([noted[count] for count in method.states], -1).float()
+            states = torch.cat([by_layer[count] for count in method.states], -1).float()
             with torch.no_grad():
                 expected = torch.stack(list(self.reference_logits(draft, text, states, drafted.tolist())))
             chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
@@ -155,7 +152,7 @@ class OwnStateExporter(StatesDraftExporter[P, O]):
     ) -> Sequence[torch.Tensor]:
         """See :class:`StatesDraftExporter`; recomputes all rows for every token."""
         model, logits = draft.model, []
-        hidden, ids = model.fused(states), [*text[1:], *drafted]
+        hidden, ids = model.fuse(states), [*text[1:], *drafted]
         empty = [
             (torch.zeros(1, layer.heads, 0, layer.key_size), torch.zeros(1, layer.heads, 0, layer.value_size))
             for layer in draft.cache
@@ -173,16 +170,16 @@ class OwnStateExporter(StatesDraftExporter[P, O]):
 def trace_own_state(
     draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ir.Model, ir.Model]:
-    """Traces the inputs of a draft's first pass, and one pass for the body of the loop.
+    """Traces the computation of the first pass's inputs, and one pass as the loop's body.
 
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """
     attention = draft.layers[0].get_submodule("self_attn")
-    states = own_state_inputs(draft.reads, draft.hidden)
-    first = trace.trace_module(attention, OwnStateStart(draft), states, ["hidden", "real"], lowering)
+    states = own_state_inputs(draft.states_width, draft.hidden)
+    first = trace.trace_module(OwnStateStart(draft), states, ["hidden", "real"], lowering)
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
     real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
     rows = trace.row_inputs(shapes)
     inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]
-    return first, trace.trace_module(attention, OwnStatePass(draft), inputs, outputs, lowering)
+    return first, trace.trace_module(OwnStatePass(draft), inputs, outputs, lowering, rotary=attention)

@@ -1,7 +1,7 @@
 """Drafts that read the target's states, and their own state at tokens that the target has not read yet.
 
-A row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
-embedding of the next token. It predicts the token after that one.
+Each row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
+embedding of the next token. It predicts the token after that.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class OwnStateModule(torch.nn.Module, ABC):
         embed_tokens: embedding of the input tokens.
         layers: transformers' decoder layers.
         lm_head: projection to the draft's logits.
-        reads: width of the target's concatenated states.
+        states_width: width of the target's concatenated states.
         hidden: H, width of the draft's state.
-        target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
+        target_ids: int64 ``[draft_vocab]``, the target's ids of the draft's tokens; None if ids are the same.
     """
 
     embed_tokens: torch.nn.Embedding
     layers: torch.nn.ModuleList
     lm_head: torch.nn.Linear
-    reads: int
+    states_width: int
     hidden: int
     target_ids: torch.Tensor | None
 
     @abstractmethod
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
-        """Fuses the target's states, all layers concatenated, ``[B,T,reads]`` to ``[B,T,H]``."""
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """Fuses the target's states, all layers concatenated, ``[B,T,states_width]`` to ``[B,T,H]``."""
 
     @abstractmethod
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows under the lowering in force.
+        """Runs rows under the active lowering.
 
         Args:
             input_ids: int64 ``[B,T]``, the token after each row's own.
-            hidden: ``[B,T,H]``, :meth:`fused` states, or the state returned for the previous row.
+            hidden: ``[B,T,H]``, :meth:`fuse` states, or the state returned for the previous row.
             position_ids: int64 ``[B,T]``.
 
         Returns:
-            The states that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
+            States that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
         """
 
     def cache(self) -> tuple[CacheLayer, ...]:
-        """The cache of each layer: heads, and sizes of keys and values, as seen in a run of two rows."""
+        """The cache of each layer, from a run over two rows: heads, and sizes of keys and values."""
         probe, weight = Probe(), self.lm_head.weight
         ids = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
         with torch.no_grad(), lowering(probe):
@@ -77,7 +77,7 @@ class OwnStateStart(torch.nn.Module):
 
         See :class:`OwnStatePass`. In slots that read the draft's own state, all rows except the first are padding.
         """
-        hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fused(layer_states))
+        hidden = torch.where(reads_own[:, None, None], own_state[:, None], self.model.fuse(layer_states))
         return hidden, layer_states[:, :0, 0]
 
 

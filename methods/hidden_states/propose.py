@@ -38,14 +38,13 @@ class _StateSpan:
 
 
 class StatesProposer(Proposer):
-    """Drafts a chain, with a row for each token of a text except the last, computed from the target's states there.
+    """Drafts a chain. For each token of a text except the last, its cache has a row, computed from the target's states.
 
-    The row of a token may depend on the next token too. Texts with a common prefix therefore share the rows of that
-    prefix, and comparing tokens tells which rows are still valid. Rows computed from the draft's own output are dropped
-    after each call.
+    A token's row may also depend on the next token. Texts with a common prefix share the prefix's rows, and comparing
+    tokens tells which rows are still valid. Rows computed from the draft's own output are dropped after each call.
 
     States are kept until the draft has read them, which it does as soon as a chunk is complete. If the target reused
-    another request's cache, the draft lacks states, and the target reads their tokens again: the last one of a shared
+    another request's cache, states are missing, and the target reads their tokens again: the last token of a shared
     prefix, or all tokens of a text that the draft has never read.
     """
 
@@ -71,7 +70,7 @@ class StatesProposer(Proposer):
             self._spans[view.slot] = _StateSpan(before.start, np.concatenate([kept, states]))
         else:
             self._spans[view.slot] = _StateSpan(past, states)
-        # At most a chunk of states is kept, however long the request decodes without this method.
+        # Keeps at most a chunk of states, however long the request decodes without this method.
         while self._unread(view) >= self._chunk:
             self._read(view)
 
@@ -80,12 +79,12 @@ class StatesProposer(Proposer):
         return span.end if span is not None and span.start <= row <= span.end else row
 
     def _next_row(self, view: SlotView) -> int:
-        """How many rows of a text the draft has; the last one is recomputed, as a run computes at least one."""
+        """The number of a text's valid rows in the cache, at most all but one, as a run computes at least one."""
         shared = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
         return max(0, min(shared, self.graph.filled(view.slot), len(view.tokens) - 2))
 
     def _unread(self, view: SlotView) -> int:
-        """How many rows can be computed next, up to the first token without states."""
+        """The number of rows that can be computed next, up to the first token without states."""
         row, span = self._next_row(view), self._spans.get(view.slot)
         if span is None or not span.start <= row:
             return 0
@@ -105,9 +104,9 @@ class StatesProposer(Proposer):
         return self._unread(view) > limit
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; texts of one token, and texts with missing states, are left out.
+        """See :class:`Proposer`; leaves out texts of one token, and texts with missing states.
 
-        So are slots where the draft lags far behind, as after plain steps: it reads one chunk of one such slot.
+        It also leaves out slots in which the draft lags far behind, as after plain steps, and reads a chunk of one.
         """
         unread = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
         complete = [view for view in views if 0 < unread[view.slot] == self._unread(view)]
@@ -120,7 +119,7 @@ class StatesProposer(Proposer):
 
     def _draft(self, ready: Sequence[SlotView]) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        # If the graph accepts only one width, a run computes padding rows too.
+        # A graph with a fixed width computes padding rows too.
         T = max(map(self._unread, ready)) if self.graph.any_width else self._width
         if self._width < T:  # keeps the number of shapes small
             T = self.graph.chunk(self._chunk, T)
@@ -147,18 +146,17 @@ class StatesProposer(Proposer):
         return 0 < unread == self._unread(view) <= self._width and room
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """See :class:`DeviceDraft`."""
         slots = window([view.slot for view in views], self.graph.sizes)
         inputs = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
         for view in views:
             at = view.slot - slots.start
             write_sampling(inputs, at, view.params)
             if not view.params.greedy:
-                # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
+                # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
                 depth = view.tree.depth
                 inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
             elif self._dynamic is not None:
-                # Without noise the most probable token is drawn; top-k of 1 would hide the probabilities of the others.
+                # Without noise the most probable token is drawn; top-k of 1 would hide the other probabilities.
                 write_sampling(inputs, at, SamplingParams())
                 inputs[tensors.UNIFORM][at] = 0.0
         return slots

@@ -44,9 +44,9 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
     """A draft that reads states between the target's layers.
 
     Attributes:
-        states: after how many of the target's layers it sees the residual stream.
+        states: the layer counts after which it reads the target's residual stream.
         hidden: the target's hidden size.
-        rows: most rows of a text in a drafting run: as many tokens as a step of its deepest tree can commit.
+        rows: maximum number of a text's rows in a drafting run: the tokens that a step of its deepest tree can commit.
         dynamic_tree: see :class:`StatesDraftOptions`.
     """
 
@@ -69,7 +69,7 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
 
 class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
-    """One that reads its own state at tokens that the target has not read yet, a pass a token.
+    """A draft that reads its own state at tokens that the target has not read yet, with a pass per token.
 
     Attributes:
         draft_hidden: H of the draft's own states.
@@ -95,5 +95,5 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
 
 
 def own_state_inputs(states: Dim, hidden: Dim) -> tuple[Tensor, ...]:
-    """The target's states of a width, side by side, and the draft's own state."""
+    """Inputs for the target's concatenated states, of width ``states``, and for the draft's own state."""
     return tensors.LAYER_STATES.sized(H=states), tensors.OWN_STATE.sized(H=hidden), tensors.READS_OWN

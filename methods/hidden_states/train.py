@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
+from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
+from specexport.exporter.checkpoints.config import text_sizes
+from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.layers import recorded_states
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.training.data import Windows
 from specexport.training.hidden import run_model
 from specexport.training.loop import Loss, optimizers
-from specexport.training.run import Run
+from specexport.training.run import Run, TrainingModel
 
 _WATCHED_WINDOWS = 16
 """The number of held-out windows to evaluate a draft on at every checkpoint."""
@@ -34,8 +37,8 @@ def train_and_write(
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
     ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number. With
-    ``watch`` the draft is measured on a few held-out windows at every checkpoint too. What ``save`` has written is read
-    again, so that it can be used.
+    ``watch``, the draft is also measured on a few held-out windows at every checkpoint. The output of ``save`` is read
+    again as a check.
 
     Raises:
         BuildError: what was written does not fit the target.
@@ -56,32 +59,59 @@ def train_and_write(
     run.train("draft", parameters, optimizer_list, steps, loss_at, evaluate if watch else None)
     accuracy = accuracy_of(run.held_out)
     run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
-    (vocab, hidden), layers = target.model.get_output_embeddings().weight.shape, layers_of(target.model)
+    vocab, hidden = target.model.get_output_embeddings().weight.shape
     with run.output() as folder:
         save(folder)
         outline = read(str(folder))
-        outline.require_fit(hidden=hidden, vocab=vocab, layers=layers)
-        outline.load(target.path, layers, target.max_positions)
-
-
-def layers_of(model: Any) -> int:
-    """The number of a model's decoder layers."""
-    return int(model.config.num_hidden_layers)
+        outline.require_fit(hidden=hidden, vocab=vocab, layers=target.layers)
+        outline.load(target.path, target.layers, target.max_positions)
 
 
 def frozen(weight: torch.Tensor) -> torch.nn.Parameter:
-    """A target's weight as a parameter of a draft that is not trained."""
+    """A target's weight as an untrained parameter of a draft."""
     return torch.nn.Parameter(weight.detach(), requires_grad=False)
+
+
+def checked_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The layer counts after which a draft reads the residual stream of a target with ``layers`` layers.
+
+    Raises:
+        TrainError: a count exceeds the target's layers, or occurs twice.
+    """
+    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
+        raise TrainError(
+            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
+            f"{layers}"
+        )
+    return tuple(states)
+
+
+def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:
+    """Configuration fields of layers with a target's attention heads and, by default, its MLP width."""
+    config, (vocab, hidden) = target.model.config, target.tables()[1].shape
+    sizes, rotary = text_sizes(config), getattr(config, "rope_parameters", None) or {}
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate_size or sizes.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": sizes.key_value_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": min(target.max_positions, 1 << 17),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rotary.get("rope_theta", 10000.0))},
+        "attn_implementation": ATTENTION_NAME,
+    }
 
 
 def run_target(model: Any, states: Sequence[int], batch: Windows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs the target over a batch ``[B,L]``.
 
     Returns:
-        Its states after each of the layer counts, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the positions
-        before tokens to learn; and the index of each position among those, int64 ``[B,L]``.
+        Its states after each of the layer counts, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the M positions
+        before tokens to learn; and each position's index among these, int64 ``[B,L]``.
     """
     rows = batch.learnt_from(1)
-    with torch.no_grad(), recorded_states(model, states) as noted:
+    with torch.no_grad(), recorded_states(model, states) as by_layer:
         _, logits = run_model(model, batch.ids, rows)
-    return torch.cat([noted[count] for count in states], -1), logits, rows.flatten().cumsum(0).view_as(rows) - 1
+    return torch.cat([by_layer[count] for count in states], -1), logits, rows.flatten().cumsum(0).view_as(rows) - 1

@@ -1,21 +1,21 @@
-"""Build of lookahead decoding: checks W, N and G, which determine the widths of its steps."""
+"""Builds lookahead decoding: checks W, N and G, which determine the widths of its steps."""
 
 from __future__ import annotations
 
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.method import MethodExporter, TargetOutline
-from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, sized
+from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, lookahead_method
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
-    """Exports nothing: the window runs in the target's own steps."""
+    """Exports no graph, as the window runs within the target's own steps."""
 
     def outline(self, options: LookaheadOptions, target: TargetOutline) -> Lookahead:
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: no step has these sizes.
+            BuildError: W, N or G is out of range.
         """
         W, N, G = _sizes(options, target.parameters)
         named = f"lookahead is {W},{N},{G}"
@@ -26,7 +26,7 @@ class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
             raise BuildError(f"{named}, (N - 1)(W + G) = {nodes} tokens a step; at most {MAX_NODES} are verified")
         if W < N - 2:
             raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {N - 2}")
-        return sized(options, W, N, G)
+        return lookahead_method(options, W, N, G)
 
     def default_trees(self, method: Lookahead) -> tuple[TokenTree, ...]:
         return method.token_trees()

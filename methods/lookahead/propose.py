@@ -1,4 +1,4 @@
-"""Lookahead decoding: n-grams from a Jacobi trajectory in the target's own steps (arXiv 2402.02057)."""
+"""Lookahead decoding: n-grams from a Jacobi trajectory within the target's own steps (arXiv 2402.02057)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specexport.runtime.prompt import is_embedding
 from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, Window
 
 _SEED = 0
-"""Seed of the window's first tokens, drawn from the prompt. They affect acceptance only, so they need not depend on the
-request's seed, and greedy requests take the same steps each time."""
+"""Seed of the window's first tokens, which are drawn from the prompt. They affect only acceptance, so they need not
+depend on the request's seed, and greedy requests always take the same steps."""
 _SPARE = 0
-"""Replaces tokens if a prompt has only embeddings; its value affects acceptance only."""
+"""Used instead of tokens if a prompt has only embeddings; its value affects only acceptance."""
 
 
 class NgramPool:
-    """N-grams by their first token; each keeps its G most recently seen ones."""
+    """N-grams by their first token; for each, the G most recently seen ones are kept."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -30,7 +30,7 @@ class NgramPool:
         self._after: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
-        """Adds an n-gram, or makes it the latest again."""
+        """Adds an n-gram, or makes it the most recent again."""
         kept = self._after.setdefault(first, {})
         kept.pop(rest, None)
         kept[rest] = None
@@ -38,7 +38,7 @@ class NgramPool:
             del kept[next(iter(kept))]
 
     def guesses(self, first: int, limit: int) -> list[tuple[int, ...]]:
-        """The n-grams after a token, latest first."""
+        """The n-grams that follow a token, most recent first."""
         return list(reversed(self._after.get(first, {})))[:limit]
 
 
@@ -71,7 +71,7 @@ class Trajectory:
 
     @property
     def read(self) -> int:
-        """How many of the last nodes predict the next level, not counting the root if :attr:`with_root`."""
+        """The number of nodes, from the end, that predict the next level, apart from the root (:attr:`with_root`)."""
         return len(self._levels[-1])
 
     @property
@@ -111,10 +111,10 @@ class _Slot:
 
 
 class LookaheadProposer(SlotProposer[_Slot]):
-    """Proposes n-grams that begin with the root, and adds the window that collects them to the step.
+    """Proposes n-grams that begin with the root, and adds to each step the window that collects n-grams.
 
-    Guesses with a common prefix are merged, which changes neither their attention nor acceptance. They are not drawn
-    (q = 1): the window always takes the most probable token, whatever the request's sampling.
+    Guesses with a common prefix are merged, which changes neither attention nor acceptance. They are not drawn (q = 1),
+    as the window always takes the most probable token, whatever the request's sampling parameters.
     """
 
     observes = frozenset({tensors.LOGITS})
@@ -133,7 +133,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
             slot = self._slots[view.slot] = self._begin(view.tokens)
         root, guess_length = view.tokens[-1], self._method.ngram - 1
         guesses = slot.pool.guesses(root, (len(view.tree) - 1) // guess_length)
-        tokens, parents = merged(guesses)
+        tokens, parents = merge_guesses(guesses)
         tree = TokenTree((-1, *parents))
         drafted = np.array(tokens, np.int64)
         window, above = slot.trajectory.nodes()
@@ -174,8 +174,8 @@ class LookaheadProposer(SlotProposer[_Slot]):
             state.pool.add(first, rest)
 
 
-def merged(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Guesses as a tree below the root: the tokens and the parents of its nodes 1, 2, ...."""
+def merge_guesses(guesses: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Merges guesses into a tree below the root: the tokens and the parents of its nodes 1, 2, ...."""
     tokens: list[int] = []
     parents: list[int] = []
     nodes: dict[tuple[int, ...], int] = {(): 0}

@@ -14,8 +14,8 @@ NgramSize = Annotated[int, Meta(ge=2, le=32)]
 Guesses = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 
 PRESETS = {"cpu": (4, 3, 4), "small": (7, 5, 7), "medium": (10, 5, 10), "large": (15, 5, 15)}
-"""W, N and G. The larger ones are the paper's (arXiv 2402.02057) for models of 33B, 13B and 7B parameters: the larger
-the model, the fewer tokens a GPU computes for nothing. ``cpu`` is for devices where every node costs."""
+"""W, N and G. The larger presets are the paper's (arXiv 2402.02057) for models of 33B, 13B and 7B parameters: the
+larger the model, the fewer extra tokens are free on a GPU. ``cpu`` is for devices on which every node costs time."""
 
 
 class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"):
@@ -58,11 +58,11 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
 
 
 class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
-    """Jacobi iteration in the target's own steps makes n-grams, which it verifies (arXiv 2402.02057).
+    """Jacobi iteration within the target's own steps yields n-grams, which are verified as guesses (arXiv 2402.02057).
 
-    A step runs the window, W columns by N - 1 levels of which the root is the first, beside the guesses. A request's
-    tree is its most guesses, chains of N - 1 tokens; where guesses are fewer or share their beginnings, steps take the
-    smallest width that holds them.
+    A step runs the window, W columns by N - 1 levels whose first node is the root, together with the guesses. A
+    request's tree is the maximum number of guesses, chains of N - 1 tokens; if there are fewer guesses, or they have a
+    common prefix, steps take the smallest width that suffices.
 
     Attributes:
         window: W.
@@ -93,7 +93,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
 
     @property
     def window_nodes(self) -> int:
-        """Nodes of the window, the root included."""
+        """The number of the window's nodes, including the root."""
         return self.window * (self.ngram - 1)
 
     @property
@@ -117,16 +117,16 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
 
 
 def gpu_preset(parameters: int) -> str:
-    """The preset for a target of so many parameters on a GPU."""
+    """The preset for a target with this many parameters on a GPU."""
     return "large" if parameters < 10e9 else "medium" if parameters < 20e9 else "small"
 
 
 def guess_tree(guesses: int, ngram: int) -> TokenTree:
-    """G guesses of lookahead decoding: chains of N - 1 tokens off the root."""
+    """The tree of G guesses: chains of N - 1 tokens below the root."""
     return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
 
 
-def sized(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
+def lookahead_method(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
     """The method with W, N and G, and its trees: a step may also verify G/2, G/4, ... guesses."""
     counts = [guesses]
     while counts[-1] > 1:

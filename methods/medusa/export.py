@@ -2,8 +2,8 @@
 
 A folder holds ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, and the heads in
 ``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or it is a full model trained together with its heads
-(Medusa-2), whose safetensors hold them under ``medusa_head.``. Ours set ``tie_lm_head: true`` if the heads end in the
-model's own projection; then ``{i}.{layers}.weight`` is ``[H,H]`` instead of ``[V,H]``.
+(Medusa-2), whose safetensors have them under ``medusa_head.``. In our layout, ``tie_lm_head: true`` says that heads end
+in the model's own projection; ``{i}.{layers}.weight`` is then ``[H,H]`` instead of ``[V,H]``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from specexport.contract.methods import MethodOptions, RankedMethod
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, as_read, load_reference, reference_states
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, save_head_tensors, stored_tensors
 from specexport.exporter.method import (
@@ -47,7 +46,7 @@ COMPATIBLE = "fasterdecoding"
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Top-1 accuracy of heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
 NEXT_RANK = 0.3
-"""Assumed ratio of a guess's accuracy to that of the guess one rank above it, if nothing was measured."""
+"""Assumed ratio of a candidate's accuracy to that of the next higher rank, if nothing was measured."""
 _PREFIX = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 _MAX_HEADS, _MAX_LAYERS = 16, 16
@@ -69,9 +68,9 @@ class HeadsOutline:
     """The configuration of a checkpoint's heads.
 
     Attributes:
-        tied: whether they end in the model's own head.
+        tied: whether heads end in the model's own head.
         tree: the checkpoint's tree, if it has one.
-        accuracy: of the heads, if training measured it.
+        accuracy: of the heads, if it was measured in training.
     """
 
     path: Path
@@ -132,8 +131,8 @@ def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
 def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
     """Loads heads for a model of this hidden size and vocabulary, in fp32 and evaluation mode.
 
-    No code in the files is run: a ``.pt`` is read with ``weights_only=True``, and shapes are checked before any memory
-    is allocated for them.
+    No code in the files runs: a ``.pt`` file is read with ``weights_only=True``, and shapes are checked before memory
+    is allocated.
 
     Raises:
         BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
@@ -144,7 +143,7 @@ def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
 
 
 def count_parameters(folder: Path, *, hidden: int, vocab: int) -> int:
-    """The number of the heads' parameters, by file headers; refuses another model's heads, as :func:`load_medusa`."""
+    """The number of the heads' parameters, from file headers; see :func:`load_medusa` for errors."""
     heads, *_ = _fitting(folder, hidden, vocab)
     return sum(parameter.numel() for parameter in heads.parameters())
 
@@ -170,7 +169,7 @@ def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[s
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """The heads' tensors by the names of ``MedusaHeads``, and the file to name in errors."""
+    """The heads' tensors, by their names in ``MedusaHeads``, and the file to name in errors."""
     if not folder.is_dir():
         raise BuildError(f"{folder}: no such folder; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
     single, pickled, file = folder / f"{WEIGHTS}.safetensors", folder / f"{WEIGHTS}.pt", folder
@@ -205,12 +204,12 @@ def save_medusa(
     Args:
         folder: created if missing.
         heads: the heads.
-        lm_head: weight of the model's own head, ``[V,H]``; the compatible files of tied heads contain its product.
-        base: name or folder of the model they were trained for.
+        lm_head: weight of the model's own head, ``[V,H]``, which the compatible files of tied heads multiply by.
+        base: name or folder of the model that they were trained for.
         accuracy: of the heads, if measured.
         choices: the default tree.
-        dtype: dtype of the stored tensors.
-        compatible: write the subfolder, which for tied heads is many times larger than the rest.
+        dtype: of the stored tensors.
+        compatible: whether to write the subfolder, which for tied heads is many times larger than the rest.
     """
     config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
     if choices is not None:
@@ -255,28 +254,26 @@ class HeadsExporter(MethodExporter[O, H]):
 
     earlier_accuracy: ClassVar[tuple[float, ...]] = ()
     """Assumed accuracy of the depths before those of the heads."""
+    heads_key: ClassVar[str] = "model"
+    """The method's field with the folder of the heads."""
 
-    @abstractmethod
-    def heads_folder(self, method: H) -> str:
-        """The folder of the heads."""
-
-    def sized(self, method: H, size: int) -> TokenTree:
+    def tree_of_size(self, method: H, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size."""
-        heads = read_outline(expanded(self.heads_folder(method)))
+        heads = self._heads(method)
         weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
         return TokenTree.best(weight, size + 1, method.candidates, depth)
 
     def default_trees(self, method: H) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
-        published = read_outline(expanded(self.heads_folder(method))).tree
+        published = self._heads(method).tree
         return (published,) if published is not None else super().default_trees(method)
+
+    def _heads(self, method: H) -> HeadsOutline:
+        return read_outline(expanded(getattr(method, self.heads_key)))
 
 
 class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
-
-    def heads_folder(self, method: Medusa) -> str:
-        return method.model
 
     def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
         folder = expanded(options.model)
@@ -287,7 +284,7 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
             heads=heads.count,
             candidates=min(MAX_TOP_K, target.vocab),
             parameters=count_parameters(folder, hidden=target.hidden, vocab=target.vocab),
-            weights=target.proposing,
+            weights=target.draft_storage,
         )
 
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:
@@ -299,8 +296,8 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
         model = load_reference(run.source(None), target)
         agreement = run.agreement(target.precision.weights, method.weights)
         for text, tokens in recorded:
-            # The heads read the target's cache, which holds all tokens except the last; theirs follow the head's own.
-            expected = reference_heads(model, heads, as_read(text[:-1], model))
+            # The heads have read all tokens except the last; the first row is that of the model's own head.
+            expected = reference_heads(model, heads, clamp_tokens(text[:-1], model))
             agreement.count(expected[1:, : vocabulary(run.bundle.manifest, target)], tokens)
         return "the heads in the target's graph propose the original heads' own token", agreement
 
@@ -317,9 +314,9 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
 
 
 def path_weight(heads: HeadsOutline, base: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
-    """A function from a path of ranks to its probability: the heads' measured one, else a product of published ones.
+    """A function from a path of ranks to its probability: the measured one, or else a product of published ones.
 
-    ``base`` has the probabilities of the depths before those of the heads.
+    ``base`` holds the probabilities of the depths before those of the heads.
     """
 
     def weight(path: tuple[int, ...]) -> float:

@@ -19,13 +19,12 @@ class ResBlock(torch.nn.Module):
         torch.nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to ``[..., H]``."""
         out: torch.Tensor = x + torch.nn.functional.silu(self.linear(x))
         return out
 
 
 class MedusaHeads(torch.nn.ModuleList):
-    """Heads of residual blocks, each with its own projection to the vocabulary or the model's.
+    """Heads of residual blocks, each followed by its own projection to the vocabulary or by the model's.
 
     Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
     t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
@@ -74,7 +73,7 @@ class HeadCandidates(Addition):
         model: their model.
         candidates: M.
         vocab_size: number of tokens that may be proposed; None for all.
-        depth_1: whether the model's own head proposes the next token before them.
+        depth_1: whether the model's own head proposes the first depth.
     """
 
     prefix = "medusa_head"
@@ -109,8 +108,8 @@ class HeadCandidates(Addition):
 def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model's head for heads that are tied to it.
 
-    Proposals tolerate fewer bits than the model's own logits, and the product is separate anyway: there are several of
-    its rows for each of the model's.
+    Proposals tolerate fewer bits than the model's own logits, and the product is separate anyway, as it has several
+    rows for each row of the model's.
     """
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

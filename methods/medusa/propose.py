@@ -1,4 +1,4 @@
-"""Medusa heads on the target: their candidates of a step are the next step's proposal."""
+"""Medusa heads on the target: the candidates from one step are the proposal of the next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specexport.runtime.proposal import Ints, Opening, Proposal, Proposer, SlotP
 class MedusaProposer(SlotProposer[Ints]):
     """Fills a tree with the heads' candidates at the last token in the target's cache.
 
-    Head i read the text up to that token, t, and predicts t+2+i: the root of the next step is t+1, so its candidates
-    belong to depth 1+i. They cost no extra call.
+    Head i has read the text up to that token, t, and predicts t+2+i. The root of the next step is t+1, so the
+    candidates belong to depth 1+i. They need no additional call.
     """
 
     observes = frozenset({tensors.CANDIDATES})

@@ -37,9 +37,9 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
 
     Attributes:
         model: folder of the heads.
-        heads: how many; a tree is at most as deep.
-        parameters: theirs alone.
-        weights: how their matrices are stored.
+        heads: their number, and the maximum depth of a tree.
+        parameters: number of the heads' own parameters.
+        weights: how the heads' matrices are stored.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
 
     @classmethod
     def suggest(cls, wanted: Wanted) -> Suggestion | None:
-        """See :class:`Method`; they must be trained for this very target, so a draft at hand comes first."""
+        """See :class:`Method`; heads must be trained for this very target, so an available draft ranks higher."""
         if wanted.device == "gpu":
             tree = next(tree for limit, tree in _PUBLISHED_TREES if wanted.parameters < limit)
             return Suggestion("medusa", f"tree {tree}", "four heads and a wide tree, where nodes are nearly free", 1)

@@ -1,4 +1,4 @@
-"""``specexport train medusa``: trains heads alone, or with their model (Cai et al., arXiv 2401.10774)."""
+"""``specexport train medusa``: trains heads alone, or together with their model (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train_options import MedusaOptions
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
-from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
@@ -39,7 +39,7 @@ def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
     with open_run("train medusa", options, place, base, log) as run:
         within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
-            # Weights to train are in float32; sampling is twice as fast with a copy in bfloat16.
+            # Trained weights are in float32; sampling is twice as fast from a copy in bfloat16.
             run.self_distill(
                 base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
             )
@@ -82,7 +82,7 @@ def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head
     Returns:
         The loss, and each head's ``top-1`` and ``top-5`` accuracy.
     """
-    return weighted(_losses(heads, hidden, batch, lm_head), decay)
+    return weighted_loss(_losses(heads, hidden, batch, lm_head), decay)
 
 
 def _losses(
@@ -106,14 +106,14 @@ def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _losses(heads, run_model(model, batch.ids)[0], batch, lm_head)
 
-    return measured(losses, len(heads), windows, place)
+    return measure_accuracy(losses, len(heads), windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:
-    """New heads, which predict the model's next token: blocks change little, projections are the model's own.
+    """New heads that predict the model's next token: blocks change little, and projections equal the model's own.
 
-    A single block starts at zero, as in the paper. Several zero blocks would all learn the same, so they start with a
-    little noise from torch's global generator.
+    A single block starts at zero, as in the paper. Several blocks start with a little noise from torch's global
+    generator, as blocks of zeros would all learn the same.
     """
     lm_head = model.get_output_embeddings().weight
     vocab, hidden = lm_head.shape
@@ -148,7 +148,7 @@ def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> N
     lm_head = model.get_output_embeddings()
 
     def loss_at(number: int) -> Loss:
-        # Another seed, or the batches would repeat in the order of the first stage.
+        # Another seed, so that batches do not repeat in the order of the first stage.
         batch = run.batch(number, options.seed + 1)
         learnt = batch.learnt_from(1)
         with place.autocast():

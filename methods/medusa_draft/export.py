@@ -1,4 +1,4 @@
-"""Export of a smaller model with Medusa heads: a step graph that returns candidates instead of logits."""
+"""Exports a smaller model with Medusa heads, as a step graph that returns candidates instead of logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specexport.contract.folders import expanded
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.checkpoint import as_read, load_reference
+from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
@@ -30,6 +30,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
 
     stage: ClassVar[str | None] = "draft"
     earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
+    heads_key: ClassVar[str] = "medusa"
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
@@ -44,11 +45,8 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
             candidates=min(MAX_TOP_K, target.vocab),
         )
 
-    def heads_folder(self, method: MedusaDraft) -> str:
-        return method.medusa
-
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """See :class:`MethodExporter`; the draft reads as many tokens as a step can commit."""
+        """See :class:`MethodExporter`; the draft reads as many tokens per step as a step can commit."""
         steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
         return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
@@ -77,7 +75,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         model = load_reference(checkpoint, draft)
         agreement = run.agreement(draft.precision.weights)
         for text, tokens in recorded:
-            expected = reference_heads(model, heads, as_read(text, model))
+            expected = reference_heads(model, heads, clamp_tokens(text, model))
             agreement.count(expected[:, : vocabulary(run.bundle.manifest, draft)], tokens)
         return "the heads in the draft's graph propose the original heads' own token", agreement
 

@@ -18,8 +18,8 @@ from specexport.runtime.reader import Reader, ReadingProposer
 class MedusaDraftProposer(ReadingProposer):
     """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
 
-    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than the
-    depth of its tree: the draft reads that many tokens each time, some of them again.
+    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than its
+    tree's depth: the draft reads that many tokens each time, some of them repeatedly.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:

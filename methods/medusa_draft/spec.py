@@ -37,8 +37,8 @@ class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
     Attributes:
         model: folder or hub id of a model with the target's tokenizer.
         medusa: folder of its heads.
-        heads: how many; a tree is at most one deeper, as the draft's own head comes first.
-        draft: the model, as a step graph that makes candidates instead of logits; None until that is written.
+        heads: their number; a tree is at most one level deeper, as the draft's own head comes first.
+        draft: the model, as a step graph that returns candidates instead of logits; None until it is written.
     """
 
     model: str
@@ -61,7 +61,7 @@ class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
 
     @property
     def draft_width(self) -> int:
-        """Tokens that the draft reads in a step: the most a step can commit."""
+        """Tokens that the draft reads in a step: the maximum that a step can commit."""
         return 1 + max(tree.depth for tree in self.token_trees())
 
     def describe(self) -> str:

@@ -1,8 +1,8 @@
 """MLP speculators in the layout of ``ibm-fms`` (``foundation-model-stack/fms-extras``, arXiv 2404.19124).
 
 A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
-``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` of every stage; the tensors that
-tied stages share may be stored once or for each stage.
+``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` for every stage; tensors that tied
+stages share may be stored once or for each stage.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class SpeculatorOutline:
 
     Attributes:
         vocab: V.
-        hidden: H, of the target it was trained for.
+        hidden: H of the target that it was trained for.
         inner: I.
-        widths: most children of a node per stage, ``top_k_tokens_per_head``.
-        accuracy: of stages after correct tokens, if training measured it.
+        widths: maximum number of a node's children at each stage, ``top_k_tokens_per_head``.
+        accuracy: of the stages after correct tokens, if it was measured in training.
     """
 
     path: Path
@@ -199,7 +199,7 @@ def save_speculator(
         speculator: its stages.
         widths: ``top_k_tokens_per_head``; None for :func:`default_widths`.
         accuracy: if measured; stored under keys that other readers ignore.
-        dtype: dtype of the stored tensors.
+        dtype: of the stored tensors.
     """
     stages = len(speculator)
     config: dict[str, Any] = {

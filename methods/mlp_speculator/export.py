@@ -1,4 +1,4 @@
-"""Export of MLP speculators: the propose graph, and its comparison with the stages."""
+"""Exports MLP speculators as propose graphs, and compares these with the stages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorO
 _STAGE_ACCURACY = 0.6
 """Assumed accuracy of a stage after correct tokens."""
 _NEVER_SEEN = 1e-6
-"""With measured accuracies, the weight of a path that was never right, relative to the assumed accuracy."""
+"""If accuracy was measured, the weight of a path that was never right, relative to its assumed probability."""
 
 
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):
@@ -57,14 +57,14 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             candidates=min(MAX_CANDIDATES, outline.vocab),
         )
 
-    def sized(self, method: MlpSpeculator, size: int) -> TokenTree:
+    def tree_of_size(self, method: MlpSpeculator, size: int) -> TokenTree:
         """See :class:`MethodExporter`; no wider than the speculator's widths.
 
         Raises:
             BuildError: the widest tree of these widths is smaller.
         """
         outline = read_speculator(method.model)
-        tree = TokenTree.best(_weight(outline), size + 1, max(outline.widths), outline.stages)
+        tree = TokenTree.best(_path_weight(outline), size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:
             raise BuildError(
                 f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
@@ -74,7 +74,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
         widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
-        return (self.sized(method, min(*self.default_sizes, widest)),)
+        return (self.tree_of_size(method, min(*self.default_sizes, widest)),)
 
     def points(self, method: MlpSpeculator, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""
@@ -86,10 +86,17 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
             stages = load_speculator(outline)
-            # Stages beyond the deepest tree would never be used.
+            # Stages beyond the deepest tree are never used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = Checkpoint(
-                method.model, outline.path, method.name, stages, (), outline.vocab, outline.vocab, build.max_positions
+                source=method.model,
+                path=outline.path,
+                family=method.name,
+                model=stages,
+                cache=(),
+                vocab_size=outline.vocab,
+                input_vocab=outline.vocab,
+                max_positions=build.max_positions,
             )
         model = write_draft(
             checkpoint,
@@ -119,9 +126,13 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         return "the speculator's graph proposes the original stages' own token", agreement
 
 
-def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
+    """A function from a path of ranks to its probability: the measured one, or else a product of assumed ones.
+
+    A path that was never right when measured weighs far less than any that was.
+    """
+
     def weight(path: tuple[int, ...]) -> float:
-        """A function from a path to its probability: as measured, else, far below that, a product of assumed ones."""
         if any(rank >= width for rank, width in zip(path, outline.widths, strict=False)):
             return 0.0
         usual = math.prod(_STAGE_ACCURACY * NEXT_RANK**rank for rank in path)
@@ -135,8 +146,8 @@ def _weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
     inputs: trace.Inputs = [*speculator_inputs(len(speculator), speculator.hidden), tensors.SAMPLING]
-    outputs, module = stage_outputs("M", len(speculator), "T"), SpeculatorModule(speculator)
-    return trace.trace_module(module, module, inputs, outputs, lowering)
+    outputs = stage_outputs("M", len(speculator), "T")
+    return trace.trace_module(SpeculatorModule(speculator), inputs, outputs, lowering)
 
 
 EXPORTER = MlpSpeculatorExporter()

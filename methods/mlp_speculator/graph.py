@@ -1,4 +1,4 @@
-"""An MLP speculator: the next tokens from one hidden state, each stage seeing the token before (arXiv 2404.19124).
+"""An MLP speculator: stages predict the next tokens, each from a state and the previous token (arXiv 2404.19124).
 
 Stage i of ``foundation-model-stack/fms-extras``: ``s = GELU(LN_i(proj_i(s) * sw + emb_i(token) * ew))``, and its logits
 are ``head_i(s)``. The first state is the input of the target's language-model head.
@@ -24,11 +24,10 @@ class RmsNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., I]`` to ``[..., I]``."""
-        return self.weight * normalized(x) + self.bias
+        return self.weight * rms_normalize(x) + self.bias
 
 
-def normalized(x: torch.Tensor) -> torch.Tensor:
+def rms_normalize(x: torch.Tensor) -> torch.Tensor:
     """``x / rms(x)`` over the last axis."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
@@ -41,7 +40,7 @@ class SpeculatorStages(torch.nn.Module):
         hidden: H, the target's hidden size (``emb_dim``).
         inner: I, the width of the states between stages (``inner_dim``).
         stages: number of stages (``n_predict``).
-        scale_input: norm the hidden state first, and divide it by the root of 2.
+        scale_input: normalize the hidden state first, and divide it by the root of 2.
         tied: all stages share embedding, head and norm, and all but the first their projection (``tie_weights``).
     """
 
@@ -52,7 +51,7 @@ class SpeculatorStages(torch.nn.Module):
         self.inner = inner
         self.scale_input = scale_input
         self.tied = tied
-        # gives the first state half the weight of the last one
+        # Half of the first state's weight remains after the last stage.
         self.state_weight = 0.5 ** (0.5 / stages)
         self.token_weight = ((1 - self.state_weight**2) * inner / 2) ** 0.5
         count = 1 if tied else stages
@@ -68,13 +67,13 @@ class SpeculatorStages(torch.nn.Module):
         return len(self.head)
 
     def keep_first(self, stages: int) -> None:
-        """Drops all stages after the first ``stages``, whose results do not change."""
+        """Removes all stages after the first ``stages``, whose results do not change."""
         for name in ("emb", "proj", "head", "ln"):
             setattr(self, name, getattr(self, name)[:stages])
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
         """The first stage's input, ``[..., H]``, from the target's hidden state."""
-        return normalized(hidden) / 2**0.5 if self.scale_input else hidden
+        return rms_normalize(hidden) / 2**0.5 if self.scale_input else hidden
 
     def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The state ``[..., I]`` of a stage, from the previous stage's state and its input token.
@@ -97,7 +96,7 @@ class SpeculatorStages(torch.nn.Module):
 
 
 class SpeculatorModule(torch.nn.Module):
-    """The propose graph: every node of a token tree that has children gets its candidates, level by level."""
+    """The propose graph: computes candidates for every node of a token tree that has children, level by level."""
 
     def __init__(self, speculator: SpeculatorStages) -> None:
         super().__init__()

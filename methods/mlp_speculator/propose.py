@@ -20,10 +20,10 @@ from specexport.runtime.sampling import Floats
 
 
 class MlpSpeculatorProposer(SlotProposer[Floats]):
-    """Fills a tree from the target's hidden state at the last token in its cache, and the token after it, the root.
+    """Fills a tree from the target's hidden state at the last token in its cache, and from the next token, the root.
 
     Every node with children is a row of a stage, computed from its parent's state and its own token. The first child of
-    each node is drawn from q; in greedy decoding it is the most probable token.
+    a node is drawn from q; in greedy decoding, it is the most probable token.
     """
 
     observes = frozenset({tensors.HIDDEN})
@@ -57,10 +57,10 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         slots = window([view.slot for view in views], self.graph.sizes)
         inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
         for view in views:
-            self._give(inputs, view.slot - slots.start, view)
+            self._write_inputs(inputs, view.slot - slots.start, view)
         return slots
 
-    def _give(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
+    def _write_inputs(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
         levels = _levels(view.tree)
         depth, width = levels.parents.shape
         inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
@@ -70,7 +70,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
             inputs[name][at, :depth, :width] = indices
         write_sampling(inputs, at, view.params)
         if not view.params.greedy:
-            # Only as much noise as its own tree needs, so that a seed does not depend on the rest of the batch.
+            # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
             inputs[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
@@ -94,7 +94,7 @@ class _Levels:
         parents: int64 ``[D,W]``, each inner node's parent, as an index into the inner nodes of the level above.
         ranks: int64 ``[D,W]``, its rank among its siblings.
         counts: number of inner nodes of each of the D levels.
-        rows: int64 ``[K]``, the row of each node's parent, for all nodes except the root, over all levels.
+        rows: int64 ``[K]``, for each node except the root, its parent's row among the inner nodes of all levels.
     """
 
     parents: Ints

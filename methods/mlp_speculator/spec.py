@@ -41,13 +41,13 @@ class MlpSpeculatorOptions(CheckpointOptions, frozen=True, kw_only=True, tag="ml
 class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
     """Stages over the target's hidden state and the last token (arXiv 2404.19124).
 
-    Each stage sees the token before its own, so that a tree's branches differ below their first tokens too.
+    Each stage reads the previous token, so branches of a tree also differ below their first tokens.
 
     Attributes:
         model: folder or hub id of the speculator.
-        stages: how many; a tree is at most as deep.
+        stages: their number, and the maximum depth of a tree.
         hidden: H, the target's hidden size.
-        draft: the stages, as a propose graph without a cache; None until that is written.
+        draft: the stages, as a propose graph without a cache; None until it is written.
     """
 
     model: str
@@ -77,7 +77,7 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         return self.candidates
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
-        """See :class:`Method`: the narrowest run of a device that holds the tree's levels."""
+        """See :class:`Method`: a device's narrowest run that is wide enough for the tree's levels."""
         points = uncached_points(self.draft.graph.points) if self.draft is not None else []
         return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
 
@@ -109,7 +109,7 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
 
 
 def speculator_inputs(stages: Dim, hidden: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph of so many stages, without the sampling parameters."""
+    """Inputs of the propose graph of ``stages`` stages, except the sampling parameters."""
     return (
         tensors.HIDDEN_STATE.sized(H=hidden),
         tensors.INPUT_IDS.shaped("B", 1),

@@ -13,7 +13,7 @@ from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
 from specexport.training.data import Windows
-from specexport.training.hidden import measured, run_model, summed_loss, train_over_hidden, weighted
+from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss
 from specexport.training.options import within
 from specexport.training.run import Place, choose_place, load_model, open_run
@@ -22,7 +22,7 @@ from specexport.training.run import Place, choose_place, load_model, open_run
 def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
     """Trains a speculator and writes it in the layout of ``ibm-fms``.
 
-    Training has two stages, as theirs: first the data, then texts sampled from the model.
+    As with theirs, training has two stages: first on the data, then on texts sampled from the model.
     """
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
@@ -48,7 +48,7 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
             learn("data", first, options.seed)
         if options.self_distill:
             run.self_distill(base, options.self_distill)
-            # Another seed, or the batches would repeat in the order of the first stage.
+            # Another seed, so that batches do not repeat in the order of the first stage.
             learn("texts", max(1, total - first), options.seed + 1)
         accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
         run.record["stage_accuracy"] = accuracy.ranks
@@ -77,7 +77,7 @@ def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: W
     The input token of each stage is the true one (arXiv 2404.19124). Hidden states are those after the model's final
     norm, ``[B,L,H]``.
     """
-    return weighted(_losses(speculator, hidden, batch), decay)
+    return weighted_loss(_losses(speculator, hidden, batch), decay)
 
 
 def _losses(
@@ -97,4 +97,4 @@ def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, p
     def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _losses(speculator, run_model(model, batch.ids)[0], batch)
 
-    return measured(losses, len(speculator), windows, place)
+    return measure_accuracy(losses, len(speculator), windows, place)

@@ -1,12 +1,12 @@
-"""The multi-token prediction layer of a target's own checkpoint, which transformers ignores, and its export.
+"""The multi-token prediction (MTP) layer in a target's own checkpoint, which transformers ignores, and its export.
 
 A decoder layer of the target's kind drafts (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its input is ``eh_proj
 [RMSNorm(embedding of the next token); RMSNorm(h)]``, where h is the input of the target's head: the last state after
 the last norm. For further tokens, the layer's own output after its last norm replaces h. Embedding and head are the
 target's.
 
-In a target of L layers its tensors have one of two sets of names: ``model.layers.{L}.*`` with ``eh_proj``, ``enorm``,
-``hnorm`` and ``shared_head`` (DeepSeek-V3, GLM-4.5), or ``mtp.*`` with ``fc``, ``pre_fc_norm_embedding``,
+In a target with L layers, its tensors have one of two sets of names: ``model.layers.{L}.*`` with ``eh_proj``,
+``enorm``, ``hnorm`` and ``shared_head`` (DeepSeek-V3, GLM-4.5), or ``mtp.*`` with ``fc``, ``pre_fc_norm_embedding``,
 ``pre_fc_norm_hidden``, ``norm`` and ``layers.0.*`` (Qwen3-Next, Qwen3.5).
 """
 
@@ -48,20 +48,20 @@ _DEEPSEEK = {
     "": "layers.0.",
 }
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The experts' matrices, ``[out,in]`` each, that transformers fuses into one tensor."""
+"""The stored matrices of each expert, ``[out,in]``, which transformers fuses into one tensor."""
 
 
 class MTPDraft(OwnStateModule):
     """The layer and its norms.
 
     Args:
-        model: a transformers decoder whose last layer is one like it, with the target's ``embed_tokens`` and ``norm``.
+        model: a transformers decoder with the target's ``embed_tokens`` and ``norm``, whose last layer is of this kind.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         vocab, H = map(int, model.embed_tokens.weight.shape)
-        self.reads = self.hidden = H
+        self.states_width = self.hidden = H
         self.embed_tokens = model.embed_tokens
         self.target_norm, self.enorm, self.hnorm, self.norm = (copy.deepcopy(model.norm) for _ in range(4))
         self.fc = torch.nn.Linear(2 * H, H, bias=False)
@@ -74,7 +74,7 @@ class MTPDraft(OwnStateModule):
         self.rotary_emb = model.rotary_emb
         self.register_buffer("target_ids", None, persistent=False)
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
         fused: torch.Tensor = self.target_norm(states)
         return fused
 
@@ -100,7 +100,7 @@ class MTPOutline(DraftOutline):
     """The configuration of a target's MTP layer.
 
     Attributes:
-        names: maps prefixes of stored names to the draft's; the first match counts.
+        names: maps prefixes of stored names to those in the draft; the first match applies.
     """
 
     names: dict[str, str]
@@ -189,7 +189,7 @@ def read_mtp(source: str) -> MTPOutline:
 
 
 def _parts(name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The names of the stored parts of a draft's tensor: itself, or one per expert."""
+    """The names of the stored parts of a draft's tensor: the tensor itself, or its matrices for each expert."""
     start, _, last = name.rpartition(".")
     if name in stored or last not in _FUSED or len(shape) != 3:
         return [name]
@@ -201,13 +201,13 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 
 
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
-    """Exports the layer after the target's last one."""
+    """Exports the layer that follows the target's last one."""
 
     stage: ClassVar[str | None] = "mtp"
     title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)
 
-    def built(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:
+    def method_for(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:
         return MTP(draft_hidden=outline.layer.hidden_size, **fields)
 
 

@@ -15,7 +15,7 @@ class MTPOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="mtp"):
 
 
 class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
-    """The layer that the target's checkpoint holds behind its last one drafts (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+    """A layer that the target's checkpoint has after its last one drafts (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
 
     options: ClassVar[type[MethodOptions]] = MTPOptions
     role: ClassVar[str] = "mtp"

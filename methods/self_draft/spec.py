@@ -26,12 +26,12 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
 
 
 class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
-    """The target's own first layers draft: its final norm and head read their output, too early.
+    """The target's own first layers draft: its final norm and head read their output early.
 
-    The draft's graph lies beside the target's and reads the same weights file.
+    The draft's graph is written beside the target's and shares its weights file.
 
     Attributes:
-        layers: how many.
+        layers: their number.
     """
 
     layers: Size

@@ -1,4 +1,4 @@
-"""Export of a smaller model with another tokenizer: a draft model and its tokenizer."""
+"""Exports a smaller model with another tokenizer: a draft model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TOKENIZER = "draft/tokenizer.json"
 
 
 class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
-    """Exports a draft that proposes text, with all of its vocabulary."""
+    """Exports a draft that proposes text, from its whole vocabulary."""
 
     stage: ClassVar[str | None] = "draft"
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # its tokens are more or fewer of the target's
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     def outline(self, options: UniversalDraftOptions, target: TargetOutline) -> UniversalDraft:
         return UniversalDraft(

@@ -47,7 +47,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
     The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend on the text
     alone (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
-    It proposes nothing if the text ends within a character or is longer than the draft's cache.
+    It proposes nothing if the text ends within a character or does not fit the draft's cache.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         return SlotView(view.slot, tokens, _GREEDY, view.random, tree)
 
     def _tokens(self, before: list[int], drafted_after: list[int], drafted: list[int]) -> list[int]:
-        """The target's tokens of a drafted text, from the draft's tokens before it and the drafted ones."""
+        """The target's tokens for drafted text, from both tokenizers' tokens before it and the drafted tokens."""
         context = drafted_after[-_OVERLAP:]
         old, new = self._decoded(self._draft, context), self._decoded(self._draft, [*context, *drafted])
         text = new[len(old) :] if new.startswith(old) else ""

@@ -25,8 +25,8 @@ class UniversalDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="u
 class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft"):
     """A smaller model with its own tokenizer drafts; text is translated both ways (Timor et al., arXiv 2502.05202).
 
-    What is proposed follows from the text alone, without drawing. A step verifies a shorter chain where the draft's
-    tokens make fewer of the target's.
+    Proposals depend on the text alone, without drawing. A step verifies a shorter chain if the draft's tokens are fewer
+    in the target's vocabulary.
 
     Attributes:
         model: its folder or hub id.

@@ -1,6 +1,6 @@
-"""A folder that represents a GGUF file as a checkpoint, with the file's settings in transformers' own files.
+"""Presents a GGUF file as a checkpoint folder, with the file's settings in transformers' own files.
 
-transformers' mapping of GGUF produces the configuration and the tokenizer, and so determines the supported families.
+transformers maps GGUF metadata to a configuration and a tokenizer, which determines the supported families.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
     "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]",
 })  # fmt: skip
-"""Control tokens that always end a turn, as in llama.cpp, whatever else a file says."""
+"""Control tokens that always end a turn, as in llama.cpp, whatever the file says."""
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings shared by all of Meta's models with scaled rotary frequencies; a file holds only the factors."""
+"""Settings that all of Meta's models with scaled rotary frequencies share; a file holds only the factors."""
 
 
 def header_of(folder: Path) -> Header | None:
@@ -92,7 +92,7 @@ def describe(folder: Path) -> None:
 
 
 def _require_sizes(header: Header, config: dict[str, Any]) -> None:
-    """Refuses more layers than the file has, as transformers would allocate them, and attention without heads."""
+    """Refuses more layers than the file has, which transformers would allocate, and attention without heads."""
     numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
     layers, stored = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
     if not isinstance(layers, int) or not 1 <= layers <= stored:
@@ -110,7 +110,7 @@ def _reason(error: Exception) -> str:
 
 
 def _generation(header: Header) -> dict[str, Any]:
-    """Writes the tokens that end a text, and the file's sampling settings."""
+    """The content of ``generation_config.json``: tokens that end a text, and the file's sampling settings."""
     declared = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
     tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
     turn_ends = [
@@ -127,11 +127,7 @@ def _generation(header: Header) -> dict[str, Any]:
 
 
 def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
-    """The scaling of rotary frequencies, which transformers' mapping mostly ignores.
-
-    Raises:
-        BuildError: the scaling is of an unsupported kind.
-    """
+    """The scaling of rotary frequencies, which transformers' mapping mostly ignores."""
     if config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type", "default") != "default":
         return {}
     prefix = f"{header.architecture}.rope"

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: metadata and tensor locations, all checked before any memory is allocated.
+"""Reads the header of a GGUF file: metadata and tensor locations, checked before any memory is allocated.
 
-The ``gguf`` library's reader trusts the counts, lengths and offsets of a file; here a damaged file is refused by name.
+The ``gguf`` library's reader trusts a file's counts, lengths and offsets; this one refuses damaged files by name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, ReaderField
 
 from specexport.contract.errors import BuildError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_MOST_FIELDS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
-_LONGEST_KEY, _LONGEST_NAME = (1 << 16) - 1, 256
-_LARGEST_SIZE, _LARGEST_ALIGNMENT, _MOST_ELEMENTS = 1 << 40, 1 << 20, 1 << 24
+_MAX_FIELDS, _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 1 << 17, 4
+_MAX_KEY, _MAX_NAME = (1 << 16) - 1, 256
+_MAX_SIZE, _MAX_ALIGNMENT, _MAX_ELEMENTS = 1 << 40, 1 << 20, 1 << 24
 _ALIGNMENT = 32
 _NUMBERS: Final[Mapping[GGUFValueType, str]] = {
     GGUFValueType.UINT8: "u1", GGUFValueType.INT8: "i1", GGUFValueType.UINT16: "<u2", GGUFValueType.INT16: "<i2",
@@ -62,7 +62,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file, or of the parts of a split file.
+    """The header of a file, or of all parts of a split file.
 
     Attributes:
         path: the file, or the first part.
@@ -131,10 +131,10 @@ def _read(path: Path) -> Header:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise BuildError(f"{path}: cannot be read: {error}") from error
-    return _Reading(path, mapped).header()
+    return _Reader(path, mapped).header()
 
 
-class _Reading:
+class _Reader:
     """A cursor over a mapped file."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
@@ -173,16 +173,16 @@ class _Reading:
             swapped = " (written for big-endian machines)" if version >> 24 in _VERSIONS else ""
             raise self._refuse("the version", f"{version}{swapped}", "2 or 3, little-endian")
         counts = self._number("Q", "the number of tensors"), self._number("Q", "the number of fields")
-        for part, count, most in zip(("tensors", "fields"), counts, (_MOST_TENSORS, _MOST_FIELDS), strict=True):
+        for part, count, most in zip(("tensors", "fields"), counts, (_MAX_TENSORS, _MAX_FIELDS), strict=True):
             if count > most:
                 raise self._refuse(f"the number of {part}", count, f"at most {most}")
         fields: dict[str, Field] = {}
         for number in range(counts[1]):
-            key = self._text(f"the key of field {number}", _LONGEST_KEY)
+            key = self._text(f"the key of field {number}", _MAX_KEY)
             if key in fields:
                 raise self._refuse(f"field {number}", repr(key[:80]), "another key: there is one of this name")
             fields[key] = self._field(repr(key[:80]))
-        return self._with_tensors(Header(self._path, fields, {}), counts[0])
+        return self._add_tensors(Header(self._path, fields, {}), counts[0])
 
     def _kind(self, field: str) -> GGUFValueType:
         number = self._number("I", field)
@@ -201,8 +201,8 @@ class _Reading:
         element, count = self._kind(name), self._number("Q", name)
         if element is GGUFValueType.ARRAY:
             raise self._refuse(name, "an array of arrays", "an array of numbers or of texts")
-        if count > _MOST_ELEMENTS:
-            raise self._refuse(f"the length of {name}", count, f"at most {_MOST_ELEMENTS}")
+        if count > _MAX_ELEMENTS:
+            raise self._refuse(f"the length of {name}", count, f"at most {_MAX_ELEMENTS}")
         dtype = None if element is GGUFValueType.STRING else np.dtype(_NUMBERS[element])
         self._at = self._take(count * (8 if dtype is None else dtype.itemsize), name)  # at least
         if dtype is None:
@@ -210,21 +210,21 @@ class _Reading:
         start = self._take(count * dtype.itemsize, name)
         return Field((kind, element), np.frombuffer(self._mapped, dtype, count, start).tolist())
 
-    def _with_tensors(self, header: Header, count: int) -> Header:
+    def _add_tensors(self, header: Header, count: int) -> Header:
         entries: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
         seen: set[str] = set()
         for number in range(count):
-            name = self._text(f"the name of tensor {number}", _LONGEST_NAME)
+            name = self._text(f"the name of tensor {number}", _MAX_NAME)
             label = f"tensor {name!r}"
             if name in seen:
                 raise self._refuse(f"tensor {number}", repr(name), "another name: there is one of this name")
             seen.add(name)
             rank = self._number("I", label)
-            if not 1 <= rank <= _MOST_DIMENSIONS:
-                raise self._refuse(f"the number of dimensions of {label}", rank, f"1 to {_MOST_DIMENSIONS}")
+            if not 1 <= rank <= _MAX_DIMENSIONS:
+                raise self._refuse(f"the number of dimensions of {label}", rank, f"1 to {_MAX_DIMENSIONS}")
             sizes = [self._number("Q", label) for _ in range(rank)]
-            if not all(sizes) or math.prod(sizes) > _LARGEST_SIZE:
-                raise self._refuse(f"the shape of {label}", sizes, f"1 to {_LARGEST_SIZE} numbers")
+            if not all(sizes) or math.prod(sizes) > _MAX_SIZE:
+                raise self._refuse(f"the shape of {label}", sizes, f"1 to {_MAX_SIZE} numbers")
             kind = self._number("I", label)
             try:
                 stored = GGMLQuantizationType(kind)
@@ -236,8 +236,8 @@ class _Reading:
                 raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")
             entries.append((name, tuple(sizes[::-1]), stored, self._number("Q", label)))
         alignment = header.get("general.alignment", int, _ALIGNMENT)
-        if not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
-            raise self._refuse("general.alignment", alignment, f"a power of two up to {_LARGEST_ALIGNMENT}")
+        if not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._refuse("general.alignment", alignment, f"a power of two up to {_MAX_ALIGNMENT}")
         begin = self._at + -self._at % alignment
         for name, shape, stored, offset in entries:
             block, block_bytes = GGML_QUANT_SIZES[stored]
@@ -253,27 +253,18 @@ class _Reading:
         return header
 
 
-@dataclass(frozen=True)
-class _LibraryField:
-    """A field in the form of the library's reader: ``data`` are the indices of the values in ``parts``."""
-
-    parts: list[Any]
-    data: range
-    types: list[GGUFValueType]
-
-
 def as_library_reader(header: Header) -> Callable[[object], Any]:
-    """Replaces the ``gguf`` library's reader class, with the header that was read and checked here."""
+    """A stand-in for the ``gguf`` library's reader class that returns a header read and checked here."""
 
     class Reader:
         def __init__(self, _path: object) -> None:
             self.tensors = list(header.tensors.values())
-            self.fields = {key: _library_field(field) for key, field in header.fields.items()}
+            self.fields = {key: _library_field(key, field) for key, field in header.fields.items()}
 
     return Reader
 
 
-def _library_field(field: Field) -> _LibraryField:
+def _library_field(key: str, field: Field) -> ReaderField:
     values = field.value if field.kinds[0] is GGUFValueType.ARRAY else [field.value]
-    parts = [value.encode() if isinstance(value, str) else [value] for value in values]
-    return _LibraryField(parts, range(len(parts)), list(field.kinds))
+    parts: list[Any] = [value.encode() if isinstance(value, str) else [value] for value in values]
+    return ReaderField(0, key, parts, list(range(len(parts))), list(field.kinds))

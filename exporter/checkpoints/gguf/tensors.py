@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file with transformers' names and shapes, read on demand.
+"""Reads the tensors of a GGUF file on demand, with transformers' names and shapes.
 
-Blocks of GGUF's types are ``scale * integer + offset``, as in ggml. A block's scale and offset are fp16 numbers, or
-small integers times the fp16 number of a block of 256.
+A block of a GGUF type is ``scale * integer + offset``, as in ggml. Its scale and offset are fp16 numbers, or small
+integers times the fp16 number of a super-block of 256.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTenso
 
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
-_UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that llama.cpp computes from the configuration and stores; they are not needed."""
+_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that llama.cpp derives from the configuration and stores; they are not needed."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type whose blocks are kept.
+    """A type whose integers and scales a bundle stores unchanged.
 
     Attributes:
-        kind: our smallest type that holds its integers.
+        kind: the smallest type of ours that holds its integers.
         group: number of neighbours in a row that share a scale.
         parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
     """
@@ -58,7 +58,7 @@ def _half(blocks: _Bytes, at: int) -> npt.NDArray[np.float16]:
 
 
 def _flat(fine: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """Concatenates the integers of all blocks of 256 in a row, as int8."""
+    """Concatenates the integers of all super-blocks in a row, as int8."""
     return fine.reshape(len(fine), -1).astype(np.int8)
 
 
@@ -124,11 +124,11 @@ def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
     """The scales and offsets of a matrix of a type in :data:`KEPT`, from its rows ``[N,bytes]``."""
     block = KEPT[kind]
     scale, offset = block.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
-    return Scales(block.kind, block.group, scale.turned(), None, None if offset is None else offset.turned())
+    return Scales(block.kind, block.group, scale.transposed(), None, None if offset is None else offset.transposed())
 
 
 def format_of(header: Header) -> str:
-    """The format's name with the types of most of a file's bytes: ``GGUF (Q4_K, Q6_K)``."""
+    """The format's name, with a file's types by their share of its bytes: ``GGUF (Q4_K, Q6_K)``."""
     sizes: dict[str, int] = {}
     for place in header.tensors.values():
         if len(place.shape) > 1:
@@ -136,25 +136,25 @@ def format_of(header: Header) -> str:
     return f"GGUF ({', '.join(sorted(sizes, key=lambda name: -sizes[name]))})"
 
 
-def tensors_of(header: Header, outline: Any) -> Iterator[StoredTensor]:
-    """The tensors of a model; ``outline`` is transformers' model without weights.
+def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
+    """The tensors of a model; ``meta`` is transformers' model on the meta device.
 
     Raises:
         BuildError: the file has a tensor that the model does not have, or has with another size.
     """
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=outline.config.to_dict())
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=meta.config.to_dict())
     try:
-        names: Mapping[str, str] = get_gguf_hf_weights_map(outline, processor)
+        names: Mapping[str, str] = get_gguf_hf_weights_map(meta, processor)
     except NotImplementedError as error:
         raise BuildError(f"{header.path}: general.architecture: {str(error).partition('.')[0]}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items()}
     sources: dict[str, list[TensorPlace]] = {}
     for place in header.tensors.values():
         if names.get(place.name) in shapes:
             sources.setdefault(names[place.name], []).append(place)
-        elif place.name not in _UNREAD:
+        elif place.name not in _IGNORED:
             raise BuildError(
-                f"{header.path}: tensor {place.name!r} has no place in transformers' {outline.config.model_type}; "
+                f"{header.path}: tensor {place.name!r} has no place in transformers' {meta.config.model_type}; "
                 "expected the tensors of a language model of that family alone"
             )
     for name, places in sources.items():
