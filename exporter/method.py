@@ -41,6 +41,7 @@ class TargetOutline:
         hidden: H, of what its head reads.
         path: its folder.
         proposing: how matrices of what only proposes are stored.
+        max_seq_len: longest text of the bundle, in tokens.
     """
 
     vocab: int
@@ -49,6 +50,7 @@ class TargetOutline:
     hidden: int
     path: Path
     proposing: StoredAs
+    max_seq_len: int
 
 
 class Agreement(Protocol):
@@ -111,7 +113,7 @@ class MethodExporter(Generic[O, M]):
         """The method as its checkpoints' configurations describe it, without reading weights; perhaps without trees.
 
         Raises:
-            BuildError: they are of another target.
+            BuildError: they are of another target, or were made for shorter texts.
         """
         return cast(M, options)
 

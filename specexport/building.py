@@ -20,6 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ import msgspec
 from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, BundleError
+from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.folders import expanded, locked, remove, temporary_folder, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
@@ -256,19 +257,42 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def bundle_of_model(options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any]) -> Path:
-    """The folder of a model's bundle in the cache; ``build`` are the settings of the build that a caller chose."""
+def no_chat_template(model: str | Path | None) -> RequestError:
+    """The error for messages to a model that has no chat template."""
+    return RequestError(
+        f"{model}: the model has no chat template, so it cannot read messages; continue texts with: specexport run "
+        f"{model}"
+    )
+
+
+def bundle_of_model(
+    options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any], *, chat: bool = False
+) -> Path:
+    """The folder of a model's bundle in the cache.
+
+    Args:
+        options: what to open.
+        methods: how to speculate.
+        build: the settings of the build that a caller chose.
+        chat: refuse to build a model without a chat template.
+
+    Raises:
+        BuildError: see :func:`cached_bundle`.
+        RequestError: there is no chat template.
+    """
     identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}
     identity |= {"target": str(options.model), "methods": methods}
     for name, value in (("max_seq_len", options.max_model_len), ("tensor_parallel", options.tensor_parallel_size)):
         identity |= {} if value is None else {name: value}
     if options.backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
         identity["backend"] = options.backend
-    return cached_bundle(identity, _build, check_hashes=options.check_hashes)
+    return cached_bundle(identity, partial(_build, chat=chat), check_hashes=options.check_hashes)
 
 
-def _build(options: dict[str, Any], output: Path) -> None:
+def _build(options: dict[str, Any], output: Path, *, chat: bool) -> None:
     module = exporter()
+    if chat and not module.load_tokenizer(module.locate(options["target"])).chat_templates:
+        raise no_chat_template(options["target"])
     backend = options.get("backend")
     engines = CompileOptions(backend) if backend in ENGINE_RUNTIMES else None
     settings = module.BuildOptions(output=output, resume=True, engines=engines, **options)

@@ -57,7 +57,7 @@ class Builds:
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 
-    def __call__(self, options: dict[str, Any], output: Path) -> None:
+    def __call__(self, options: dict[str, Any], output: Path, **_: Any) -> None:
         self.options.append(options)
         shutil.copytree(self.made, output)
 

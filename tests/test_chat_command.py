@@ -245,6 +245,23 @@ def test_a_model_that_knows_no_messages_is_named(
     assert "specexport run" in err
 
 
+@pytest.mark.exporter
+@pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "--prompt", "one"]])
+def test_a_model_that_knows_no_messages_is_not_built(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    assert main([*command, model]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"specexport: error: {model}: the model has no chat template, so it cannot read messages; continue texts with: "
+        f"specexport run {model}\n"
+    )
+    assert not any((tmp_path / "cache" / "bundles").iterdir())
+
+
 def test_run_answers_a_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

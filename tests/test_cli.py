@@ -144,7 +144,7 @@ def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[s
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
         (["--method", "magic"], "method is 'magic'; the bundle has draft_model"),
-        (["--chat"], "has no chat template; leave it out"),
+        (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
 )
 def test_a_bad_request_is_explained_in_one_line(

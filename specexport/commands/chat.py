@@ -158,12 +158,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
         specexport chat qwen3/ < questions.txt
     """
     command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
-    with closing(Frontend.open(**options)) as frontend:
-        if frontend.engine.chat_template is None:
-            raise RequestError(
-                f"{options['model']}: the model has no chat template, so it cannot read messages; continue texts "
-                f"with: specexport run {options['model']}"
-            )
+    with closing(Frontend.open_for_chat(**options)) as frontend:
         params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, command.system)

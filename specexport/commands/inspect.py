@@ -61,6 +61,9 @@ def inspect_command(command: InspectOptions) -> int:
     if command.method is not None and not command.tree:
         raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
     if command.tree:
+        for name in ("hashes", "json"):
+            if getattr(command, name):
+                raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
         show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
         return 0

@@ -12,7 +12,7 @@ import msgspec
 
 from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedOptions, engine_flags
+from specexport.commands import PlottedOptions, engine_flags, read_text
 from specexport.commands.bench import read_lines
 from specexport.commands.inspect import about, svg, terminal_tree
 from specexport.contract.errors import RequestError
@@ -169,10 +169,7 @@ def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int
         if path.suffix == ".jsonl":
             prompts += [engine.encode(line.text)[:limit] for line in read_lines(path)]
             continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
+        text = read_text(path, "a text file or .jsonl")
         ids = engine.encode(text) if text else []
         prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
