@@ -25,6 +25,7 @@ _HINTS = {
     errno.EACCES: "choose a folder that can be written",
     errno.EPERM: "choose a folder that can be written",
     errno.ENOTDIR: "choose a place whose parents are folders",
+    errno.ENOENT: "check the path",
     errno.EEXIST: "choose a place whose parents are folders",
 }
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -64,7 +65,7 @@ _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 def described(error: OSError, path: Path | None = None) -> str:
     """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
     location = str(error.filename or path or "standard output")
-    hint = _HINTS.get(error.errno or 0, "see to that and run it again")
+    hint = _HINTS.get(error.errno or 0, "resolve that and run it again")
     return f"{location}: {error.strerror or error}; {hint}"
 
 

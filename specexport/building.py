@@ -63,8 +63,11 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        reason: BaseException = error
+        while reason.__cause__ is not None:  # transformers hides what failed in its own imports
+            reason = reason.__cause__
         raise BuildError(
-            f"{doing} needs the [{extra}] extra ({error}); install it with: pip install 'specexport[{extra}]'"
+            f"{doing} needs the [{extra}] extra ({reason}); install it with: pip install 'specexport[{extra}]'"
         ) from error
 
 

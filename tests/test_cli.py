@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specexport.building import needs_extra
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
@@ -156,6 +157,14 @@ def test_a_bad_request_is_explained_in_one_line(
     assert captured.err.startswith("specexport: error: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_missing_extra_names_what_failed() -> None:
+    with (
+        pytest.raises(BuildError, match=r"\[train\] extra \(module 'a' has no attribute 'b'\)"),
+        needs_extra("it", "train"),
+    ):
+        raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
 
 
 def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
