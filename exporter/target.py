@@ -166,8 +166,8 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
         return min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
     if options.max_seq_len > target.max_positions:
         raise BuildError(
-            f"max_seq_len is {options.max_seq_len}, but {target.source} was made for {target.max_positions} positions; "
-            f"expected at most {target.max_positions}"
+            f"max_seq_len (max_model_len) is {options.max_seq_len}, but {target.source} was made for "
+            f"{target.max_positions} positions; expected at most {target.max_positions}"
         )
     return options.max_seq_len
 

@@ -133,8 +133,8 @@ def require_length(source: str, max_seq_len: int) -> None:
 def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
     if positions < max_seq_len:
         raise BuildError(
-            f"max_seq_len is {max_seq_len}, but the draft {source} was made for {positions} positions; set it to at "
-            f"most {positions}, or choose another draft"
+            f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
+            f"set it to at most {positions}, or choose another draft"
         )
 
 

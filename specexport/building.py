@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 import types
 import warnings
@@ -29,13 +28,14 @@ from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.folders import expanded, locked, remove, temporary_folder, writing
+from specexport.contract.folders import expanded, locked, remove, temporary_folder, write_file, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
 from specexport.exporter.checkpoints.quiet import uncollected
 from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import require_effect
 from specexport.exporter.records import fingerprint
 from specexport.options import EngineOptions
 from specexport.runtime.bundle import check_bundle
@@ -227,7 +227,7 @@ def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
 
 def _sweep(root: Path) -> None:
     """Removes leftovers of killed processes that were untouched for a week."""
-    for path in (*(root / "bundles").glob(".*"), *(root / "hashes").glob("tmp*")):
+    for path in root.glob("*/.*"):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps too
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
                 remove(path)
@@ -250,9 +250,7 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
             hashes[name] = sha256(file)
             with contextlib.suppress(OSError):  # then it is hashed again
                 memos.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile("w", dir=memos, delete=False, encoding="ascii") as written:
-                    written.write(hashes[name])
-                Path(written.name).replace(memo)
+                write_file(memo, hashes[name].encode("ascii"))
     return hashes
 
 
@@ -283,6 +281,7 @@ def bundle_of_model(
         BuildError: see :func:`cached_bundle`.
         RequestError: there is no chat template.
     """
+    require_effect(build, methods)
     identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}
     identity |= {"target": str(options.model), "methods": methods}
     for name, value in (("max_seq_len", options.max_model_len), ("tensor_parallel", options.tensor_parallel_size)):

@@ -191,6 +191,8 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         (["--target", "nowhere", "--block-size", "5"], "--block-size is 5; expected one of 16, 32, 64, 128, 256"),
         (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
         (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
+        (["--target", "nowhere", "--precision", "bf16", "--block-size", "32"], "block_size was given, and only int8"),
+        (["--target", "nowhere", "--ngram", "--draft-precision", "int8"], "draft_precision was given without a draft"),
         (
             ["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"],
             "Expected `int` <= 32 - at `$.num_speculative_tokens`",

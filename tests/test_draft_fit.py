@@ -22,7 +22,7 @@ def test_a_draft_for_shorter_texts(tmp_path: Path, way: str) -> None:
     methods: dict[str, Any] = {way: draft}
     if way == "draft_medusa":
         methods = {"draft": draft, way: make_heads(tmp_path / "heads", draft, 2, tied=True)}
-    refused(tmp_path, f"max_seq_len is 256, but the draft {draft} was made for 128 positions", **methods)
+    refused(tmp_path, f"is 256, but the draft {draft} was made for 128 positions", **methods)
 
 
 def test_heads_of_another_draft(tmp_path: Path) -> None:

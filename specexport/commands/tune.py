@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,8 @@ from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import Cost, CostCurve
+from specexport.runtime.costs import MOST_NOISE, Cost, CostCurve, stored_costs
+from specexport.runtime.machine import cache_folder
 from specexport.tables import Styled, Table, show
 
 if TYPE_CHECKING:
@@ -244,6 +246,7 @@ def _batch_command(arguments: argparse.Namespace) -> int:
     ):
         curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
+        kept = stored_costs(manifest, engine.backend, engine.slots).load() == curve
     if command.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
@@ -256,6 +259,9 @@ def _batch_command(arguments: argparse.Namespace) -> int:
             charts.append(report.Figure(f"Proposing with {costs.method}", chart))
         parts = (device, *tables(curve), *charts, *about(command.bundle, manifest))
         report.write(command.plot, f"tune batch: {command.bundle}", parts)
+    if not kept:
+        why = "the machine was too busy" if curve.noise > MOST_NOISE else f"{cache_folder()} cannot be written"
+        print(f"warning: these figures are not kept, as {why}", file=sys.stderr)
     return 0
 
 
