@@ -95,7 +95,8 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
     A terminal shows a bar for each step; otherwise each finished step is a line.
     """
-    terminal, size = sys.stderr.isatty(), shutil.get_terminal_size()
+    stream = sys.stderr  # steps may silence what libraries write there meanwhile
+    terminal, size = stream.isatty(), shutil.get_terminal_size()
     bars: dict[str, tqdm[NoReturn]] = {}
 
     def report(name: str, done: int, total: int) -> None:
@@ -107,7 +108,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 unit_scale=True,
                 unit_divisor=1024,
                 bar_format=_RUNNING_BAR if total >= _BYTES else _BAR,
-                file=sys.stderr if terminal else io.StringIO(),
+                file=stream if terminal else io.StringIO(),
                 ncols=min(80, size.columns),
                 nrows=size.lines,
             )
@@ -118,7 +119,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         if done >= total:
             bar.bar_format = _FINISHED_BAR if total >= _BYTES else _BAR
             if not terminal:
-                print(bar, file=sys.stderr)
+                print(bar, file=stream)
             bar.close()
 
     try:
