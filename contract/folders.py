@@ -10,8 +10,10 @@ import glob
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ _HINTS = {
     errno.EACCES: "choose a folder that can be written",
     errno.EPERM: "choose a folder that can be written",
     errno.ENOTDIR: "choose a place whose parents are folders",
+    errno.ENOENT: "check the path",
     errno.EEXIST: "choose a place whose parents are folders",
 }
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -63,8 +66,12 @@ _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 def described(error: OSError, path: Path | None = None) -> str:
     """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
+    if isinstance(error, shutil.Error):  # a list of files with the reason of each, as text
+        *_, place, reason = error.args[0][0]
+        code = re.search(r"Errno (\d+)", reason)
+        error = OSError(int(code[1]) if code else None, os.strerror(int(code[1])) if code else reason, str(place))
     location = str(error.filename or path or "standard output")
-    hint = _HINTS.get(error.errno or 0, "see to that and run it again")
+    hint = _HINTS.get(error.errno or 0, "resolve that and run it again")
     return f"{location}: {error.strerror or error}; {hint}"
 
 
@@ -86,6 +93,31 @@ def writing(path: Path) -> Iterator[None]:
         if refused is None:
             raise
         raise BuildError(described(refused, path)) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file in place of the last one in one act; what cannot be written whole is not left behind.
+
+    It keeps the last one's permissions.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    path = path.resolve() if path.is_file() else path  # a link keeps pointing to the file
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # such as /dev/stdout
+        path.write_bytes(content)
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
+        part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _refused(error: BaseException | None) -> OSError | None:

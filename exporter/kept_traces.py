@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from specexport.contract.folders import locked
+from specexport.contract.folders import locked, write_file
 from specexport.exporter.checkpoints.stored import form_of, read_parameter, stored_tensor
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.linear import FORM
@@ -101,10 +100,7 @@ def _write(path: Path, graph: ir.Model) -> None:
     content = ir.to_proto(graph).SerializeToString()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, beside = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(number, "wb") as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        Path(beside).replace(path)
+        write_file(path, hashlib.sha256(content).digest() + content)
         for old in sorted(path.parent.glob("*.onnx"), key=os.path.getmtime)[:-MOST]:
             old.unlink(missing_ok=True)
     except OSError:

@@ -41,6 +41,7 @@ class TargetOutline:
         hidden: H, the width of its head's input.
         path: its folder.
         draft_storage: how the matrices of drafts and heads are stored.
+        max_seq_len: longest text of the bundle, in tokens.
     """
 
     vocab: int
@@ -49,6 +50,7 @@ class TargetOutline:
     hidden: int
     path: Path
     draft_storage: StoredAs
+    max_seq_len: int
 
 
 class Agreement(Protocol):
@@ -111,7 +113,7 @@ class MethodExporter(Generic[O, M]):
         """The method as its checkpoints' configurations describe it, without reading weights; trees may be missing.
 
         Raises:
-            BuildError: they belong to another target.
+            BuildError: they belong to another target, or were made for shorter texts.
         """
         return cast(M, options)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from specexport.contract.engines import COMPILERS, BackendName
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import GenerationDefaults
-from specexport.contract.methods import MethodOptions, read_methods
+from specexport.contract.methods import MethodOptions, method_type, read_methods
 from specexport.contract.model import LoweredAs, Probability, StoredAs
 from specexport.contract.options import Options, option
 from specexport.contract.shapes import batch_points
@@ -172,9 +173,7 @@ class BuildOptions(BuildSettings, frozen=True):
     def target_storage(self) -> Storage:
         """How the target's matrices are stored; the portable lowering has one scale per column."""
         block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
-        branches = (
-            self.on_cpu and self.tensor_parallel == 1
-        )  # a split graph is cut between its nodes, not inside branches
+        branches = self.on_cpu and self.tensor_parallel == 1  # a split graph is cut between nodes, not inside branches
         return Storage(self.precision or "fp32", block_size, self.rest, any_scales=self.on_cpu, branches=branches)
 
     @property
@@ -185,3 +184,17 @@ class BuildOptions(BuildSettings, frozen=True):
         if kind == "int4" and block_size is not None:
             block_size = min(block_size, DEFAULT_BLOCK_SIZE)
         return dataclasses.replace(self.target_storage, kind=kind, block_size=block_size, rest=None)
+
+
+def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
+    """Refuses settings of a build that a user chose and that would change nothing.
+
+    Raises:
+        BuildError: names the setting.
+    """
+    drafts = any(method_type(method.name).stores_weights() for method in methods)
+    if settings.get("draft_precision") is not None and not drafts:
+        raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
+    kinds = {settings.get("precision"), settings.get("draft_precision") if drafts else "fp32"}
+    if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
+        raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")

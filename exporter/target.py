@@ -122,6 +122,7 @@ def plan(target: TargetBuild) -> None:
     """Decides trees, widths and cache sizes."""
     options, checkpoint = target.options, target.checkpoint
     hidden = int(checkpoint.model.get_output_embeddings().weight.shape[1])
+    max_seq_len = _max_seq_len(options, checkpoint)
     outline = TargetOutline(
         checkpoint.vocab_size,
         checkpoint.parameters,
@@ -129,6 +130,7 @@ def plan(target: TargetBuild) -> None:
         hidden,
         checkpoint.path,
         options.draft_storage.kind,
+        max_seq_len,
     )
     methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
     if checkpoint.states:
@@ -138,7 +140,7 @@ def plan(target: TargetBuild) -> None:
                 f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run on "
                 "the CPU alone yet; build it with --backend onnxruntime"
             )
-    target.plan = BuildPlan.of(methods, options, _max_seq_len(options, checkpoint))
+    target.plan = BuildPlan.of(methods, options, max_seq_len)
 
 
 def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
@@ -159,8 +161,8 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
         return min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
     if options.max_seq_len > target.max_positions:
         raise BuildError(
-            f"max_seq_len is {options.max_seq_len}, but {target.source} was made for {target.max_positions} positions; "
-            f"pass --max-seq-len {target.max_positions} or less"
+            f"max_seq_len (max_model_len) is {options.max_seq_len}, but {target.source} was made for "
+            f"{target.max_positions} positions; expected at most {target.max_positions}"
         )
     return options.max_seq_len
 

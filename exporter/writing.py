@@ -16,6 +16,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.options import QUANTIZED, Storage
@@ -122,6 +123,21 @@ def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
 
 
+def require_length(source: str, max_seq_len: int) -> None:
+    """Refuses a draft that was made for shorter texts, by its configuration: before the target is written."""
+    positions = getattr(read_model_config(locate(source)), "max_position_embeddings", None)
+    if isinstance(positions, int):
+        _require_positions(source, positions, max_seq_len)
+
+
+def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
+    if positions < max_seq_len:
+        raise BuildError(
+            f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
+            f"set it to at most {positions}, or choose another draft"
+        )
+
+
 def load_draft(source: str, build: Build) -> Checkpoint:
     """Loads a draft and checks that our lowering computes the same.
 
@@ -135,12 +151,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
             f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
             "yet; choose another draft, or build it with --backend onnxruntime"
         )
-    longest = build.plan.max_seq_len
-    if draft.max_positions < longest:
-        raise BuildError(
-            f"max_seq_len is {longest}, but the draft {draft.source} was made for {draft.max_positions} positions; "
-            f"pass --max-seq-len {draft.max_positions} or choose another draft"
-        )
+    _require_positions(source, draft.max_positions, build.plan.max_seq_len)
     with build.during("checking the draft's lowering"):
         parity.same_as_eager(draft, build.options.lowering)
     return draft

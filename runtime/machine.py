@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from specexport.contract.errors import UNREADABLE
-from specexport.contract.folders import expanded, home
+from specexport.contract.folders import expanded, home, write_file
 
 Record = TypeVar("Record")
 
@@ -120,6 +119,4 @@ class MachineRecord(Generic[Record]):
             return
         with contextlib.suppress(OSError, RuntimeError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(msgspec.json.encode(record))
-            Path(file.name).replace(self._path)
+            write_file(self._path, msgspec.json.encode(record))

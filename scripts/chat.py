@@ -21,7 +21,7 @@ _SECONDS = 15
 
 def main() -> None:
     """Downloads and builds what is missing, and starts the chat."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     where = "where to build (default: build/chat, for another model build/ and its file's name)"
     parser.add_argument("-o", "--output", type=Path, metavar="BUNDLE", help=where)
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="another model (default: SmolLM2, downloaded)")

@@ -26,16 +26,22 @@ _HELPERS = {
 
 def main() -> None:
     """Builds the bundle if it does not exist, and decodes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--models", type=Path, default=Path("examples/models"), metavar="DIR", help="folder with the demo's models"
+        "--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate (default: draft_model)"
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=Path("examples/models"),
+        metavar="DIR",
+        help="folder with the demo's models (default: examples/models)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="BUNDLE", help="where to build it (default: build/demo-METHOD)"
     )
     parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue (default: the start of a class)")
-    parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate")
+    parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate (default: 160)")
     arguments = parser.parse_args()
     name = _HELPERS[arguments.method]
     target, helper = arguments.models / "demo-target", arguments.models / name

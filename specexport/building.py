@@ -14,12 +14,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,14 +27,15 @@ import msgspec
 from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, BundleError
-from specexport.contract.folders import expanded, locked, remove, temporary_folder, writing
+from specexport.contract.errors import BuildError, BundleError, RequestError
+from specexport.contract.folders import expanded, locked, remove, temporary_folder, write_file, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
 from specexport.exporter.checkpoints.quiet import uncollected
 from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import require_effect
 from specexport.exporter.records import fingerprint
 from specexport.options import EngineOptions
 from specexport.runtime.bundle import check_bundle
@@ -62,8 +63,11 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        reason: BaseException = error
+        while reason.__cause__ is not None:  # transformers hides what failed in its own imports
+            reason = reason.__cause__
         raise BuildError(
-            f"{doing} needs the [{extra}] extra ({error}); install it with: pip install 'specexport[{extra}]'"
+            f"{doing} needs the [{extra}] extra ({reason}); install it with: pip install 'specexport[{extra}]'"
         ) from error
 
 
@@ -91,7 +95,8 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
     A terminal shows a bar for each step; otherwise each finished step is a line.
     """
-    terminal, size = sys.stderr.isatty(), shutil.get_terminal_size()
+    stream = sys.stderr  # steps may silence what libraries write there meanwhile
+    terminal, size = stream.isatty(), shutil.get_terminal_size()
     bars: dict[str, tqdm[NoReturn]] = {}
 
     def report(name: str, done: int, total: int) -> None:
@@ -103,7 +108,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 unit_scale=True,
                 unit_divisor=1024,
                 bar_format=_RUNNING_BAR if total >= _BYTES else _BAR,
-                file=sys.stderr if terminal else io.StringIO(),
+                file=stream if terminal else io.StringIO(),
                 ncols=min(80, size.columns),
                 nrows=size.lines,
             )
@@ -114,7 +119,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         if done >= total:
             bar.bar_format = _FINISHED_BAR if total >= _BYTES else _BAR
             if not terminal:
-                print(bar, file=sys.stderr)
+                print(bar, file=stream)
             bar.close()
 
     try:
@@ -223,7 +228,7 @@ def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
 
 def _sweep(root: Path) -> None:
     """Removes leftovers of killed processes that were untouched for a week."""
-    for path in (*(root / "bundles").glob(".*"), *(root / "hashes").glob("tmp*")):
+    for path in root.glob("*/.*"):
         with contextlib.suppress(FileNotFoundError):  # another process sweeps too
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
                 remove(path)
@@ -246,9 +251,7 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
             hashes[name] = sha256(file)
             with contextlib.suppress(OSError):  # then it is hashed again
                 memos.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile("w", dir=memos, delete=False, encoding="ascii") as written:
-                    written.write(hashes[name])
-                Path(written.name).replace(memo)
+                write_file(memo, hashes[name].encode("ascii"))
     return hashes
 
 
@@ -256,19 +259,43 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def bundle_of_model(options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any]) -> Path:
-    """The folder of a model's bundle in the cache; ``build`` are the settings of the build that a caller chose."""
+def no_chat_template(model: str | Path | None) -> RequestError:
+    """The error for messages to a model that has no chat template."""
+    return RequestError(
+        f"{model}: the model has no chat template, so it cannot read messages; continue texts with: specexport run "
+        f"{model}"
+    )
+
+
+def bundle_of_model(
+    options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any], *, chat: bool = False
+) -> Path:
+    """The folder of a model's bundle in the cache.
+
+    Args:
+        options: what to open.
+        methods: how to speculate.
+        build: the settings of the build that a caller chose.
+        chat: refuse to build a model without a chat template.
+
+    Raises:
+        BuildError: see :func:`cached_bundle`.
+        RequestError: there is no chat template.
+    """
+    require_effect(build, methods)
     identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}
     identity |= {"target": str(options.model), "methods": methods}
     for name, value in (("max_seq_len", options.max_model_len), ("tensor_parallel", options.tensor_parallel_size)):
         identity |= {} if value is None else {name: value}
     if options.backend not in (None, "onnxruntime"):  # onnxruntime runs any bundle
         identity["backend"] = options.backend
-    return cached_bundle(identity, _build, check_hashes=options.check_hashes)
+    return cached_bundle(identity, partial(_build, chat=chat), check_hashes=options.check_hashes)
 
 
-def _build(options: dict[str, Any], output: Path) -> None:
+def _build(options: dict[str, Any], output: Path, *, chat: bool) -> None:
     module = exporter()
+    if chat and not module.load_tokenizer(module.locate(options["target"])).chat_templates:
+        raise no_chat_template(options["target"])
     backend = options.get("backend")
     engines = CompileOptions(backend) if backend in ENGINE_RUNTIMES else None
     settings = module.BuildOptions(output=output, resume=True, engines=engines, **options)

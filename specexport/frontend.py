@@ -11,7 +11,7 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from specexport.building import bundle_of_model
+from specexport.building import bundle_of_model, no_chat_template
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
@@ -72,7 +72,25 @@ class Frontend:
 
         Arguments and errors are those of :class:`~specexport.llm.LLM`.
         """
-        options = EngineOptions.from_keywords(*args, **keys)
+        return cls._open(EngineOptions.from_keywords(*args, **keys), keys)
+
+    @classmethod
+    def open_for_chat(cls, **keys: Any) -> Frontend:
+        """The same for messages: a model without a chat template is refused before it is built.
+
+        Raises:
+            RequestError: there is no chat template.
+        """
+        options = EngineOptions.from_keywords(**keys)
+        frontend = cls._open(options, keys, chat=True)
+        if frontend.engine.chat_template is None:
+            frontend.close()
+            raise no_chat_template(options.model)
+        return frontend
+
+    @classmethod
+    def _open(cls, options: EngineOptions, keys: Mapping[str, Any], *, chat: bool = False) -> Frontend:
+        """See :meth:`open`; ``keys`` are the options that were set."""
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
@@ -94,7 +112,7 @@ class Frontend:
             if config is not None:
                 loaded, chosen = _of_bundle(config)
         else:
-            folder = bundle_of_model(options, read_methods(config) if config is not None else (), build)
+            folder = bundle_of_model(options, read_methods(config) if config is not None else (), build, chat=chat)
         engine = Engine.load(
             folder,
             threads=options.threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specexport.contract.errors import RequestError
+from specexport.contract.folders import write_file
 from specexport.tables import Styled, Table
 from specexport.version import described
 
@@ -62,16 +64,24 @@ def check_path(flag: str, path: Path | None) -> None:
     """Refuses a path that cannot be written, before hours are spent on the report.
 
     Raises:
-        RequestError: the path is a folder, or its folder does not exist.
+        RequestError: the path is a folder, or its folder does not exist or cannot be written.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is None:
+        return
+    parent = path.absolute().parent
+    if path.is_dir() or not parent.is_dir():
         raise RequestError(f"{flag} is {path}; expected a file to write, in an existing folder")
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        raise RequestError(f"{flag} is {path}, which cannot be written; expected a file in a folder that can")
 
 
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
     """Writes a page without scripts or external resources.
 
     It replaces an existing file.
+
+    Raises:
+        OSError: it cannot be written; names the file.
     """
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = f"""<!doctype html>
@@ -90,7 +100,7 @@ def write(path: Path, title: str, parts: Iterable[Part]) -> None:
 </body>
 </html>
 """
-    path.write_text(page, encoding="utf-8")
+    write_file(path, page.encode())
 
 
 def _html(part: Part) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.contract.errors import RequestError
+from specexport.contract.folders import write_file
 from specexport.contract.values import require_text
 from specexport.tables import Styled, Table, capable, coloured
 
@@ -136,11 +137,13 @@ class _History:
         self.messages: list[str] = []
         if path is None:
             return
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             lines = path.read_text(encoding="utf-8").splitlines()
-            self.messages = [str(json.loads(line)) for line in lines[-_HISTORY_SIZE:]]
+            for line in lines[-_HISTORY_SIZE:]:
+                with contextlib.suppress(ValueError):  # torn, on a full disk
+                    self.messages.append(str(json.loads(line)))
             if len(lines) > 2 * _HISTORY_SIZE:
-                path.write_text("".join(f"{line}\n" for line in lines[-_HISTORY_SIZE:]), encoding="utf-8")
+                write_file(path, "".join(f"{line}\n" for line in lines[-_HISTORY_SIZE:]).encode())
 
     def add(self, message: str) -> None:
         if self._path is None or not message.strip():

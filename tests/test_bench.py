@@ -198,5 +198,5 @@ def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None
     tokens.write_text(json.dumps(document), encoding="utf-8")
     advice = suggest(str(target), [str(other)], "cpu")
     assert "different tokenizers" in advice.refused[str(other)]
-    assert f"--method universal_draft:{other}" in advice.refused[str(other)]
+    assert f"the method universal_draft:{other}" in advice.refused[str(other)]
     assert advice.parameters == meta_model(target).num_parameters() > 5 * meta_model(other).num_parameters()

@@ -57,7 +57,7 @@ class Builds:
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 
-    def __call__(self, options: dict[str, Any], output: Path) -> None:
+    def __call__(self, options: dict[str, Any], output: Path, **_: Any) -> None:
         self.options.append(options)
         shutil.copytree(self.made, output)
 
@@ -246,11 +246,12 @@ def test_leftovers_of_killed_processes_are_removed_after_a_week(model: Path, cac
     old, new = cache / "bundles" / ".old-1.unfinished", cache / "bundles" / ".new-1.unfinished"
     for folder in (old, new):
         (folder / "target").mkdir(parents=True)
-    (cache / "hashes" / "tmpabc").touch()
-    for path in (old, cache / "hashes" / "tmpabc"):
+    part = cache / "hashes" / ".abc.1-1.part"
+    part.touch()
+    for path in (old, part):
         os.utime(path, (0, 0))
     cached_bundle({"target": str(model), "methods": read_methods("ngram")}, Builds())
-    assert not old.exists() and new.exists() and not (cache / "hashes" / "tmpabc").exists()
+    assert not old.exists() and new.exists() and not part.exists()
 
 
 def test_a_torn_record_of_a_hash_is_not_believed(model: Path, cache: Path) -> None:

@@ -17,7 +17,7 @@ from specexport.cli import main
 from specexport.commands.chat import Conversation
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
-from specexport.terminal import read_message
+from specexport.terminal import _History, read_message
 from tests.serving import with_chat_template
 from tests.typed import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Typed, typed
 
@@ -87,6 +87,16 @@ def test_terminal_turns_equal_llm_chat(folder: Path, tmp_path: Path, editor: boo
     history = tmp_path / "cache" / "chat-history.jsonl"
     assert [json.loads(line) for line in history.read_text().splitlines()] == [*QUESTIONS, "/save chat.json", "/quit"]
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_torn_line_of_the_history_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "chat-history.jsonl"
+    file.write_text('"one"\n"tw\n"three"\n')
+    assert _History(file).messages == ["one", "three"]
+    file.write_text('"one"\n' * 3000)
+    file.chmod(0o600)
+    assert len(_History(file).messages) == len(file.read_text().splitlines()) == 1000
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) -> None:
@@ -243,6 +253,23 @@ def test_a_model_that_knows_no_messages_is_named(
     assert code == 1
     assert "the model has no chat template" in err
     assert "specexport run" in err
+
+
+@pytest.mark.exporter
+@pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "--prompt", "one"]])
+def test_a_model_that_knows_no_messages_is_not_built(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    assert main([*command, model]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"specexport: error: {model}: the model has no chat template, so it cannot read messages; continue texts with: "
+        f"specexport run {model}\n"
+    )
+    assert not any((tmp_path / "cache" / "bundles").iterdir())
 
 
 def test_run_answers_a_message(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specexport.building import needs_extra
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
@@ -144,7 +145,7 @@ def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[s
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
         (["--method", "magic"], "method is 'magic'; the bundle has draft_model"),
-        (["--chat"], "has no chat template; leave it out"),
+        (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
 )
 def test_a_bad_request_is_explained_in_one_line(
@@ -156,6 +157,14 @@ def test_a_bad_request_is_explained_in_one_line(
     assert captured.err.startswith("specexport: error: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_missing_extra_names_what_failed() -> None:
+    with (
+        pytest.raises(BuildError, match=r"\[train\] extra \(module 'a' has no attribute 'b'\)"),
+        needs_extra("it", "train"),
+    ):
+        raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
 
 
 def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +191,8 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         (["--target", "nowhere", "--block-size", "5"], "--block-size is 5; expected one of 16, 32, 64, 128, 256"),
         (["--target", "nowhere", "--lowering", "portable", "--precision", "int4"], "precision is 'int4'"),
         (["--target", "nowhere", "--lowering", "portable", "--block-size", "32"], "opset 20 knows no blocks"),
+        (["--target", "nowhere", "--precision", "bf16", "--block-size", "32"], "block_size was given, and only int8"),
+        (["--target", "nowhere", "--ngram", "--draft-precision", "int8"], "draft_precision was given without a draft"),
         (
             ["--target", "nowhere", "--draft", "x", "--num-speculative-tokens", "99"],
             "Expected `int` <= 32 - at `$.num_speculative_tokens`",

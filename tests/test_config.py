@@ -86,7 +86,7 @@ def test_a_generation_default_is_named_with_its_file(model: Path, field: str, va
         ("num_attention_heads", 0, "config.json"),
         ("num_key_value_heads", 4, "k_proj.weight"),
         ("eos_token_id", 10**9, "eos_token_id is 1000000000"),
-        ("model_type", "no-such-model", "no-such-model"),
+        ("model_type", "no-such-model", "model_type is 'no-such-model', which transformers"),
         ("model_type", "gpt2", "config.json"),
         ("attention_bias", True, "config.json"),
         ("max_position_embeddings", 10**12, "max_position_embeddings"),

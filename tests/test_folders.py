@@ -147,6 +147,31 @@ def test_standard_output_that_is_full_is_said(bundle: Callable[[str], Path]) -> 
     assert done.stderr.splitlines()[-1].startswith("specexport: error: standard output: No space left on device")
 
 
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, link = tmp_path / "tree.svg", tmp_path / "link.svg"
+    words = ["draw", "mc_sim_7b_63", "-o", str(picture)]
+    with file_sizes_at_most(1000):
+        assert f"{picture}: File too large; raise the limit" in output_of(capsys, words)
+        assert list(tmp_path.iterdir()) == []
+        picture.write_text("old")
+        picture.chmod(0o600)
+        assert f"{picture}: File too large; raise the limit" in output_of(capsys, words)
+        assert picture.read_text() == "old"
+    link.symlink_to(picture)
+    assert main([*words[:-1], str(link)]) == 0
+    assert picture.read_text().startswith("<svg") and picture.stat().st_mode & 0o777 == 0o600
+    assert sorted(tmp_path.iterdir()) == [link, picture] and link.is_symlink()
+
+
+def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(
+    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with file_sizes_at_most(1000):
+        line = output_of(capsys, ["export", "triton", str(bundle("dice-near")), "-o", str(tmp_path / "triton")])
+    assert line.count("File too large") == 1 and line.endswith("(ulimit -f), or write elsewhere")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_library_errors_are_translated(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
@@ -157,6 +182,7 @@ def test_library_errors_are_translated(tmp_path: Path) -> None:
             save_file(state, tmp_path / "out")
         with pytest.raises(BuildError, match=r"out.*File too large"), writing(tmp_path / "out"):
             save_tensors(tmp_path / "out", state)
+        assert list(tmp_path.iterdir()) == []
 
 
 # --- two writers ------------------------------------------------------------------------------------------------------

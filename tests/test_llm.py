@@ -187,6 +187,8 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": "{}", "presicion": "int8"}, "presicion is no option; expected some of model, "),
         ({"model": "m", "presicion": "int8"}, "presicion is no option; expected some of model, "),
         ({"model": "m", "methods": ()}, "methods is no option"),
+        ({"model": "m", "draft_precision": "int8"}, "draft_precision was given without a draft"),
+        ({"model": "m", "draft_precision": None}, "m: no such folder"),
         ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
         ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
         (

@@ -266,7 +266,7 @@ def test_sizes_that_are_built() -> None:
 
     def planned(wanted: str, parameters: float = 1) -> Lookahead:
         (method,) = read_methods(f"lookahead:{wanted}")
-        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32"))
+        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32", 64))
 
     result = planned("5,4,4")
     assert ((result.window, result.ngram, result.guesses), [len(tree) - 1 for tree in result.token_trees()]) == (

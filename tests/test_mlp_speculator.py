@@ -275,7 +275,7 @@ def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool]
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    result = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32"))
+    result = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32", 64))
     return [sorted(tree.choices) for tree in result.token_trees()]
 
 

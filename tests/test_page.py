@@ -468,6 +468,10 @@ def test_a_stopped_answer_is_kept_and_a_refused_question_given_back(tiny: Served
     run(talk, "four")
     talk.until("!find('error').hidden")
     assert talk.run("[turns.length, find('prompt').value]") == [1, "four"]
+    talk.run("find('error').hidden = true; document.querySelector('.edit').click(); find('prompt').value = 'five'")
+    talk.run("find('run').click()")
+    talk.until("!find('error').hidden")
+    assert talk.run("[turns.length, turns[0].question, find('prompt').value, editing]") == [1, PROMPT, "five", 0]
 
 
 @needs_browser

@@ -235,7 +235,9 @@ def test_a_bundle_is_no_model_to_draft_with(
         assert f"{folder}: a bundle, which is built already" in capsys.readouterr().err
 
 
-def test_suggest_takes_a_bundle(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest_takes_a_bundle(
+    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):
         assert main(["suggest", *words]) == 0
@@ -246,11 +248,13 @@ def test_suggest_takes_a_bundle(bundle: Callable[[str], Path], capsys: pytest.Ca
         rows = {row.split()[0]: row for row in shown.splitlines() if row}
         assert " built " in rows["draft_model"] and " always " in rows["ngram"] and " not built " in rows["eagle3"]
         assert f"specexport bench {folder} --methods all" in shown
-        assert shown.rstrip().endswith(
-            f"specexport build --target {manifest.target.source} --draft {draft.source} --num-speculative-tokens 4 "
-            "-o bundle/"
-        )
+        assert shown.rstrip().endswith("another method needs another build of its target")
         assert "1.0 times smaller, the same tokenizer" in rows["draft_model"]
+    monkeypatch.setattr("specexport.exporter.suggest._USABLE", (0.5, 50))
+    assert main(["suggest", str(folder), "--draft", draft.source]) == 0
+    shown = capsys.readouterr().out
+    assert "another method needs another build of its target, for instance:\n" in shown
+    assert shown.rstrip().endswith(f"--draft {draft.source} --num-speculative-tokens 4 -o bundle/")
 
 
 # --- without torch ----------------------------------------------------------------------------------------------------

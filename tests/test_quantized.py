@@ -27,6 +27,7 @@ from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
 from specexport.verify.bundle import verify
+from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, make_mxfp4, make_quantized
 
 pytestmark = pytest.mark.exporter
@@ -172,6 +173,13 @@ def test_fp32_dequantizes(small: Small, tmp_path: Path) -> None:
 def test_zero_points_are_not_compiled_for_tensorrt(small: Small, tmp_path: Path) -> None:
     _built(small("awq")[0], tmp_path / "bundle")
     with pytest.raises(BuildError, match=r"have zero points.*build with --backend tensorrt-rtx"):
+        compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
+
+
+def test_a_head_stored_with_its_embedding_is_not_compiled_for_tensorrt(tmp_path: Path) -> None:
+    tied = make_checkpoint(tmp_path / "tied", "qwen3")
+    _built(tied, tmp_path / "bundle", "int8")
+    with pytest.raises(BuildError, match=r"the target's head is stored once.*build with --backend tensorrt-rtx"):
         compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -173,8 +174,12 @@ def test_verify(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_report_that_cannot_be_written_costs_no_time(
-    bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    refused, access = tmp_path / "refused.html", os.access
+    monkeypatch.setattr("specexport.report.os.access", lambda path, mode: path != tmp_path and access(path, mode))
+    assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(refused)]) == 1
+    assert f"--plot is {refused}, which cannot be written; expected" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "none" / "report.html"):
         assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 1
         output = capsys.readouterr()

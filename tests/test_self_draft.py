@@ -60,14 +60,14 @@ def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
 def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
-        with pytest.raises(BuildError, match=f"layers is {count}, but of .*: it has 2 layers; expected 1 to 1|>= 1"):
+        with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected 1 to 1|>= 1"):
             build(BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(self_draft=count)))
     assert not (tmp_path / "out").exists()
     words = ["build", "--target", str(target), "-o", str(tmp_path / "out"), "--max-seq-len", "128"]
     assert main([*words, "--self-draft-layers", "1", "--num-speculative-tokens", "2", "--ngram"]) == 0
     assert [type(method).__name__ for method in read_manifest(tmp_path / "out").methods] == ["SelfDraft", "Ngram"]
     shown = " ".join(capsys.readouterr().out.split())
-    assert "self_draft, the target's first 1 layers: 2 draft tokens a step" in shown
+    assert "self_draft, the target's first layer: 2 draft tokens a step" in shown
 
 
 def test_its_shape_points_are_checked(bundle: Callable[[str], Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_wrong_flags_are_named(
 ) -> None:
     assert main(["serve", *(word.format(bundle("llama-near")) if word == "{}" else word for word in words)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for host, port, reason in (
+            ("127.0.0.1", taken.getsockname()[1], "address already in use"),
+            ("192.0.2.1", 0, "cannot assign requested address"),
+            ("no.such.host.invalid", 0, ""),
+        ):
+            assert main(["serve", "nowhere", "--host", host, "--port", str(port)]) == 1
+            line = capsys.readouterr().err
+            assert line.startswith(f"specexport: error: --host is {host} and --port {port}: ")
+            assert reason in line.lower()
+            assert line.endswith("; choose an address that is free here\n")
 
 
 def test_without_ray_its_extra_is_named(

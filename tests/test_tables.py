@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import re
@@ -134,6 +136,12 @@ def test_a_step_may_be_done_again(capsys: pytest.CaptureFixture[str]) -> None:
         for done in (1, 2, 0, 2):
             progress("twice", done, 2)
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_steps_that_silence_libraries_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as progress, contextlib.redirect_stderr(io.StringIO()):
+        progress("rounding", 2, 2)
+    assert capsys.readouterr().err.startswith("rounding ")
 
 
 def test_bars_end_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,3 +136,6 @@ def test_inspect_draws_trees(capsys: pytest.CaptureFixture[str]) -> None:
     assert "64 nodes with the root, depth 4, 42 paths" in shown
     assert main(["inspect", "nothing.json", "--tree"]) != 0
     assert "no such file" in capsys.readouterr().err
+    for flag in ("--hashes", "--json"):
+        assert main(["inspect", "mc_sim_7b_63", "--tree", flag]) == 1
+        assert f"{flag} was given with --tree" in capsys.readouterr().err

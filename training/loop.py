@@ -277,9 +277,13 @@ def _restore(
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors and numbers to a file, atomically."""
     partial = path.with_suffix(".tmp")
-    with writing(path), partial.open("wb") as file:  # given a path, torch would report a full disk as a stream failure
-        torch.save(state, file)
-    partial.replace(path)
+    try:
+        # Given a path, torch would report a full disk as a stream failure.
+        with writing(path), partial.open("wb") as file:
+            torch.save(state, file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexport.contract.errors import BuildError
@@ -112,6 +113,12 @@ def read_model_config(folder: Path) -> Any:
         with quiet():
             return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
     except Exception as error:  # family code raises exceptions of any kind
+        kind = document.get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in document:
+            raise BuildError(
+                f"{path}: model_type is {kind!r}, which transformers {transformers.__version__} does not know; "
+                "expected a causal LM of a family that it has"
+            ) from error
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 

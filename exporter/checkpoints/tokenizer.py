@@ -139,7 +139,7 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
         detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
     raise BuildError(
         f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
-        f"from the same family, or draft through text with --method universal_draft:{draft_path}"
+        f"from the same family, or draft through text with the method universal_draft:{draft_path}"
     )
 
 

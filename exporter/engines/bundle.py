@@ -78,6 +78,11 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
                 f"{folder}: the {role}'s {model.precision.weights} matrices have zero points, or other scales that are "
                 f"for CPUs only; build with --backend {options.backend}, which rounds them for that"
             )
+        if options.backend in COMPILERS and _transposes_integers(folder / model.graph.master):
+            raise BuildError(
+                f"{folder}: the {role}'s head is stored once with its embedding, which {options.backend} does not "
+                f"read; build with --backend {options.backend}, which stores it apart"
+            )
     if options.backend not in COMPILERS:
         _check_bfloat16(manifest, options.compute)
     library = load_library(options.backend) if options.backend in COMPILERS else None
@@ -99,6 +104,13 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     new = _with_files(folder, manifest, new)
     exchange_manifest(folder, new)
     return CompileReport(tuple(compiler.reports), options.backend, library.version if library else "", capabilities)
+
+
+def _transposes_integers(path: Path) -> bool:
+    """Whether a graph transposes a constant of integers; compilers take those only before a DequantizeLinear."""
+    graph = onnx.load(path, load_external_data=False).graph
+    constants = {constant.name for constant in graph.initializer if constant.data_type == onnx.TensorProto.INT8}
+    return any(node.op_type == "Transpose" and node.input[0] in constants for node in graph.node)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_logits
 from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
-from specexport.exporter.writing import load_draft, require_tokenizer, write_draft
+from specexport.exporter.writing import load_draft, require_length, require_tokenizer, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
@@ -65,6 +65,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
         require_tokenizer(options.model, target, tokenizer)
 
     def outline(self, options: DraftModelOptions, target: TargetOutline) -> DraftModel:
+        require_length(options.model, target.max_seq_len)
         return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, target.vocab))
 
     def export(self, method: DraftModel, build: Build) -> DraftModel:

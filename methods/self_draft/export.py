@@ -19,13 +19,18 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
     """Exports the draft together with the target."""
 
     def outline(self, options: SelfDraftOptions, target: TargetOutline) -> SelfDraft:
+        if options.layers >= target.layers:
+            raise BuildError(
+                f"self_draft: layers is {options.layers}, but {target.path} has {target.layers} layers; expected 1 to "
+                f"{target.layers - 1}"
+            )
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
 
     def add_to_target(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> TracedGraph:
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: the target does not have that many layers.
+            BuildError: the target has layers without attention, or keeps its layers in no list.
         """
         if target.states:
             raise BuildError(
@@ -38,7 +43,7 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
                 one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
                 master = trace_checkpoint(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
         except ValueError as error:
-            raise BuildError(f"self_draft: layers is {method.layers}, but of {target.source}: {error}") from error
+            raise BuildError(f"self_draft: {target.source}: {error}") from error
         graph = compose.propose_graph(master, cache, build.lowering)
         return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 

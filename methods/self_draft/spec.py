@@ -40,7 +40,7 @@ class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
     role: ClassVar[str] = "self_draft"
 
     def describe(self) -> str:
-        return f"self_draft, the target's first {self.layers} layers"
+        return f"self_draft, the target's first {'layer' if self.layers == 1 else f'{self.layers} layers'}"
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
         """See :class:`Method`; its weights are the target's."""

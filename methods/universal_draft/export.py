@@ -10,7 +10,7 @@ from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.method import Agreement, TargetOutline, Verification
-from specexport.exporter.writing import load_draft
+from specexport.exporter.writing import load_draft, require_length
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
 from specexport.methods.draft_model.spec import DraftModel
@@ -26,6 +26,7 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, Universal
     default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     def outline(self, options: UniversalDraftOptions, target: TargetOutline) -> UniversalDraft:
+        require_length(options.model, target.max_seq_len)
         return UniversalDraft(
             trees=(),
             model=options.model,

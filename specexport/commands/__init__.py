@@ -26,6 +26,18 @@ BUILD = [name for name in options(BuildSettings) if name not in options(Sampling
 _OPENING = [name for name in options(EngineOptions) if name not in options(BuildSettings) and name != "model"]
 
 
+def read_text(path: Path, expected: str) -> str:
+    """The text of a file that a flag names.
+
+    Raises:
+        RequestError: it cannot be read, or is not UTF-8; says what was expected.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: {getattr(error, 'strerror', None) or error}; expected {expected}") from error
+
+
 class Command(NamedTuple):
     """A command.
 

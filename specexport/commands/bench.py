@@ -17,7 +17,7 @@ import msgspec
 
 from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import PlottedOptions, engine_flags
+from specexport.commands import PlottedOptions, engine_flags, read_text
 from specexport.commands.inspect import about, bytes_text
 from specexport.contract.errors import UNREADABLE, RequestError
 from specexport.contract.methods import Method
@@ -103,11 +103,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     Raises:
         RequestError: the file is missing, or has a line without a text; names it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: {error}; expected a file of JSON lines") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, "a file of JSON lines").splitlines(), start=1):
         if line.strip():
             try:
                 yield msgspec.json.decode(line.encode(), type=Line)

@@ -19,12 +19,11 @@ from specexport.contract.methods import known, method_type, part
 from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions, BuildSettings
+from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
 from specexport.flags import (
     add_flags,
     add_method_arguments,
     asked_methods,
-    check_flags,
     flag_values,
     from_flags,
     group_of,
@@ -58,13 +57,9 @@ def build_command(arguments: argparse.Namespace) -> int:
         specexport build --target meta-llama/Llama-3.2-1B --medusa heads/ --ngram --num-speculative-tokens 4,2 -o llama/
     """
     methods = asked_methods(arguments)
-    if hasattr(arguments, "draft_precision") and not any(
-        method_type(method.name).stores_weights() for method in methods
-    ):
-        raise BuildError("--draft-precision was given without a draft, heads or a speculator to apply it to")
-    check_flags(BuildOptions, flag_values(BuildOptions, arguments))
-    module = exporter()
+    require_effect(flag_values(BuildOptions, arguments), methods)
     build_options = from_flags(BuildOptions, arguments, methods=methods, engines=_engines(arguments))
+    module = exporter()
     reports: list[CompileReport] = []
     with progress_bars() as progress:
         module.build(build_options, progress, reports.append)

@@ -15,7 +15,7 @@ from typing import Annotated
 from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, sampling, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
-from specexport.contract.folders import expanded
+from specexport.contract.folders import expanded, write_file
 from specexport.contract.options import Options, option
 from specexport.flags import add_flags, from_flags
 from specexport.frontend import Frontend
@@ -158,12 +158,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
         specexport chat qwen3/ < questions.txt
     """
     command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
-    with closing(Frontend.open(**options)) as frontend:
-        if frontend.engine.chat_template is None:
-            raise RequestError(
-                f"{options['model']}: the model has no chat template, so it cannot read messages; continue texts "
-                f"with: specexport run {options['model']}"
-            )
+    with closing(Frontend.open_for_chat(**options)) as frontend:
         params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, command.system)
@@ -342,7 +337,7 @@ class Session:
             raise RequestError(f"/save {name}: it exists already; name another file")
         text = json.dumps({"messages": self._conversation.messages}, ensure_ascii=False, indent=2)
         try:
-            path.write_text(text + "\n", encoding="utf-8")
+            write_file(path, f"{text}\n".encode())
         except OSError as error:
             raise RequestError(f"/save {name}: {error.strerror or error}; name another file") from error
         self._saved.add(path.resolve())

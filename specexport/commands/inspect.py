@@ -13,6 +13,7 @@ from specexport import report
 from specexport.building import exporter, progress_bars
 from specexport.commands import BundleOptions
 from specexport.contract.errors import RequestError
+from specexport.contract.folders import write_file
 from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
@@ -61,6 +62,9 @@ def inspect_command(command: InspectOptions) -> int:
     if command.method is not None and not command.tree:
         raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
     if command.tree:
+        for name in ("hashes", "json"):
+            if getattr(command, name):
+                raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
         show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
         return 0
@@ -264,7 +268,7 @@ def draw_command(command: DrawOptions) -> int:
         specexport draw mc_sim_7b_63 -o tree.svg
     """
     tree = tree_of(command.tree, command.method)
-    command.output.write_text(svg(tree), encoding="utf-8")
+    write_file(command.output, svg(tree).encode())
     print(f"{command.output}: {len(tree)} nodes with the root, depth {tree.depth}")
     return 0
 

@@ -172,16 +172,19 @@ def suggest_command(arguments: argparse.Namespace) -> int:
         )
     for name, reason in advice.refused.items():
         print(f"not {name}: {reason}")
-    flags = [flag for suggestion in advice.suggestions for flag in suggestion.flags]
+    built = () if manifest is None or command.draft else [method.name for method in manifest.methods]
+    flags = [flag for suggestion in advice.suggestions if suggestion.method not in built for flag in suggestion.flags]
     if manifest is None:
         print("\n" + _build(target, flags))
         return 0
-    built = ", ".join(method.name for method in manifest.methods) or "no method"
-    print(f"\nbuilt for {built}; text is looked up in any case. What pays on this machine:")
+    names = ", ".join(method.name for method in manifest.methods) or "no method"
+    print(f"\nbuilt for {names}; text is looked up in any case. What pays on this machine:")
     print(shlex.join(["specexport", "bench", target, "--methods", "all"]))
-    stored = manifest.target.precision.weights
-    flags += [] if stored == "fp32" else ["--precision", stored]
-    print("\nanother method needs another build of its target, for instance:\n" + _build(manifest.target.source, flags))
+    print("\nanother method needs another build of its target" + (", for instance:" if flags else ""))
+    if flags:
+        stored = manifest.target.precision.weights
+        flags += [] if stored == "fp32" else ["--precision", stored]
+        print(_build(manifest.target.source, flags))
     return 0
 
 

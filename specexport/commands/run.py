@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, speculation
+from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, read_text, speculation
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, option
 from specexport.flags import add_flags, check_flags, flag_values, from_flags
@@ -92,20 +92,16 @@ def run_command(arguments: argparse.Namespace) -> int:
             )
     if command.chat and command.prompt_embeds is not None:
         raise RequestError("--prompt-embeds was given with --chat, whose messages are text; give one of them")
-    hypothesis = _hypothesis(command.hypothesis) if command.hypothesis is not None else None
+    hypothesis = None if command.hypothesis is None else read_text(command.hypothesis, "what the output may be")
     keys = speculation(arguments, hypothesis=hypothesis)
     embeds = _embeds(command.prompt_embeds) if command.prompt_embeds is not None else None
     text = _prompt(command.prompt, command.chat) if embeds is None or command.prompt is not None else ""
     from specexport.frontend import Frontend
 
-    with closing(Frontend.open(**engine_options)) as frontend:
+    opened = Frontend.open_for_chat if command.chat else Frontend.open
+    with closing(opened(**engine_options)) as frontend:
         prompt: Prompt = text if embeds is None else EmbedsPrompt([embeds, text])
         if command.chat:
-            if frontend.engine.chat_template is None:
-                raise RequestError(
-                    f"--chat was given, but {engine_options['model']} has no chat template; leave it out to "
-                    "continue the text"
-                )
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
         params = frontend.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
@@ -143,15 +139,9 @@ def _embeds(path: Path) -> npt.NDArray[Any]:
     try:
         embeds: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path}: cannot be read as an array: {error}; expected a .npy file") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{path}: cannot be read as an array: {reason}; expected a .npy file") from error
     return embeds
-
-
-def _hypothesis(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read as text: {error}; expected what the output may be") from error
 
 
 def _result(prompt: str, stream: Stream) -> dict[str, Any]:

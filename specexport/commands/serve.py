@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -78,6 +80,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         from specexport.server.service import Service
     from specexport.async_engine import AsyncEngine
 
+    _require_free(settings.host, settings.port)
     engine = AsyncEngine.open(**of_engine)
     service = Service(engine, settings.served_model_name or (arguments.model,), settings.timeout or None)
     app = create_app(
@@ -91,8 +94,28 @@ def serve_command(arguments: argparse.Namespace) -> int:
         port=settings.port,
         log_level=settings.log_level,
     )
-    server.run()
+    with contextlib.suppress(SystemExit):  # uvicorn's, after a line that says why
+        server.run()
     return 0 if server.started else 1
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuses an address that cannot be listened on, before a model is loaded.
+
+    Raises:
+        BuildError: names it.
+    """
+
+    async def listen() -> None:
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
+
+    try:
+        asyncio.run(listen())
+    except OSError as error:
+        raise BuildError(
+            f"--host is {host} and --port {port}: {error.strerror or error}; choose an address that is free here"
+        ) from error
 
 
 def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ import msgspec
 
 from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedOptions, engine_flags
+from specexport.commands import PlottedOptions, engine_flags, read_text
 from specexport.commands.bench import read_lines
 from specexport.commands.inspect import about, svg, terminal_tree
 from specexport.contract.errors import RequestError
@@ -21,7 +22,8 @@ from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import Cost, CostCurve
+from specexport.runtime.costs import MOST_NOISE, Cost, CostCurve, stored_costs
+from specexport.runtime.machine import cache_folder
 from specexport.tables import Styled, Table, show
 
 if TYPE_CHECKING:
@@ -169,10 +171,7 @@ def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int
         if path.suffix == ".jsonl":
             prompts += [engine.encode(line.text)[:limit] for line in read_lines(path)]
             continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}: {error}; expected a text file or .jsonl") from error
+        text = read_text(path, "a text file or .jsonl")
         ids = engine.encode(text) if text else []
         prompts += [ids[start : start + limit] for start in range(0, max(1, len(ids) - limit), 2 * limit)]
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
@@ -247,6 +246,7 @@ def _batch_command(arguments: argparse.Namespace) -> int:
     ):
         curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
+        kept = stored_costs(manifest, engine.backend, engine.slots).load() == curve
     if command.json:
         print(json.dumps(msgspec.to_builtins(curve), indent=2))
     else:
@@ -259,6 +259,9 @@ def _batch_command(arguments: argparse.Namespace) -> int:
             charts.append(report.Figure(f"Proposing with {costs.method}", chart))
         parts = (device, *tables(curve), *charts, *about(command.bundle, manifest))
         report.write(command.plot, f"tune batch: {command.bundle}", parts)
+    if not kept:
+        why = "the machine was too busy" if curve.noise > MOST_NOISE else f"{cache_folder()} cannot be written"
+        print(f"warning: these figures are not kept, as {why}", file=sys.stderr)
     return 0
 
 

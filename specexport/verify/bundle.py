@@ -335,19 +335,19 @@ def _agreement(agreement: logits.TokenAgreement) -> str:
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     result = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
-    numbers: Numbers = {"tokens": result.tokens, "differences": len(result.differences)}
-    if result.acceptance_length is not None:
-        numbers["acceptance_length"] = result.acceptance_length
+    numbers: Numbers = {
+        "tokens": result.tokens,
+        "differences": len(result.differences),
+        "acceptance_length": result.acceptance_length,
+    }
     if result.differences:
         first = result.differences[0]
         sentence = (
             f"speculation changes greedy output: after {len(first.text)} tokens it goes on with token "
             f"{first.speculative} where plain decoding has {first.plain} ({len(result.differences)} such places)"
         )
-    elif result.acceptance_length is not None:
-        sentence = f"greedy output is the same with speculation and without, {result.tokens} tokens"
     else:
-        sentence = "the bundle has no method, so there is nothing to compare"
+        sentence = f"greedy output is the same with speculation and without, {result.tokens} tokens"
     sentence += f"; not promised bit for bit: {result.inexact}" if result.inexact else "; rows exact"
     seeded = "the same text twice" if result.repeated else "different texts"
     return not result.differences and result.repeated, f"{sentence}; a seed gives {seeded}", numbers

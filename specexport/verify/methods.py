@@ -139,14 +139,14 @@ class SpeculationResult:
     Attributes:
         tokens: number of compared tokens.
         differences: where greedy texts differ.
-        acceptance_length: mean over the decodings; None if the bundle has no method.
+        acceptance_length: mean over the decodings.
         repeated: whether a seed gave the same text twice.
         inexact: why texts may differ on this machine; empty if steps are exact bit for bit.
     """
 
     tokens: int
     differences: list[Difference]
-    acceptance_length: float | None
+    acceptance_length: float
     repeated: bool
     inexact: str
 
@@ -154,14 +154,16 @@ class SpeculationResult:
 def compare_decoding(
     bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress
 ) -> SpeculationResult:
-    """Decodes texts both ways, with every tree of every method, and samples some with a seed."""
-    # Every tree of every method at least once.
-    sizes = [(m.name, len(tree) - 1) for m in bundle.manifest.methods for tree in m.token_trees()]
-    work = paired(texts, sizes) if sizes else []
+    """Decodes texts both ways, with every tree of every method, and samples some with a seed.
+
+    Of a bundle that was built without a method, the methods are those that every bundle has.
+    """
     tokens = 0
     differences: list[Difference] = []
     lengths: list[float] = []
     with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine:
+        methods = bundle.manifest.methods or engine.methods.values()
+        work = paired(texts, [(method.name, len(tree) - 1) for method in methods for tree in method.token_trees()])
         for index, (text, (method, size)) in enumerate(work):
             compared, differing, length = _compare_text(engine, text, method, size, max_tokens)
             tokens += compared
@@ -170,8 +172,7 @@ def compare_decoding(
             progress(index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
         inexact = engine.inexact
-    acceptance = sum(lengths) / len(lengths) if lengths else None
-    return SpeculationResult(tokens, differences, acceptance, repeated, inexact)
+    return SpeculationResult(tokens, differences, sum(lengths) / len(lengths), repeated, inexact)
 
 
 def _compare_text(

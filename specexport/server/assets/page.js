@@ -135,11 +135,15 @@ function takeBack(from) {
 
 function edit(number) {
   if (aborter || number < 0) return;
-  editing = number;
-  find("prompt").value = turns[number].question;
   find("expected").value = turns[number].answer;
-  find("asking").textContent = `Message ${number + 1}, edited: what follows it is answered anew; Esc leaves it as it was`;
+  startEditing(number, turns[number].question);
   find("prompt").focus();
+}
+
+function startEditing(number, question) {
+  editing = number;
+  find("prompt").value = question;
+  find("asking").textContent = `Message ${number + 1}, edited: what follows it is answered anew; Esc leaves it as it was`;
 }
 
 function stopEditing() {
@@ -150,7 +154,8 @@ function stopEditing() {
 /** Answers the form's prompt, or a question, as the turn of a number. */
 async function run(question = null, number = null) {
   if (aborter) return;
-  if (question === null) {
+  const typed = question === null, edited = typed ? editing : null;
+  if (typed) {
     if (!find("form").reportValidity()) return;
     question = find("prompt").value;
     number = chatting() ? editing ?? turns.length : 0;
@@ -201,7 +206,8 @@ async function run(question = null, number = null) {
     root.remove();
     turns.push(...taken);
     find("turns").append(...taken.map((turn) => turn.root));
-    if (!taken.length) find("prompt").value = question;
+    if (edited !== null) startEditing(edited, question);
+    else if (typed) find("prompt").value = question;
   }
   find("status").textContent = said;
   aborter = null;
