@@ -52,10 +52,11 @@ class _Request:
 
     def cancel(self, error: SpecExportError | None = None) -> None:
         """Ends it before its next step, or removes it from the queue."""
+        if error is not None:  # before the stream's last chunk, which its thread may post at once
+            self.post(error)
         self.stream.cancel()
-        was_queued = self.work is not None and self.work.cancel()
-        if was_queued or error is not None:
-            self.post(error or Chunk("", (), "cancelled"))
+        if self.work is not None and self.work.cancel() and error is None:
+            self.post(Chunk("", (), "cancelled"))
 
 
 class AsyncStream:
