@@ -131,6 +131,9 @@ class ChatTemplate:
 
     def _exchange(self, line: str) -> Any:
         """The process's reply to a line; None if it had to be ended without one."""
+        if self._process is not None and self._process.poll() is not None:  # the system ended it meanwhile
+            _end(self._process)
+            self._process = None
         if self._process is None:
             self._process = self._start()
         reply = _reply(self._process, line, SECONDS)

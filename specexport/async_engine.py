@@ -52,10 +52,11 @@ class _Request:
 
     def cancel(self, error: SpecExportError | None = None) -> None:
         """Ends it before its next step, or removes it from the queue."""
+        if error is not None:  # before the stream's last chunk, which its thread may post at once
+            self.post(error)
         self.stream.cancel()
-        was_queued = self.work is not None and self.work.cancel()
-        if was_queued or error is not None:
-            self.post(error or Chunk("", (), "cancelled"))
+        if self.work is not None and self.work.cancel() and error is None:
+            self.post(Chunk("", (), "cancelled"))
 
 
 class AsyncStream:
@@ -200,12 +201,18 @@ class AsyncEngine:
             outputs: number of streams to start.
 
         Raises:
+            RequestError: there is never a place for so many outputs.
             QueueFullError: too many requests wait.
             ClosedError: the engine shuts down.
         """
         if self._closed:
             raise ClosedError("the server is shutting down; send the request again later")
-        if max(len(self._live), arriving) + outputs > self.slots + self.max_queue:
+        most = self.slots + self.max_queue
+        if outputs > most:
+            raise RequestError(
+                f"the request asks for {outputs} outputs; this server takes at most {most} at once", param="n"
+            )
+        if max(len(self._live), arriving) + outputs > most:
             wait = self._wait()
             raise QueueFullError(
                 f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
@@ -221,11 +228,6 @@ class AsyncEngine:
 
     def start(self, streams: Sequence[Stream], timeout: float | None = None) -> list[AsyncStream]:
         """Starts streams of the frontend, all or none; see :meth:`generate`."""
-        most = self.slots + self.max_queue
-        if len(streams) > most:
-            raise RequestError(
-                f"the request asks for {len(streams)} outputs; this server takes at most {most} at once", param="n"
-            )
         self.require_place(0, len(streams))
         loop = asyncio.get_running_loop()
         requests = [_Request(stream, loop, time.monotonic()) for stream in streams]

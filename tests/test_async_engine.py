@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from specexport import AsyncEngine, SamplingParams
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError
 from specexport.frontend import Frontend
-from specexport.runtime import Chunk, Engine
+from specexport.runtime import Chunk, Engine, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
 
 NAME = "llama-near"
@@ -173,6 +174,26 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
             stream.cancel()
         await until(lambda: engine.running == engine.waiting == 0)
         assert running.stats.output_tokens < 480
+
+    run(work)
+
+
+def test_a_deadline_is_said_even_if_the_request_ends_at_once(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a request may see that it is cancelled before the event loop has said why."""
+    cancel = Stream.cancel
+
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        stream = engine.generate(PROMPT, LONG, timeout=0.05)
+
+        def cancel_and_wait(cancelled: Stream) -> None:
+            cancel(cancelled)
+            assert stream._request.work is not None
+            wait([stream._request.work], 60)
+
+        monkeypatch.setattr(Stream, "cancel", cancel_and_wait)
+        with pytest.raises(DeadlineError):
+            await tokens_of(stream)
 
     run(work)
 

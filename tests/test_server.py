@@ -522,6 +522,18 @@ def test_a_full_queue_is_said_with_when_to_come_again(folder: Path) -> None:
         assert f"at most {slots + 1}" in many.json()["error"]["message"]
 
 
+def test_too_many_outputs_are_refused_before_any_is_prepared(
+    tiny: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 prompts of 128 outputs would be 16,384 grammars: minutes, and gigabytes."""
+    prepared: list[object] = []
+    monkeypatch.setattr(tiny.service.engine.frontend, "streams", lambda *given: prepared.append(given))
+    body = {"prompt": ["a"] * 128, "n": 128, "structured_outputs": {"json_object": True}}
+    answer = http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert not prepared
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_slot(tiny: Served, streamed: bool) -> None:
     body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": streamed, "n": 3}

@@ -168,6 +168,7 @@ class Service:
             raise RequestError(
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
+        self.engine.require_place(0, len(prompts) * body.n)  # before any work on them
         frontend = self.engine.frontend
         chosen = frontend.speculation(speculation(body))
         limits = [limit for limit in (self.timeout, body.timeout) if limit is not None]
