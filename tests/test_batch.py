@@ -207,14 +207,14 @@ def test_a_batch_samples_the_target_distribution(
     costs = curve(read_manifest(bundle(name)), *prices) if budget == "measured" else None
     loaded = generous(name) if budget == "generous" else Engine.load(bundle(name), threads=1, costs=costs)
     ways = [None] if costs else [{"num_speculative_tokens": count} for count in (5, 1, 3)]
-    queue = [loaded.stream(DICE_PROMPT, params.replace(seed=seed), ways[seed % len(ways)]) for seed in range(2000)]
+    queue = [loaded.stream(DICE_PROMPT, params.replace(seed=seed), ways[seed % len(ways)]) for seed in range(1000)]
     texts, drafted = [], 0
     for at, stream in enumerate(queue):
         for ahead in queue[at : at + SLOTS]:
             ahead.start()
         texts.append(tokens_of(stream))
         drafted += stream.stats.drafted
-    assert drafted > 200 or budget == "own"  # where all slots run it drafts next to nothing
+    assert drafted > 100 or budget == "own"  # where all slots run it drafts next to nothing
     assert chi_square_p(texts, exact_texts(oracle(name)["next_logits"], params, 3)) > 1e-3
     loaded.close()
 

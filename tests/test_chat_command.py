@@ -120,9 +120,23 @@ def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) 
     assert document[0][0]["content"] == "one\ntwo"
 
 
+SLOW = """
+import time
+from specexport.runtime.scheduler import Scheduler
+next_chunk = Scheduler.next_chunk
+Scheduler.next_chunk = lambda *arguments: time.sleep(0.02) or next_chunk(*arguments)
+"""
+
+
+def starting_with(program: str, folder: Path) -> dict[str, str]:
+    """The variables of a Python that runs a program first."""
+    (folder / "sitecustomize.py").write_text(program, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])), "SPECEXPORT_CACHE": str(folder)}
+
+
 def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -> None:
     words = ["chat", str(folder), *GREEDY, "--no-speculation", "--min-tokens", "2000"]  # as many as the context holds
-    with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
+    with typed(words, cwd=tmp_path, **starting_with(SLOW, tmp_path)) as chat:
         chat.expect(">")
         chat.type("half a message")
         chat.expect("half a message")
@@ -145,9 +159,8 @@ def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -
 
 
 def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['prompt_toolkit'] = None", encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
-    with typed(["chat", str(folder), *GREEDY, "-n", "4"], PYTHONPATH=path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
+    missing = starting_with("import sys; sys.modules['prompt_toolkit'] = None", tmp_path)
+    with typed(["chat", str(folder), *GREEDY, "-n", "4"], **missing) as chat:
         chat.expect("pip install 'specexport[chat]'")
         ask(chat, "one")
         ask(chat, '"""one' + ENTER + 'two"""')

@@ -17,12 +17,12 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
-from tests.reference import exact_texts, prefix_p_values
+from tests.reference import exact_texts
 from tests.streams import started, tokens_of
-from tests.test_losslessness import PROMPT as DICE_PROMPT
+from tests.test_losslessness import LENGTH, PROMPT, Setting, assert_distributed, engine_texts
 
-NAMES = ("dflash", "eagle3")
-RUNS, LENGTH, SIGNIFICANCE = 4000, 3, 1e-3
+NAMES = {"dflash": 10, "eagle3": 8}
+"""With the draft tokens of their trees."""
 WIDE = TokenTree.from_choices([[0], [0, 0], [0, 0, 0], [1], [2], [3], [4], [5]])
 
 
@@ -94,12 +94,12 @@ def test_samples_are_distributed_as_the_target_s(
 ) -> None:
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
         for temperature in (1.0, 0.6):
-            params = SamplingParams(temperature=temperature, max_tokens=LENGTH, ignore_eos=True)
-            completions = [engine.generate(DICE_PROMPT, params.replace(seed=seed), name) for seed in range(RUNS)]
-            assert sum(completion.stats.accepted for completion in completions) > 0
-            exact = exact_texts(oracle(f"dice-{name}")["next_logits"], params, LENGTH)
-            assert min(prefix_p_values([completion.token_ids for completion in completions], exact)) > SIGNIFICANCE
-            assert engine.generate(DICE_PROMPT, params.replace(seed=3), name).token_ids == completions[3].token_ids
+            setting = Setting(name, NAMES[name], SamplingParams(temperature=temperature))
+            texts, rate = engine_texts(engine, setting)
+            assert rate > 0
+            assert_distributed(texts, exact_texts(oracle(f"dice-{name}")["next_logits"], setting.params, LENGTH))
+        again = setting.params.replace(max_tokens=LENGTH, seed=3, ignore_eos=True)
+        assert engine.generate(PROMPT, again, name).token_ids == texts[3]
 
 
 @pytest.mark.usefixtures("whole_trees")

@@ -57,6 +57,11 @@ def make(tmp_path: Path) -> Make:
     return made
 
 
+def small(folder: Path, **sizes: Any) -> Path:
+    """A checkpoint of one layer, which is traced in half the time."""
+    return make_checkpoint(folder, "llama", num_hidden_layers=1, **sizes)
+
+
 def altered(folder: Path, to: Path, name: str) -> Path:
     """The checkpoint with other numbers in the tensors whose names end so."""
     to.mkdir()
@@ -93,7 +98,7 @@ def test_loops_are_the_same_from_a_file(tmp_path: Path, kept: Path, traced: list
 def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
     tmp_path: Path, kept: Path, traced: list[str], make: Make
 ) -> None:
-    target = make_checkpoint(tmp_path / "target", "llama", vocab_size=4096)
+    target = small(tmp_path / "target", vocab_size=4096)
     make("first", target)
     assert traced == ["StepModule"]
     other = altered(target, tmp_path / "embeds", "embed_tokens.weight")
@@ -107,7 +112,7 @@ def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
 
 
 def test_damaged_files_are_rewritten(tmp_path: Path, kept: Path, traced: list[str], make: Make) -> None:
-    target = make_checkpoint(tmp_path / "target", "llama")
+    target = small(tmp_path / "target")
     first = make("first", target)
     (path,) = kept.glob("*.onnx")
     whole = path.read_bytes()
@@ -122,12 +127,12 @@ def test_nothing_is_kept_where_nothing_can_be_written(
 ) -> None:
     (tmp_path / "cache").write_text("a file", encoding="utf-8")
     monkeypatch.setattr(kept_traces, "cache_folder", lambda: tmp_path / "cache")
-    target = make_checkpoint(tmp_path / "target", "llama")
+    target = small(tmp_path / "target")
     assert make("first", target) == make("second", target) and len(traced) == 2
 
 
 def test_the_oldest_go_first(tmp_path: Path, kept: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_traces, "MOST", 2)
-    for layers in (1, 2, 3):
-        make(f"b{layers}", make_checkpoint(tmp_path / f"c{layers}", "llama", num_hidden_layers=layers))
+    for size in (32, 64, 96):
+        make(f"b{size}", small(tmp_path / f"c{size}", intermediate_size=size))
     assert len(list(kept.glob("*.onnx"))) == 2

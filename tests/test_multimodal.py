@@ -23,6 +23,7 @@ pytestmark = pytest.mark.exporter
 
 TEXT = {**GROUPED, "head_dim": 16, "vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 PICTURES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -58,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "audio_config": None,
     },
     "qwen3_5": {
-        "text_config": {**TEXT, **HYBRIDS["qwen3_5_text"], "model_type": "qwen3_5_text"},
+        "text_config": {**TEXT, **HYBRIDS["qwen3_5_text"], **RECURRENT, "model_type": "qwen3_5_text"},
         "vision_config": {**PATCHES, "patch_size": 14},
     },
     "llava": {

@@ -23,7 +23,7 @@ EXCLUDED = ("positive_data_acceptance",)
 def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("fuzzed") / "bundle")
     # Requests for many tokens are cut short, as otherwise they were all that is tried.
-    with served(folder, timeout=0.2) as server:
+    with served(folder, timeout=0.1) as server:
         yield server
 
 
