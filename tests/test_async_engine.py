@@ -178,7 +178,9 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
     run(work)
 
 
-def test_a_deadline_is_said_even_if_the_request_ends_at_once(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_is_said_even_if_the_request_ends_at_once(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread of a request may see that it is cancelled before the event loop has said why."""
     cancel = Stream.cancel
 

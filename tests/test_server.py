@@ -400,6 +400,27 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ),
         ("completions", {"prompt": "a", "speculative": {"k": 3}}, "speculative.k", "without a method"),
         ("completions", {"prompt": "\ud800"}, "prompt", "half a character"),
+        ("responses", {"input": ["a"]}, "input.0", "should be a message, a function_call or"),
+        ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0", "should be a message"),
+        ("responses", {"input": [{"type": None}]}, "input.0.message.role", "required"),
+        ("responses", {"input": "a", "metadata": {"a": "\ud800"}}, "metadata", "half a character"),
+        (
+            "responses",
+            {
+                "input": "a",
+                "stream": True,
+                "tools": [{"type": "function", "name": "f", "parameters": {"title": "\ud800"}}],
+                "tool_choice": "none",
+            },
+            "tools.0.parameters",
+            "half a character",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "speculative": {"method": "ngram", "prompt_lookup_max": "\ud800"}},
+            "speculative",
+            "half a character",
+        ),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
         ("chat/completions", {"messages": CHAT, "tools": [TOOL]}, "tools", "names no way of calling tools"),
@@ -452,6 +473,13 @@ def test_invalid_requests_are_named(http: httpx.Client, content: bytes, status: 
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_of_another_content_type_is_named(http: httpx.Client) -> None:
+    """As curl sends one by default."""
+    answer = http.post("/v1/completions", data={"prompt": "a"})
+    assert answer.status_code == 400
+    assert "Content-Type than application/json" in answer.json()["error"]["message"]
+
+
 def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) -> None:
     def endless() -> Iterator[bytes]:
         yield b'{"prompt": "'
@@ -464,8 +492,9 @@ def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) 
 
 
 def test_other_models_are_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="model 'gpt-5' is not served; there is 'tiny', 'also'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-5' is not served; there is 'tiny', 'also'") as caught:
         client.completions.create(model="gpt-5", prompt="a")
+    assert caught.value.code == "model_not_found"
 
 
 def test_an_unforeseen_error_tells_nothing_of_this_machine(

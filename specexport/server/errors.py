@@ -84,7 +84,8 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     field = _field(first)
     if not field:
-        return ApiError(400, "the body is missing or not a JSON object", code="invalid_json")
+        why = "the body is missing, not a JSON object, or has another Content-Type than application/json"
+        return ApiError(400, why, code="invalid_json")
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "not known; leave it out"

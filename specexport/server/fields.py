@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,7 +18,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.options import Options, options
@@ -46,6 +47,17 @@ class Only:
             expected = " or ".join(map(json.dumps, self.values))
             raise ValueError(f"not supported; leave it out{expected and f' or send {expected}'}")
         return value
+
+
+def whole_text(value: Any) -> Any:
+    """Refuses half a character in a JSON value, which answers may repeat; pydantic checks it in texts with limits."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("string_unicode", "half a character") from error
+    except RecursionError as error:
+        raise PydanticCustomError("recursion", "nested too deeply") from error
+    return value
 
 
 Unsupported = Annotated[Any, Only()]
@@ -91,7 +103,9 @@ class RequestModel(BaseModel):
 class Accepted(RequestModel):
     """Fields without effect: labels, and fields that may only have their default."""
 
-    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = Field(None, description="A label.")
+    metadata: Annotated[dict[str, str], Field(max_length=64), AfterValidator(whole_text)] | None = Field(
+        None, description="A label."
+    )
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None
     request_id: Label = None
@@ -186,7 +200,9 @@ class Function(RequestModel):
 
     name: ToolName
     description: Text | None = None
-    parameters: dict[str, Any] = Field({}, description="A JSON schema of an object.")
+    parameters: Annotated[dict[str, Any], AfterValidator(whole_text)] = Field(
+        {}, description="A JSON schema of an object."
+    )
     strict: bool | None = None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from specexport.runtime import SamplingParams
 from specexport.server.fields import (
@@ -34,6 +34,7 @@ from specexport.server.fields import (
     Unsupported,
     model_of,
     plain_text,
+    whole_text,
 )
 
 SAMPLING = (
@@ -64,6 +65,8 @@ class SpeculativeOptions(RequestModel):
     model_config = ConfigDict(extra="allow")
     method: str | None = Field(None, max_length=64, description="One of the bundle's methods.")
     num_speculative_tokens: Count | None = Field(None, description="One of its sizes; 0 decodes plainly.")
+
+    _whole_text = model_validator(mode="before")(whole_text)
 
 
 class GenerationRequest(_Sampling):
@@ -267,11 +270,20 @@ class InputCallOutput(RequestModel):
     status: str | None = Field(None, max_length=64)
 
 
+def _kind(item: Any) -> Any:
+    """The type of an item of a response's input, by default a message; None for what is no item."""
+    return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
-    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else item.type),
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="Input should be a message, a function_call or a function_call_output",
+    ),
 ]
 
 

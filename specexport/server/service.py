@@ -95,7 +95,8 @@ class Service:
         """
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
-            raise ApiError(404, f"model {name!r} is not served; there is {served}"[:300], "not_found_error", "model")
+            why = f"model {name!r} is not served; there is {served}"[:300]
+            raise ApiError(404, why, "not_found_error", "model", "model_not_found")
         return name or self.names[0]
 
     def head(self, body: GenerationRequest, kind: str) -> dict[str, Any]:
