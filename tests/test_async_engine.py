@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import wait
@@ -190,8 +191,10 @@ def test_a_deadline_is_said_even_if_the_request_ends_at_once(
 
         def cancel_and_wait(cancelled: Stream) -> None:
             cancel(cancelled)
-            assert stream._request.work is not None
-            wait([stream._request.work], 60)
+            # Threads of requests cancel theirs too, once a test's loop is closed.
+            if cancelled is stream._request.stream and threading.current_thread() is threading.main_thread():
+                assert stream._request.work is not None
+                wait([stream._request.work], 60)
 
         monkeypatch.setattr(Stream, "cancel", cancel_and_wait)
         with pytest.raises(DeadlineError):
