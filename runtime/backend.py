@@ -192,6 +192,10 @@ class Backend(Protocol):
     def kernels(self) -> str:
         """Which kernels are used, on a device where some may be missing; else empty."""
 
+    @property
+    def kernels_build(self) -> str:
+        """Which build of our own kernels is used, if any: measurements hold for one alone."""
+
     def inexact(self, target: Graph) -> str:
         """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
 

@@ -199,7 +199,7 @@ class _Line:
 def stored_costs(manifest: Manifest, backend: Backend, slots: int) -> MachineRecord[CostCurve]:
     """The stored curve of a bundle on this machine, by everything that step times depend on."""
     content = msgspec.json.encode(manifest).decode()
-    about = (_VERSION, content, backend.device, str(slots), *_versions())
+    about = (_VERSION, content, backend.device, backend.kernels_build, str(slots), *_versions())
     return MachineRecord("costs", about, CostCurve)
 
 

@@ -24,6 +24,7 @@ from specexport.contract.reading import read_manifest
 from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
+from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
 from specexport.runtime.choice import KEEP, PRIOR, WEIGHT, Acceptance, Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.policy import (
@@ -374,7 +375,9 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "costs"
 
 
-def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Path) -> None:
+def test_a_bundle_is_measured_once_on_a_machine(
+    bundle: Bundles, remembered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, prompt = bundle("dice-near-batch"), [5, 6, 7] * 8
     with Engine.load(folder, threads=1) as ruled:
         assert ruled.costs is None
@@ -402,6 +405,10 @@ def test_a_bundle_is_measured_once_on_a_machine(bundle: Bundles, remembered: Pat
     assert file.read_bytes() == before
     with Engine.load(folder, threads=2, calibrate=True):  # another number of threads is another machine
         assert len(list(remembered.iterdir())) == 2
+    with monkeypatch.context() as updated:
+        updated.setattr(OnnxRuntimeBackend, "kernels_build", "an update of our kernels")
+        with Engine.load(folder, threads=1, calibrate=True):
+            assert len(list(remembered.iterdir())) == 3
     file.write_bytes(before[:-9])
     with Engine.load(folder, threads=1, calibrate=True):
         assert msgspec.json.decode(file.read_bytes(), type=CostCurve) != curve

@@ -74,7 +74,7 @@ class CudaBackend:
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
 
-    kernels = ""
+    kernels = kernels_build = ""
 
     @property
     def default_slots(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
-from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_build, kernels_described
 from specexport.runtime.backends.onnxruntime.segments import open_rank
 from specexport.runtime.backends.ranks import Followers, Job, Leading, RankLostError
 from specexport.runtime.bundle import Bundle
@@ -72,6 +72,10 @@ class OnnxRuntimeBackend:
     @property
     def kernels(self) -> str:
         return kernels_described()
+
+    @property
+    def kernels_build(self) -> str:
+        return kernels_build()
 
     def inexact(self, target: Graph) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""

@@ -106,6 +106,14 @@ def kernels_described() -> str:
     return _kernels().described
 
 
+def kernels_build() -> str:
+    """Differs between builds of the kernels, as by an update that keeps the version; empty if they are not used."""
+    if not instruction_set():
+        return ""
+    status = LIBRARY.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def instruction_set() -> str:
     """The instruction set that the kernels use; empty if they are not used."""
     return _kernels().instruction_set
