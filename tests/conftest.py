@@ -86,7 +86,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         if ready:
-            return Path(ready) / name
+            return Path(ready).resolve() / name  # some tests run elsewhere
         from tests.make_bundles import make
 
         return make(name, _shared(tmp_path_factory) / "bundles")

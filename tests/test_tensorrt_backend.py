@@ -27,6 +27,7 @@ from tests.device import require_same_as_alone
 from tests.streams import tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
+pytestmark = pytest.mark.exporter  # which compiles their engines
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
 RUN = ("llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-medusa", "qwen3-medusa-draft-portable")

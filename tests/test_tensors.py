@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.docs import TENSOR_TABLES
 from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, propose_signature, step_signature
@@ -13,7 +12,10 @@ from specexport.contract.tensors import DECLARED, Tensor
 from specexport.runtime.backend import buffers
 
 
+@pytest.mark.exporter
 def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:
+    from scripts.docs import TENSOR_TABLES
+
     assert all(tensor.meaning for tensor in DECLARED.values())
     assert {
         str(tensor) for tensors_of_table in TENSOR_TABLES.values() for tensor in tensors_of_table
