@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.contract.errors import BackendError
-from specexport.runtime.machine import cache_folder, machine_key, remove_unused
+from specexport.runtime.machine import cache_folder, disable_telemetry, machine_key, remove_unused
 
 LIBRARY = Path(__file__).parents[3] / "kernels" / "libspecexport.so"
 """Compiled by ``pip install`` where there is a C++ compiler."""
@@ -129,6 +129,7 @@ def _kernels() -> _Kernels:
 @functools.cache
 def _register(library: Path) -> _Kernels:
     """Registers the library with onnxruntime, once a process."""
+    disable_telemetry()
     try:
         import onnxruntime
     except ImportError:
