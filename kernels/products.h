@@ -236,17 +236,18 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
       const Integers low = every(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
         prefetch();
-        Integers all[kSums];
+        Integers rows[kSums];  // eight, in four bits each
         for (int p = 0; p < kSums; p++) {
-          all[p] = integers_at(at(tile, p, kVector));
+          rows[p] = integers_at(at(tile, p, kVector));
 #if defined(__AVX512F__)
-          asm("" : "+v"(all[p]));  // otherwise GCC reads it anew for every shift
+          asm("" : "+v"(rows[p]));  // otherwise GCC reads it anew for every shift
 #endif
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
           Integers four[kSums];
-          for (int p = 0; p < kSums; p++) four[p] = i < 3 ? all[p] >> 4 * i & low : (Integers)((Shorts)all[p] >> 12);
+          // As 32-bit numbers: bits from the upper half are masked. The last four bits of 16 need no mask.
+          for (int p = 0; p < kSums; p++) four[p] = i < 3 ? rows[p] >> 4 * i & low : (Integers)((Shorts)rows[p] >> 12);
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
             const Integers a = pair_at(q + m * depth + k + 2 * i);

@@ -47,11 +47,11 @@ def test_wrong_flags_are_named(
 
 
 def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
         for host, port, reason in (
-            ("127.0.0.1", taken.getsockname()[1], "address already in use"),
+            ("127.0.0.1", occupied.getsockname()[1], "address already in use"),
             ("192.0.2.1", 0, "cannot assign requested address"),
             ("no.such.host.invalid", 0, ""),
         ):

@@ -556,7 +556,7 @@ def test_too_many_outputs_are_refused_before_any_is_prepared(
 ) -> None:
     """128 prompts of 128 outputs would be 16,384 grammars: minutes, and gigabytes."""
     prepared: list[object] = []
-    monkeypatch.setattr(tiny.service.engine.frontend, "streams", lambda *given: prepared.append(given))
+    monkeypatch.setattr(tiny.service.engine.frontend, "streams", lambda *streams: prepared.append(streams))
     body = {"prompt": ["a"] * 128, "n": 128, "structured_outputs": {"json_object": True}}
     answer = http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")

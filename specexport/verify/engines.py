@@ -33,8 +33,8 @@ from specexport.exporter.graph_checks import relative_rms
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
+from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
 from specexport.runtime.bundle import Bundle, open_linked
-from specexport.runtime.machine import disable_telemetry
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]
@@ -317,9 +317,7 @@ def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
 
 def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
     """Runs an unoptimised ONNX graph on the CPU: weights are dequantized, activations are not rounded."""
-    disable_telemetry()
-    import onnxruntime
-
+    onnxruntime = import_onnxruntime("portable")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
