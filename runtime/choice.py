@@ -30,7 +30,7 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.contract.tree import TokenTree
 
@@ -55,6 +55,7 @@ class Fit:
         nodes: the tree's size.
         depth: the tree's depth.
         acceptance_class: equal for trees whose draft tokens are equally likely to be accepted, as chains of any length.
+        adaptive: whether the draft chooses a tree of its own, at most as large and as deep.
     """
 
     tree: TokenTree
@@ -62,6 +63,7 @@ class Fit:
     nodes: int
     depth: int
     acceptance_class: int
+    adaptive: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -191,6 +193,48 @@ class Acceptance:
         self._sums = [0.0, *itertools.accumulate(itertools.accumulate(means, operator.mul))]
 
 
+class Drafted(NamedTuple):
+    """Means of steps with adaptive trees.
+
+    Attributes:
+        passes: tokens of the draft's chain.
+        nodes: draft tokens that are verified.
+        accepted: draft tokens that are accepted.
+    """
+
+    passes: float
+    nodes: float
+    accepted: float
+
+
+class AdaptiveSteps:
+    """What steps with adaptive trees cost and gain, by decaying counts; their prior is that of all requests.
+
+    Args:
+        before: the steps of all requests; None for those themselves.
+        keep: the share of the counts that is kept after each step.
+    """
+
+    def __init__(self, before: AdaptiveSteps | None = None, keep: float = KEEP) -> None:
+        self._before = before
+        self._keep = keep
+        self._weight = WEIGHT if before is None else WEIGHT_OF_ALL
+        self._steps = 0.0
+        self._sums = Drafted(0.0, 0.0, 0.0)
+
+    def learn(self, step: Drafted) -> None:
+        """Counts a step."""
+        self._steps = self._keep * self._steps + 1
+        self._sums = Drafted(*(self._keep * total + count for total, count in zip(self._sums, step, strict=True)))
+
+    def expected(self, guess: Drafted) -> Drafted:
+        """The means of the next step; ``guess`` is the prior without any steps."""
+        prior = guess if self._before is None else self._before.expected(guess)
+        weight = self._weight
+        means = ((weight * p + total) / (weight + self._steps) for p, total in zip(prior, self._sums, strict=True))
+        return Drafted(*means)
+
+
 class History:
     """The acceptance of a request, or of all of them, so far. A step's outcome is recorded after the step, so what is
     drawn in a step and how much it speculates are independent given the text before it.
@@ -203,6 +247,7 @@ class History:
         self.unread = unread
         self._keep = keep
         self._acceptance: dict[Hashable, Acceptance] = {}
+        self._adaptive: dict[Hashable, AdaptiveSteps] = {}
 
     def acceptance(
         self, method: str | None, trees: Hashable, before: Acceptance | None = None, prior: float = PRIOR
@@ -211,3 +256,9 @@ class History:
         if (method, trees) not in self._acceptance:
             self._acceptance[method, trees] = Acceptance(before, self._keep, prior)
         return self._acceptance[method, trees]
+
+    def adaptive(self, method: str | None, before: AdaptiveSteps | None = None, heat: int = 0) -> AdaptiveSteps:
+        """A method's steps with adaptive trees; ``before`` is their prior."""
+        if (method, heat) not in self._adaptive:
+            self._adaptive[method, heat] = AdaptiveSteps(before, self._keep)
+        return self._adaptive[method, heat]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Option, best
+from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, AdaptiveSteps, Drafted, Fit, History, Option, best
 from specexport.runtime.costs import Costs
-from specexport.runtime.proposal import SlotView
+from specexport.runtime.proposal import LeastProbability, SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import Request
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
@@ -30,6 +31,8 @@ _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
 _TOKENS_A_STEP = 3
 """Tokens that such a step is assumed to commit."""
+_LEAST_ACCEPTED = 0.1
+"""Least assumed acceptance of a token that is not drafted yet."""
 
 
 class SpeculationPolicy:
@@ -72,6 +75,10 @@ class MeasuredPolicy(SpeculationPolicy):
     A request without a named method uses look-ups in its text when they promise more than its own method. Looked-up
     tokens are compared with the step's outcome even if they were not used, so their acceptance is always known.
 
+    Where a draft chooses trees by its own probabilities, it does so for a single request: it goes on while a further
+    token is expected to be worth a pass and a row of the step, and adds the tokens that are worth a row. What such
+    trees cost and gain is learned from earlier ones.
+
     When nothing pays, the next steps are plain without another evaluation: one, then three, then ``MAX_PLAIN_STEPS``.
 
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
@@ -97,6 +104,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[_Idle] = []
+        self._alone, self._least = False, LeastProbability(1.0, 1.0)
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
@@ -114,7 +122,7 @@ class MeasuredPolicy(SpeculationPolicy):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
-        self._idle = []
+        self._idle, self._alone = [], len(requests) == 1 and not joining
         # The cache's size in this step.
         self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         self._size = self._batch(requests)
@@ -139,6 +147,7 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
+            request.view.least = self._least if fit is not None and fit.adaptive else None
         self._pause.follow(requests, joining, plain=not self._chosen and not any(self._looked_up.values()))
 
     def _verify(self, width: int) -> float:
@@ -157,11 +166,14 @@ class MeasuredPolicy(SpeculationPolicy):
                 regrouped.setdefault(request.view.lookup or name, []).append(request)
         if regrouped != groups:
             groups = regrouped
-            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
+            rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
+                for request, fit in pick.fits.items():
+                    if fit.adaptive:
+                        self._least = self._least_probability(name, request, fit, rate)
             elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests)))
         probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
@@ -190,7 +202,10 @@ class MeasuredPolicy(SpeculationPolicy):
             ) - rate * self._read(speculating, request)
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
-        better = fitting and worth(name, fitting) > max(0.0, worth(method, self._within(method, request)))
+        drafting = worth(method, self._within(method, request))
+        for option in self._adaptive_options(method, [request]):
+            drafting = max(drafting, option.gain - rate * option.seconds)
+        better = fitting and worth(name, fitting) > max(0.0, drafting)
         return name if better else None
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
@@ -212,7 +227,34 @@ class MeasuredPolicy(SpeculationPolicy):
             nodes = max(fit.nodes for fit in fits.values())
             seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
-        return options
+        return options + self._adaptive_options(name, members)
+
+    def _adaptive_options(self, name: str, members: Sequence[Request]) -> list[Option]:
+        """The adaptive trees of a method for a single request, as an option whose time includes its further rows."""
+        request = members[0]
+        chain = next((fit for fit in self._within(name, request) if fit.tree.is_chain), None)
+        adapts = self._loaded_methods[name].proposer.adapts and request.view.lookup is None
+        if not self._alone or not adapts or chain is None or chain.depth < 2:
+            return []
+        accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(chain.depth)
+        # Without any steps: as many passes as a draft takes that always knows where it is wrong.
+        passes = min(accepted + 1.0, chain.depth)
+        expected = self._adaptive(request, name)[0].expected(Drafted(passes, passes, accepted))
+        rows = _between(lambda width: self._costs.step(self._size, width, self._rows), 1 + expected.nodes)
+        seconds = _between(lambda nodes: self._costs.propose(name, 1, nodes), 1 + expected.passes)
+        seconds += rows - self._verify(1) + self._read(name, request)
+        fit = replace(chain, adaptive=True)
+        return [Option(1, min(expected.accepted, request.remaining - 1.0), seconds, {request: fit})]
+
+    def _least_probability(self, name: str, request: Request, chain: Fit, rate: float) -> LeastProbability:
+        """When a draft token is worth its time in a step that commits ``rate`` tokens a second."""
+        further = chain.depth - 1
+        step, propose = partial(self._costs.step, self._size, rows=self._rows), partial(self._costs.propose, name, 1)
+        row = max(0.0, step(chain.nodes) - step(2)) / further
+        draft_pass = max(0.0, propose(chain.nodes) - propose(2)) / further
+        # The next token's own probability is not known yet.
+        accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(1)
+        return LeastProbability(drafted=rate * (row + draft_pass) / max(accepted, _LEAST_ACCEPTED), verified=rate * row)
 
     def _idling(self, name: str, members: list[Request], width: int, running: int) -> _Idle:
         """The cost of probing a method that was left out of a step of some width."""
@@ -251,6 +293,12 @@ class MeasuredPolicy(SpeculationPolicy):
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, kind, everyone), everyone
 
+    def _adaptive(self, request: Request, method: str | None) -> tuple[AdaptiveSteps, AdaptiveSteps]:
+        """The adaptive steps of a request, and of all of about its temperature."""
+        heat = 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
+        everyone = self._everyone.adaptive(method, heat=round(2 * heat))
+        return request.history.adaptive(method, everyone), everyone
+
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """The expected number of accepted draft tokens of each tree, up to the output's end."""
         key = request, method, len(fits)
@@ -282,8 +330,14 @@ class MeasuredPolicy(SpeculationPolicy):
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
+                depth, accepted = outcome.depth or fit.depth, outcome.accepted
+                if fit.adaptive and outcome.verified is not None:
+                    for steps in self._adaptive(request, request.view.method):
+                        steps.learn(Drafted(outcome.depth, outcome.drafted, outcome.accepted))
+                    # The chain comes first in such a tree. What was not drafted would hardly have been accepted.
+                    depth, accepted = fit.depth, sum(node <= outcome.depth for node in outcome.verified.path)
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
-                    acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
+                    acceptance.learn(depth, accepted)
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
@@ -297,13 +351,22 @@ class MeasuredPolicy(SpeculationPolicy):
         as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
-        width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
-        self._costs.refine(None, self._size, width, self._verify(width), verifying)
+        width, nodes = 1, 1
+        for request, fit in self._chosen.items():
+            outcome = outcomes[request]
+            width = max(width, 1 + outcome.drafted if fit.adaptive else _at_least(self._widths, fit.width))
+            nodes = max(nodes, 1 + outcome.depth if fit.adaptive else fit.nodes)
+        self._costs.refine(None, self._size, width, self._costs.step(self._size, width, self._rows), verifying)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
             method, batch = methods.pop() or "", self._batch(self._chosen)
-            nodes = max(fit.nodes for fit in self._chosen.values())
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
+
+
+def _between(cost: Callable[[int], float], count: float) -> float:
+    """A cost at a count between two whole numbers."""
+    low = math.floor(count)
+    return cost(low) + (count - low) * (cost(low + 1) - cost(low))
 
 
 def _at_least(sizes: Sequence[int], least: int) -> int:

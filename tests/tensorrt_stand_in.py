@@ -114,7 +114,7 @@ class CudaEngine:
         self.ranks = described.get("ranks", 0)
         self.session = InterleavedSession(sessions, self.ranks) if self.ranks else sessions[0]
         # An engine's loop is unrolled: how many tokens to draft is no input of it.
-        inputs = [value for value in self.session.get_inputs() if value.name != tensors.NUM_DRAFT_TOKENS]
+        inputs = [value for value in self.session.get_inputs() if value.name not in tensors.OF_THE_LOOP]
         self.loops = len(inputs) < len(self.session.get_inputs())
         outputs = self.session.get_outputs()
         self._modes = {value.name: TensorIOMode.INPUT for value in inputs}

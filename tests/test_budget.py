@@ -21,6 +21,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
 from specexport.contract.reading import read_manifest
+from specexport.contract.tree import TokenTree
 from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
@@ -38,7 +39,7 @@ from specexport.runtime.policy import (
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
+from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult, Verified
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
 from tests.streams import started, tokens_of
@@ -52,7 +53,7 @@ SIZES = (1, 2, 4, 8)
 def loaded_methods(manifest: Manifest) -> dict[str, LoadedMethod]:
     """Ways to propose that nothing is asked of."""
     return {
-        method_name(method): LoadedMethod(method, cast(Any, SimpleNamespace(reads_along=0)))
+        method_name(method): LoadedMethod(method, cast(Any, SimpleNamespace(reads_along=0, adapts=False)))
         for method in (*manifest.methods, for_bundle(Ngram(), manifest.target))
     }
 
@@ -155,6 +156,33 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     request.lookup, policy.look_up = "ngram", lambda *_: [1] * 7
     policy.assign([request])
     assert request.view.lookup == "ngram"
+
+
+def test_a_draft_that_knows_when_it_is_right_chooses_the_tree_of_a_request_alone(manifest: Manifest) -> None:
+    """Of seven draft tokens two are right. A draft that stops after two pays more than any K, and a wrong one less."""
+    price = curve(manifest, lambda _, tokens: 8.0 + tokens, lambda _, nodes: 1.0 * nodes)
+
+    def adaptive_steps(requests: int, drafted: int, accepted: int) -> list[bool]:
+        batch = Batch(manifest, price, requests, 8)
+        batch.budget._loaded_methods["draft_model"].proposer.adapts = True
+        chosen = []
+        for _ in range(60):
+            batch.budget.assign(batch.requests)
+            outcomes = []
+            for view in (request.view for request in batch.requests):
+                nodes = drafted if view.least is not None else len(view.tree) - 1
+                kept = min(nodes, accepted if view.least is not None else 2)
+                verified = Verified(TokenTree.chain(nodes + 1), [0] * nodes, range(1, kept + 1))
+                outcomes.append(Outcome([0] * (kept + 1), nodes, nodes, kept, verified=verified))
+                if view.least is not None:
+                    assert 0 < view.least.verified < view.least.drafted
+            chosen.append(batch.requests[0].view.least is not None)
+            batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
+        return chosen
+
+    assert all(adaptive_steps(1, drafted=2, accepted=2)[-20:])
+    assert not any(adaptive_steps(1, drafted=7, accepted=1)[-20:])
+    assert not any(adaptive_steps(2, drafted=2, accepted=2))
 
 
 def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.spec import ChainDraft
 from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
 from specexport.runtime.reader import Reader, ReadingProposer
 
@@ -33,6 +34,7 @@ class DraftModelProposer(ReadingProposer):
         self.graph = graph
         self._chunk = manifest.prefill_chunk
         self.reads_along = self._chunk if graph.any_width else CATCH_UP_TOKENS
+        self.adapts = graph.ends_early
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     @property
@@ -71,7 +73,8 @@ class DraftModelProposer(ReadingProposer):
         proposals = {}
         for view in ready:
             at = view.slot - slots.start
-            self._keep(view, T, outputs[tensors.DRAFT_TOKENS][: view.tree.depth - 1, at].tolist())
+            drafted = outputs[tensors.DRAFT_TOKENS][: view.tree.depth, at].tolist()
+            self._keep(view, T, drafted[:-1])
             proposals[view.slot] = chain_proposal(view, outputs, at)
         return proposals
 
@@ -92,11 +95,7 @@ class DraftModelProposer(ReadingProposer):
             inputs[tensors.LAST_ROW][at] = tokens - 1
             if tensors.KNOWN_TOKENS in inputs:
                 inputs[tensors.KNOWN_TOKENS][at] = 0  # the last two are read again
-            write_sampling(inputs, at, view.params)
-            if not view.params.greedy:
-                # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
-                depth = view.tree.depth
-                inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
+            write_drafting(inputs, at, view)
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
@@ -127,6 +126,25 @@ class DraftModelProposer(ReadingProposer):
         self.graph.commit(slot, past, range(len(tokens)))
 
 
+def write_drafting(inputs: Mapping[str, Array], at: int, view: SlotView, probabilities: bool = False) -> None:
+    """Writes what a slot's draft draws by, and when it ends.
+
+    ``probabilities``: whether q is wanted of greedy requests too, though they draw nothing.
+    """
+    if tensors.LEAST_PROBABILITY in inputs:
+        inputs[tensors.LEAST_PROBABILITY][at] = 0.0 if view.least is None else view.least.drafted
+    if not view.params.greedy:
+        write_sampling(inputs, at, view.params)
+        # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
+        inputs[tensors.UNIFORM][at, : view.tree.depth] = view.random.random(view.tree.depth, np.float32)
+    elif probabilities or view.least is not None:
+        # Without noise the most probable token is drawn; top-k of 1 would hide the other probabilities.
+        write_sampling(inputs, at, SamplingParams())
+        inputs[tensors.UNIFORM][at] = 0.0
+    else:
+        write_sampling(inputs, at, view.params)
+
+
 def chain_rows(tree: TokenTree) -> Ints:
     """For each node except the root, the row of a drafted chain with its q: its depth - 1, int64 ``[N-1]``."""
     rows: Ints = tree.depths[1:] - 1
@@ -137,8 +155,8 @@ def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynami
     """The proposal of a propose graph's outputs for the slot at index ``at`` of the window.
 
     Nodes beside the drafted chain get other likely tokens. A dynamic tree chooses its nodes anew in each step: with
-    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. See
-    docs/trees.md.
+    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. With
+    ``view.least`` it is the spine of the drafted tokens, and leaves that are probable enough. See docs/trees.md.
     """
     tree = view.tree
     ids = outputs[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
@@ -147,9 +165,10 @@ def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynami
     if dynamic == "any":
         tree = most_probable_tree(tree, probs, spine=False)
         ids, probs, drafted = ids[: tree.depth], probs[: tree.depth], drafted[: tree.depth]
-    elif dynamic == "spine":
+    elif dynamic == "spine" or view.least is not None:
         order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # the ranks that drawn() uses
-        tree = most_probable_tree(tree, np.take_along_axis(probs, order, 1), spine=True)
+        weights = np.take_along_axis(probs, order, 1)
+        tree = most_probable_tree(tree, weights, spine=True, least=0.0 if view.least is None else view.least.verified)
     if view.params.greedy:
         return Proposal(fill(tree, ids), tree, None, ids)
     tokens, q, candidates = drawn(tree, chain_rows(tree), drafted, ids, probs)

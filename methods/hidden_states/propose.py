@@ -11,10 +11,9 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.methods.draft_model.propose import Dynamic, chain_proposal, chain_rows
+from specexport.methods.draft_model.propose import Dynamic, chain_proposal, chain_rows, write_drafting
 from specexport.methods.hidden_states.spec import StatesDraft
-from specexport.runtime.backend import Array, Graph, write_sampling
-from specexport.runtime.params import SamplingParams
+from specexport.runtime.backend import Array, Graph
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.sampling import Floats
@@ -53,6 +52,7 @@ class StatesProposer(Proposer):
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
         self.reads_along = self._chunk if graph.any_width else self._width
+        self.adapts = graph.ends_early and tensors.LEAST_PROBABILITY in method.signatures[method.role].inputs
         self._dynamic: Dynamic | None = None
         if method.dynamic_tree:
             self._dynamic = "any" if method.branching == 2 else "spine"
@@ -150,15 +150,7 @@ class StatesProposer(Proposer):
         inputs = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
         for view in views:
             at = view.slot - slots.start
-            write_sampling(inputs, at, view.params)
-            if not view.params.greedy:
-                # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
-                depth = view.tree.depth
-                inputs[tensors.UNIFORM][at, :depth] = view.random.random(depth, np.float32)
-            elif self._dynamic is not None:
-                # Without noise the most probable token is drawn; top-k of 1 would hide the other probabilities.
-                write_sampling(inputs, at, SamplingParams())
-                inputs[tensors.UNIFORM][at] = 0.0
+            write_drafting(inputs, at, view, probabilities=self._dynamic is not None)
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
