@@ -44,118 +44,160 @@ Seen look(const uint8_t* mask, int length, int32_t* others) {
 
 constexpr int kKeysAtOnce = 64;  // processed for all rows while they are in the first-level cache
 
-// Scores of a row's keys in a range that starts at a multiple of eight; returns the largest so far.
+// A row that is being computed.
+struct Attending {
+  const AttentionRow* row;
+  Seen seen;
+  float* scores;
+  Vec largest;
+};
+
+// Scores of a row's keys in a range that starts at a multiple of the lanes, and the largest so far.
 template <int kSize>
-Vec score(const AttentionCall& c, const float* q, const Seen& seen, int from, int end, float* scores, Vec largest) {
-  const int size = kSize ? kSize : c.size, whole = size & ~7;
-  for (int i = from; i < end; i += 8) {
-    const float* k[8];
-    if (i + 8 <= seen.run) {
-      for (int j = 0; j < 8; j++) k[j] = c.keys + size_t(seen.start + i + j) * size_t(size);
+void score(const AttentionCall& c, Attending& row, int from) {
+  const int size = kSize ? kSize : c.size, whole = size / kLanes * kLanes;
+  const Seen& seen = row.seen;
+  const float* const q = row.row->query;
+  const int end = seen.count < from + kKeysAtOnce ? seen.count : from + kKeysAtOnce;
+  for (int i = from; i < end; i += kLanes) {
+    const float* k[kLanes];
+    if (i + kLanes <= seen.run) {
+      for (int j = 0; j < kLanes; j++) k[j] = c.keys + size_t(seen.start + i + j) * size_t(size);
     } else {
-      for (int j = 0; j < 8; j++) k[j] = c.keys + size_t(seen.at(i + j < end ? i + j : i)) * size_t(size);
+      for (int j = 0; j < kLanes; j++) k[j] = c.keys + size_t(seen.at(i + j < end ? i + j : i)) * size_t(size);
     }
-    Vec t[8];
-    for (int j = 0; j < 8; j++) t[j] = all(0);
-    for (int d = 0; d < whole; d += 8) {
+    Vec t[kLanes];
+    for (int j = 0; j < kLanes; j++) t[j] = all(0.0f);
+    for (int d = 0; d < whole; d += kLanes) {
       const Vec v = load(q + d);
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) t[j] = fma(v, load(k[j] + d), t[j]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; j++) t[j] = fma(v, load(k[j] + d), t[j]);
     }
     if (const int rest = size - whole; rest > 0) {
       const Vec v = load_some(q + whole, rest);
-      for (int j = 0; j < 8; j++) t[j] = fma(v, load_some(k[j] + whole, rest), t[j]);
+      for (int j = 0; j < kLanes; j++) t[j] = fma(v, load_some(k[j] + whole, rest), t[j]);
     }
     Vec score = sums(t) * all(c.scale);
     if (c.softcap > 0) score = tanh(score / all(c.softcap)) * all(c.softcap);
-    if (end - i < 8)
-      for (int j = end - i; j < 8; j++) score[j] = -__builtin_inff();
-    store(scores + i, score);
-    largest = select((Ints)(score > largest) | (Ints)(score != score), score, largest);
+    if (end - i < kLanes)
+      for (int j = end - i; j < kLanes; j++) score[j] = -__builtin_inff();
+    store(row.scores + i, score);
+    row.largest = select((Ints)(score > row.largest) | (Ints)(score != score), score, row.largest);
   }
-  return largest;
 }
 
 // Replaces scores by the exponentials of their differences from the largest; returns the reciprocal of their sum.
-float weigh(const AttentionCall& c, int row, int count, float* scores, Vec largest) {
-  float most = c.sinks ? c.sinks[row] : -__builtin_inff();
-  for (int j = 0; j < 8; j++) most = largest[j] > most || largest[j] != largest[j] ? largest[j] : most;
-  Vec total = all(0);
+float weigh(const Attending& r) {
+  const float* sink = r.row->sink;
+  float most = sink ? *sink : -__builtin_inff();
+  for (int j = 0; j < kLanes; j++) most = r.largest[j] > most || r.largest[j] != r.largest[j] ? r.largest[j] : most;
+  Vec total = all(0.0f);
   const Vec center = all(most);
-  for (int i = 0; i < count; i += 8) {
-    const Vec e = exp(load(scores + i) - center);
-    store(scores + i, e);
+  for (int i = 0; i < r.seen.count; i += kLanes) {
+    const Vec e = exp(load(r.scores + i) - center);
+    store(r.scores + i, e);
     total += e;
   }
   float weight = sum(total);
-  if (c.sinks) weight += exp(all(c.sinks[row] - most))[0];
-  return count ? 1.0f / weight : 0.0f;
+  if (sink) weight += exp(all(*sink - most))[0];
+  return r.seen.count ? 1.0f / weight : 0.0f;
 }
 
-// Adds the values of a range of a row's keys to the sums in `result`: kVectors of eight columns.
-template <int kVectors>
-void add_values(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
-  Vec a[kVectors];
-  for (int j = 0; j < kVectors; j++) a[j] = from ? load(result + 8 * j) : all(0);
+// Rows whose values are added at once: their sums fit into registers, and hide the latency of additions.
+constexpr int kRowsAdding = kLanes == 16 ? 4 : 1;
+
+// Adds the values of a range of rows' keys to the sums in their results, of a number of columns.
+template <int kColumns, int kRows>
+void add_values(const AttentionCall& c, const Attending* rows, int from, int column) {
+  constexpr int kCount = kColumns / kLanes;
   const size_t size = size_t(c.value_size);
-  auto add = [&](int i, const float* v) __attribute__((always_inline)) {
-    const Vec p = all(scores[i]);
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; j++) a[j] = fma(p, load(v + 8 * j), a[j]);
-  };
-  const float* v = c.values + size_t(seen.start + from) * size + column;
+  int shared = from + kKeysAtOnce, ends[kRows];  // keys of all rows
+  Vec a[kRows][kCount];
+  for (int r = 0; r < kRows; r++) {
+    const Seen& seen = rows[r].seen;
+    ends[r] = seen.count < from + kKeysAtOnce ? seen.count : from + kKeysAtOnce;
+    const int run = seen.start != rows[0].seen.start ? from : ends[r] < seen.run ? ends[r] : seen.run;
+    if (run < shared) shared = run;
+    for (int j = 0; j < kCount; j++) a[r][j] = from ? load(rows[r].row->result + column + kLanes * j) : all(0.0f);
+  }
+  const float* v = c.values + size_t(rows[0].seen.start + from) * size + column;
   int i = from;
-  for (const int run = end < seen.run ? end : seen.run; i < run; i++, v += size) add(i, v);
-  for (; i < end; i++) add(i, c.values + size_t(seen.at(i)) * size + column);
-  for (int j = 0; j < kVectors; j++) store(result + 8 * j, a[j]);
+  for (; i < shared; i++, v += size) {
+    Vec p[kRows];
+    for (int r = 0; r < kRows; r++) p[r] = all(rows[r].scores[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < kCount; j++) {
+      const Vec value = load(v + kLanes * j);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) a[r][j] = fma(p[r], value, a[r][j]);
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    for (int k = i; k < ends[r]; k++) {
+      const float* other = c.values + size_t(rows[r].seen.at(k)) * size + column;
+      const Vec p = all(rows[r].scores[k]);
+      for (int j = 0; j < kCount; j++) a[r][j] = fma(p, load(other + kLanes * j), a[r][j]);
+    }
+    for (int j = 0; j < kCount; j++) store(rows[r].row->result + column + kLanes * j, a[r][j]);
+  }
 }
 
 // The columns after the last whole vector.
-void add_rest(const AttentionCall& c, const Seen& seen, int from, int end, const float* scores, int column, float* result) {
-  const int rest = c.value_size - column;
-  Vec a = from ? load_some(result, rest) : all(0);
+void add_rest(const AttentionCall& c, const Attending& r, int from, int column) {
+  const int rest = c.value_size - column, end = r.seen.count < from + kKeysAtOnce ? r.seen.count : from + kKeysAtOnce;
+  float* const result = r.row->result + column;
+  Vec a = from ? load_some(result, rest) : all(0.0f);
   for (int i = from; i < end; i++)
-    a = fma(all(scores[i]), load_some(c.values + size_t(seen.at(i)) * size_t(c.value_size) + column, rest), a);
+    a = fma(all(r.scores[i]), load_some(c.values + size_t(r.seen.at(i)) * size_t(c.value_size) + column, rest), a);
   store_some(result, a, rest);
 }
 
-// A row's attention sums over the keys it sees, in their order, eight at a time. Only a key's rank among those seen
-// matters, so neither masked rows of the cache nor the layout of a tree change a bit. Rows process the same few keys in
-// turn, so that these are read from memory once.
+template <int kRows = kRowsAdding>
+void add_columns(const AttentionCall& c, const Attending* rows, int count, int from) {
+  if constexpr (kRows > 1) {
+    if (count < kRows) return add_columns<kRows - 1>(c, rows, count, from);
+  }
+  int d = 0;
+  for (; d + 64 <= c.value_size; d += 64) add_values<64, kRows>(c, rows, from, d);
+  for (; d + 32 <= c.value_size; d += 32) add_values<32, kRows>(c, rows, from, d);
+  for (; d + kLanes <= c.value_size; d += kLanes) add_values<kLanes, kRows>(c, rows, from, d);
+  if (d < c.value_size)
+    for (int r = 0; r < kRows; r++) add_rest(c, rows[r], from, d);
+}
+
+// A row's attention sums over the keys it sees, in their order, one a lane. Only a key's rank among those seen matters,
+// so neither masked rows of the cache nor the layout of a tree change a bit. Rows process the same few keys in turn, so
+// that these are read from memory once.
 template <int kSize>
 void attend(const AttentionCall& c) {
-  for (int first = 0; first < c.rows; first += kRowsAttending) {
-    const int rows = c.rows - first < kRowsAttending ? c.rows - first : kRowsAttending;
-    Seen seen[kRowsAttending];
-    Vec largest[kRowsAttending];
-    float* scores[kRowsAttending];
+  for (int first = 0; first < c.count; first += kRowsAttending) {
+    const int count = c.count - first < kRowsAttending ? c.count - first : kRowsAttending;
+    Attending rows[kRowsAttending];
     int longest = 1;  // so that rows that see nothing get a result too
-    for (int r = 0; r < rows; r++) {
-      scores[r] = c.scratch + size_t(r) * attention_scratch(c.length);
-      seen[r] = look(c.mask + (first + r) * c.mask_stride, c.length, reinterpret_cast<int32_t*>(scores[r] + c.length + 16));
-      largest[r] = all(-__builtin_inff());
-      if (seen[r].count > longest) longest = seen[r].count;
+    for (int r = 0; r < count; r++) {
+      Attending& row = rows[r];
+      row.row = c.rows + first + r;
+      row.scores = c.scratch + size_t(r) * attention_scratch(c.length);
+      row.largest = all(-__builtin_inff());
+      if (r && row.row->mask == rows[r - 1].row->mask) row.seen = rows[r - 1].seen;
+      else row.seen = look(row.row->mask, c.length, reinterpret_cast<int32_t*>(row.scores + c.length + 16));
+      if (row.seen.count > longest) longest = row.seen.count;
     }
     for (int from = 0; from < longest; from += kKeysAtOnce)
-      for (int r = 0; r < rows; r++) {
-        const int end = seen[r].count < from + kKeysAtOnce ? seen[r].count : from + kKeysAtOnce;
-        largest[r] = score<kSize>(c, c.query + (first + r) * c.query_stride, seen[r], from, end, scores[r], largest[r]);
-      }
+      for (int r = 0; r < count; r++) score<kSize>(c, rows[r], from);
     float factors[kRowsAttending];
-    for (int r = 0; r < rows; r++) factors[r] = weigh(c, first + r, seen[r].count, scores[r], largest[r]);
-    for (int from = 0; from < longest; from += kKeysAtOnce)
-      for (int r = 0; r < rows; r++) {
-        if (from && from >= seen[r].count) continue;
-        const int end = seen[r].count < from + kKeysAtOnce ? seen[r].count : from + kKeysAtOnce;
-        float* result = c.result + (first + r) * c.result_stride;
-        int d = 0;
-        for (; d + 64 <= c.value_size; d += 64) add_values<8>(c, seen[r], from, end, scores[r], d, result + d);
-        for (; d + 32 <= c.value_size; d += 32) add_values<4>(c, seen[r], from, end, scores[r], d, result + d);
-        for (; d + 8 <= c.value_size; d += 8) add_values<1>(c, seen[r], from, end, scores[r], d, result + d);
-        if (d < c.value_size) add_rest(c, seen[r], from, end, scores[r], d, result + d);
+    for (int r = 0; r < count; r++) factors[r] = weigh(rows[r]);
+    for (int from = 0; from < longest; from += kKeysAtOnce) {
+      auto adds = [&](int r) { return r < count && (!from || from < rows[r].seen.count); };
+      for (int r = 0; r < count;) {
+        int together = 0;
+        while (together < kRowsAdding && adds(r + together)) together++;
+        if (together) add_columns(c, rows + r, together, from);
+        r += together ? together : 1;
       }
-    for (int r = 0; r < rows; r++) {
-      float* result = c.result + (first + r) * c.result_stride;
+    }
+    for (int r = 0; r < count; r++) {
+      float* result = rows[r].row->result;
       for (int d = 0; d < c.value_size; d++) result[d] *= factors[r];
     }
   }

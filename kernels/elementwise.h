@@ -9,7 +9,7 @@ namespace {
 template <typename Function>
 void map(const float* x, float* y, size_t count, Function function) {
   size_t i = 0;
-  for (; i + 8 <= count; i += 8) store(y + i, function(load(x + i)));
+  for (; i + kLanes <= count; i += kLanes) store(y + i, function(load(x + i)));
   if (i < count) store_some(y + i, function(load_some(x + i, int(count - i))), int(count - i));
 }
 
@@ -25,7 +25,7 @@ void unary(Unary function, const float* x, float* y, size_t count) {
     case Unary::kTanh: return map(x, y, count, [](Vec v) { return tanh(v); });
     case Unary::kExp: return map(x, y, count, [](Vec v) { return exp(v); });
     case Unary::kNegate: return map(x, y, count, [](Vec v) { return -v; });
-    case Unary::kRelu: return map(x, y, count, [](Vec v) { return select((Ints)(v < all(0)), all(0), v); });
+    case Unary::kRelu: return map(x, y, count, [](Vec v) { return select((Ints)(v < all(0.0f)), all(0.0f), v); });
     case Unary::kAbs: return map(x, y, count, [](Vec v) { return (Vec)((Ints)v & 0x7fffffff); });
     case Unary::kReciprocal: return map(x, y, count, [](Vec v) { return all(1.0f) / v; });
     case Unary::kGeluTanh:
@@ -50,7 +50,7 @@ void unary(Unary function, const float* x, float* y, size_t count) {
 template <typename Function>
 void zip(const float* a, int a_stride, const float* b, int b_stride, float* y, size_t count, Function function) {
   size_t i = 0;
-  for (; i + 8 <= count; i += 8)
+  for (; i + kLanes <= count; i += kLanes)
     store(y + i, function(a_stride ? load(a + i) : all(*a), b_stride ? load(b + i) : all(*b)));
   if (int rest = int(count - i); rest > 0)
     store_some(y + i, function(a_stride ? load_some(a + i, rest) : all(*a), b_stride ? load_some(b + i, rest) : all(*b)),
@@ -70,12 +70,12 @@ void binary(Binary function, const float* a, int sa, const float* b, int sb, flo
   }
 }
 
-// A row is summed in eight interleaved partial sums, independently of neighbouring rows.
+// A row is summed in interleaved partial sums, one a lane, independently of neighbouring rows.
 template <typename Function>
 float reduce(const float* x, int size, Function term) {
-  Vec total = all(0);
+  Vec total = all(0.0f);
   int i = 0;
-  for (; i + 8 <= size; i += 8) total = term(load(x + i), total);
+  for (; i + kLanes <= size; i += kLanes) total = term(load(x + i), total);
   if (i < size) total = term(load_some(x + i, size - i), total);
   return sum(total);
 }
@@ -85,7 +85,7 @@ void rms_norm(const float* x, const float* weight, float epsilon, float* y, int 
   Vec factor = all(1.0f / sqrtf(squares / float(size) + epsilon));
   int i = 0;
   if (!weight) return map(x, y, size_t(size), [=](Vec v) { return v * factor; });
-  for (; i + 8 <= size; i += 8) store(y + i, load(x + i) * factor * load(weight + i));
+  for (; i + kLanes <= size; i += kLanes) store(y + i, load(x + i) * factor * load(weight + i));
   if (int rest = size - i; rest > 0)
     store_some(y + i, load_some(x + i, rest) * factor * load_some(weight + i, rest), rest);
 }
@@ -94,14 +94,14 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   float mean = reduce(x, size, [](Vec v, Vec total) { return total + v; }) / float(size);
   float squares = 0;
   {
-    Vec total = all(0), center = all(mean);
+    Vec total = all(0.0f), center = all(mean);
     int i = 0;
-    for (; i + 8 <= size; i += 8) {
+    for (; i + kLanes <= size; i += kLanes) {
       Vec d = load(x + i) - center;
       total = fma(d, d, total);
     }
     if (i < size) {
-      float padded[8] = {};
+      float padded[kLanes] = {};
       for (int j = i; j < size; j++) padded[j - i] = x[j] - mean;
       total = fma(load(padded), load(padded), total);
     }
@@ -127,9 +127,9 @@ void softmax(const float* x, float* y, int size) {
 }
 
 float dot(const float* a, const float* b, int size) {
-  Vec total = all(0);
+  Vec total = all(0.0f);
   int i = 0;
-  for (; i + 8 <= size; i += 8) total = fma(load(a + i), load(b + i), total);
+  for (; i + kLanes <= size; i += kLanes) total = fma(load(a + i), load(b + i), total);
   if (i < size) total = fma(load_some(a + i, size - i), load_some(b + i, size - i), total);
   return sum(total);
 }

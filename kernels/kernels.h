@@ -67,26 +67,27 @@ struct Span {
   int from, to;
 };
 
-constexpr int kRowsAttending = 4;  // at once, each with its own scratch memory
+constexpr int kRowsAttending = 8;  // at once, each with its own scratch memory
 SPECEXPORT_INLINE size_t attention_scratch(int length) { return size_t(length) * 2 + 64; }
 SPECEXPORT_INLINE size_t attention_scratch(int length, int64_t rows) {
   return attention_scratch(length) * size_t(rows < kRowsAttending ? rows : kRowsAttending);
 }
 
-// The attention of one sequence's rows. Strides are in elements.
+struct AttentionRow {
+  const float* query;   // [size]
+  const uint8_t* mask;  // [length], nonzero where a key is seen
+  float* result;        // [value_size]
+  const float* sink;    // an additional score, or null
+};
+
+// The attention of rows that share keys and values: a token's heads of a group, and those of other tokens.
 struct AttentionCall {
-  const float* query;  // row r, at query + r * query_stride: [size]
-  ptrdiff_t query_stride;
-  const float* keys;   // [length, size]
-  const float* values; // [length, value_size]
-  float* result;       // row r at result + r * result_stride: [value_size]
-  ptrdiff_t result_stride;
-  const uint8_t* mask; // row r at mask + r * mask_stride: [length], nonzero where a key is seen
-  ptrdiff_t mask_stride;
-  int rows, length, size, value_size;
+  const AttentionRow* rows;
+  const float* keys;    // [length, size]
+  const float* values;  // [length, value_size]
+  int count, length, size, value_size;  // count: of rows
   float scale, softcap;
-  const float* sinks;  // a row's additional score, or null
-  float* scratch;      // attention_scratch(length, rows) floats
+  float* scratch;       // attention_scratch(length, count) floats
 };
 
 enum class Unary { kSigmoid, kTanh, kExp, kErf, kSqrt, kReciprocal, kCos, kSin, kNegate, kAbs, kRelu, kSoftplus, kLog,

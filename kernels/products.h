@@ -10,14 +10,7 @@ namespace {
 
 constexpr Layout kLayout = Layout::kPairs;
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
 constexpr int kParts = kTile / kLanes;  // vectors per row of a tile
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
 // A sum of integers of a block as a pair of 16-bit integers, lower + 256 * upper: in this form it is multiplied by zero
@@ -34,48 +27,34 @@ void quantize(const float* x, int depth, int block, int16_t* integers, float* sc
       continue;
     }
     const Vec factor = all(32767.0f / largest);
-    Ints total = Ints{};
+    Ints total = Ints{}, rounded[kVectors];
     for (int i = 0; i < block; i += 16) {
-      const Ints q0 = __builtin_convertvector(round_even(load(x + i) * factor), Ints);
-      const Ints q1 = __builtin_convertvector(round_even(load(x + i + 8) * factor), Ints);
-      total += q0 + q1;
-      store_shorts(integers + i, q0, q1);
+      for (int v = 0; v < kVectors; v++) {
+        rounded[v] = __builtin_convertvector(round_even(load(x + i + v * kLanes) * factor), Ints);
+        total += rounded[v];
+      }
+      store_shorts(integers + i, rounded);
     }
     scales[b] = largest / 32767.0f;
     sums[b] = in_pairs(-sum(total));
   }
 }
 
-inline Floats floats_at(const void* p) {
-  Floats v;
+inline Ints integers_at(const uint8_t* p) {
+  Ints v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline Integers integers_at(const uint8_t* p) {
-  Integers v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-// Set lane by lane: `Floats{} + x` would be an addition, which compilers cannot omit because of -0.
-inline Floats every(float x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-#else
-  return Floats{x, x, x, x, x, x, x, x};
-#endif
-}
-inline Integers every(int32_t x) { return Integers{} + x; }
-inline Floats as_floats(Integers v) { return __builtin_convertvector(v, Floats); }
 // Two consecutive rows of activations, for all columns.
-inline Integers pair_at(const int16_t* p) {
+inline Ints pair_at(const int16_t* p) {
   int32_t pair;
   std::memcpy(&pair, p, 4);
-  return every(pair);
+  return all(pair);
 }
 
-// Bytes ahead at which to ask for weights: processors do not look beyond a page by themselves. Integers take more
+// Bytes ahead at which to ask for weights: processors do not look beyond a page by themselves. Ints take more
 // instructions a byte; they are fetched further ahead, and once more into the nearest cache.
-constexpr size_t kFloatsAhead = 4096, kFar = 8192, kNear = 1024;
+constexpr size_t kVecAhead = 4096, kFar = 8192, kNear = 1024;
 
 template <bool kNearest>
 inline void fetch(const uint8_t* p) {
@@ -92,27 +71,23 @@ inline size_t distance(size_t bytes, size_t at, size_t tile_bytes) {
   return bytes + (at + bytes < tile_bytes ? 0 : (kTiles - 1) * tile_bytes);
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-inline Integers pairs(Integers a, Integers b, Integers total) {
-  return (Integers)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
+#if SPECEXPORT_AVX512
+inline Ints pairs(Ints a, Ints b, Ints total) {
+  return (Ints)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
 }
-inline Integers widen(const uint8_t* p) {
-  return (Integers)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+inline Ints widen(const uint8_t* p) {
+  return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline Integers bytes_at(const uint8_t* p) {
-  return (Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+inline Ints bytes_at(const uint8_t* p) {
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline Floats halves_at(const uint8_t* p) {
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
 // Sums of products of pairs of 16-bit integers, in 32 bits.
-inline Integers pairs(Integers a, Integers b, Integers total) {
+inline Ints pairs(Ints a, Ints b, Ints total) {
 #if defined(__AVXVNNI__)
-  return (Integers)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
+  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
-  total += (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  total += (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
   // Otherwise GCC postpones the additions, spills the products, and takes 1.5 times as long.
   asm("" : "+x"(total));
   return total;
@@ -121,33 +96,32 @@ inline Integers pairs(Integers a, Integers b, Integers total) {
   return total + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
-inline Integers widen(const uint8_t* p) {
+inline Ints widen(const uint8_t* p) {
 #if defined(__AVX2__)
-  return (Integers)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
   typedef int16_t Shorts __attribute__((vector_size(32)));
   Bytes bytes;
   std::memcpy(&bytes, p, sizeof bytes);
-  return (Integers)__builtin_convertvector(bytes, Shorts);
+  return (Ints)__builtin_convertvector(bytes, Shorts);
 #endif
 }
-inline Integers bytes_at(const uint8_t* p) {
+inline Ints bytes_at(const uint8_t* p) {
 #if defined(__AVX2__)
-  return (Integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
   typedef int8_t Bytes __attribute__((vector_size(8)));
   Bytes bytes;
   std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, Integers);
+  return __builtin_convertvector(bytes, Ints);
 #endif
 }
-inline Floats halves_at(const uint8_t* p) { return load_half(p); }
 #endif
 
 constexpr bool is_quantized(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if SPECEXPORT_AVX512
 constexpr int most_rows(WeightKind) { return 8; }
 constexpr int rows_of_many(WeightKind) { return 8; }
 // Side by side: the next addition to a sum starts four or five cycles later, in which eight or ten others can start. A
@@ -164,7 +138,7 @@ constexpr int tiles_at_once(WeightKind kind, int rows) { return is_quantized(kin
 #endif
 
 // Zero points, each as the pair of it and 256 times it.
-inline Integers zeros_in_pairs(Integers v) { return (v & every(0xffff)) | (v << 24); }
+inline Ints zeros_in_pairs(Ints v) { return (v & all(0xffff)) | (v << 24); }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 // Partial sums per column; without VNNI the next addition can start after one cycle.
@@ -183,9 +157,9 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
   const bool half_scales = w.half_scales, zero_points = w.zero_points;
   const int scale_bytes = half_scales ? 2 : 4;
   const size_t tile_bytes = w.tile_bytes(), block_bytes = w.block_bytes();
-  Floats total[kRows][kSums];
+  Vec total[kRows][kSums];
   for (int m = 0; m < kRows; m++)
-    for (int p = 0; p < kSums; p++) total[m][p] = every(0.0f);
+    for (int p = 0; p < kSums; p++) total[m][p] = all(0.0f);
   const int16_t* q = x.integers + size_t(row) * size_t(x.depth);
   const float* scales = x.scales + size_t(row) * size_t(blocks);
   const int32_t* sums = x.sums + size_t(row) * size_t(blocks);
@@ -204,17 +178,17 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
       }
     };
     tile = zero + (zero_points ? kTile : 0);
-    Integers t[kRows][kSums][kChains];
+    Ints t[kRows][kSums][kChains];
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kSums; p++)
-        for (int c = 0; c < kChains; c++) t[m][p][c] = every(0);
+        for (int c = 0; c < kChains; c++) t[m][p][c] = Ints{};
     if (zero_points || kKind == WeightKind::kInt4) {
       // Without a zero point, four bits represent a weight plus eight. A pair is multiplied by zero and 256 * zero.
-      Integers zeros[kSums];
+      Ints zeros[kSums];
       for (int p = 0; p < kSums; p++)
-        zeros[p] = zero_points ? zeros_in_pairs(bytes_at(at(zero, p, kLanes))) : every(0x08000008);
+        zeros[p] = zero_points ? zeros_in_pairs(bytes_at(at(zero, p, kLanes))) : all(0x08000008);
       for (int m = 0; m < kRows; m++) {
-        const Integers a = every(sums[m * blocks + b]);
+        const Ints a = all(sums[m * blocks + b]);
         for (int p = 0; p < kSums; p++) t[m][p][0] = pairs(zeros[p], a, t[m][p][0]);
       }
     }
@@ -223,20 +197,20 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
         prefetch();
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++, tile += 2 * kTile) {
-          Integers v[kSums];
+          Ints v[kSums];
           for (int p = 0; p < kSums; p++) v[p] = widen(at(tile, p, 2 * kLanes));
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
-            const Integers a = pair_at(q + m * depth + k + 2 * i);
+            const Ints a = pair_at(q + m * depth + k + 2 * i);
             for (int p = 0; p < kSums; p++) t[m][p][i % kChains] = pairs(v[p], a, t[m][p][i % kChains]);
           }
         }
       }
     } else {
-      const Integers low = every(0x000f000f);
+      const Ints low = all(0x000f000f);
       for (int k = 0; k < block; k += 8, tile += 4 * kTile) {
         prefetch();
-        Integers rows[kSums];  // eight, in four bits each
+        Ints rows[kSums];  // eight, in four bits each
         for (int p = 0; p < kSums; p++) {
           rows[p] = integers_at(at(tile, p, kVector));
 #if defined(__AVX512F__)
@@ -245,25 +219,25 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-          Integers four[kSums];
+          Ints four[kSums];
           // As 32-bit numbers: bits from the upper half are masked. The last four bits of 16 need no mask.
-          for (int p = 0; p < kSums; p++) four[p] = i < 3 ? rows[p] >> 4 * i & low : (Integers)((Shorts)rows[p] >> 12);
+          for (int p = 0; p < kSums; p++) four[p] = i < 3 ? rows[p] >> 4 * i & low : (Ints)((Shorts)rows[p] >> 12);
 #pragma GCC unroll 8
           for (int m = 0; m < kRows; m++) {
-            const Integers a = pair_at(q + m * depth + k + 2 * i);
+            const Ints a = pair_at(q + m * depth + k + 2 * i);
             for (int p = 0; p < kSums; p++) t[m][p][i % kChains] = pairs(four[p], a, t[m][p][i % kChains]);
           }
         }
       }
     }
-    Floats s[kSums];
+    Vec s[kSums];
     for (int p = 0; p < kSums; p++)
-      s[p] = half_scales ? halves_at(at(scale, p, 2 * kLanes)) : floats_at(at(scale, p, kVector));
+      s[p] = half_scales ? load_half(at(scale, p, 2 * kLanes)) : load(at(scale, p, kVector));
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kSums; p++) {
-        Integers sum = t[m][p][0];
+        Ints sum = t[m][p][0];
         if (kChains == 2) sum += t[m][p][kChains - 1];
-        total[m][p] = fma(as_floats(sum), s[p] * every(scales[m * blocks + b]), total[m][p]);
+        total[m][p] = fma(to_floats(sum), s[p] * all(scales[m * blocks + b]), total[m][p]);
       }
     q += block;
   }
@@ -273,19 +247,19 @@ void multiply_integers(const PackedWeights& w, const uint8_t* tile, const Activa
 
 // A row of a tile. With AVX-512, columns of bfloat16 are in the order 0, 8, 1, 9, …
 template <WeightKind kKind>
-inline void weights_at(const uint8_t* p, Floats v[kParts]) {
+inline void weights_at(const uint8_t* p, Vec v[kParts]) {
   if (kKind == WeightKind::kFloat) {
-    for (int i = 0; i < kParts; i++) v[i] = floats_at(p + i * 4 * kLanes);
+    for (int i = 0; i < kParts; i++) v[i] = load(p + i * 4 * kLanes);
   } else if (kKind == WeightKind::kFloat16) {
-    for (int i = 0; i < kParts; i++) v[i] = halves_at(p + i * 2 * kLanes);
+    for (int i = 0; i < kParts; i++) v[i] = load_half(p + i * 2 * kLanes);
   } else {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if SPECEXPORT_AVX512
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    v[0] = (Floats)_mm512_slli_epi32(wide, 16);
+    v[0] = (Vec)_mm512_slli_epi32(wide, 16);
 #else
-    const Integers both = integers_at(p);
-    v[0] = (Floats)(both << 16);
-    v[kParts - 1] = (Floats)(both & every(int32_t(0xffff0000)));
+    const Ints both = integers_at(p);
+    v[0] = (Vec)(both << 16);
+    v[kParts - 1] = (Vec)(both & all(int32_t(0xffff0000)));
 #endif
   }
 }
@@ -295,21 +269,21 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
                      ptrdiff_t stride) {
   constexpr int kStep = kKind == WeightKind::kFloat ? 4 * kTile : 2 * kTile;  // bytes of a row of a tile
   const size_t tile_bytes = size_t(w.depth) * kStep;
-  Floats total[kTiles][kRows][kParts];
+  Vec total[kTiles][kRows][kParts];
   for (int t = 0; t < kTiles; t++)
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++)
-        total[t][m][p] = span.from ? floats_at(y + m * stride + t * kTile + p * kLanes) : every(0.0f);
+        total[t][m][p] = span.from ? load(y + m * stride + t * kTile + p * kLanes) : all(0.0f);
   tile += size_t(span.from) * kStep;
   const float* a = x.values + row * x.stride + span.from;
   const int depth = span.to - span.from;
   auto add = [&](int k) __attribute__((always_inline)) {
-    Floats v[kTiles][kParts];
+    Vec v[kTiles][kParts];
 #pragma GCC unroll 4
     for (int t = 0; t < kTiles; t++) weights_at<kKind>(tile + size_t(t) * tile_bytes + size_t(k) * kStep, v[t]);
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; m++) {
-      const Floats number = every(a[m * x.stride + k]);
+      const Vec number = all(a[m * x.stride + k]);
 #pragma GCC unroll 4
       for (int t = 0; t < kTiles; t++)
         for (int p = 0; p < kParts; p++) total[t][m][p] = fma(v[t][p], number, total[t][m][p]);
@@ -318,7 +292,7 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   int k = 0;
   for (; k + 2 <= depth; k += 2) {
     const size_t at = size_t(k) * kStep;
-    const size_t ahead = at + distance<kTiles>(kFloatsAhead, size_t(span.from) * kStep + at, tile_bytes);
+    const size_t ahead = at + distance<kTiles>(kVecAhead, size_t(span.from) * kStep + at, tile_bytes);
     for (int t = 0; t < kTiles; t++) {
       fetch<true>(tile + size_t(t) * tile_bytes + ahead);
       if (kStep == 64) fetch<true>(tile + size_t(t) * tile_bytes + ahead + kStep);
@@ -330,11 +304,11 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   for (int t = 0; t < kTiles; t++)
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++) {
-        Floats v = total[t][m][p];
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+        Vec v = total[t][m][p];
+#if SPECEXPORT_AVX512
         if (kKind == WeightKind::kBfloat16 && span.to == w.depth) {
           const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-          v = (Floats)_mm512_permutexvar_ps(order, (__m512)v);
+          v = (Vec)_mm512_permutexvar_ps(order, (__m512)v);
         }
 #endif
         std::memcpy(y + m * stride + t * kTile + p * kLanes, &v, sizeof v);

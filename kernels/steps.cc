@@ -491,7 +491,9 @@ class TensorScatter : public Step {
         for (int64_t t = 0; t < tokens; t++) {
           float* to = y.floats() + ((b * heads + h) * length + at + t) * size;
           const float* from = update.floats() + b * update.strides[0] + h * update.strides[1] + t * update.strides[2];
-          for (int64_t d = 0; d < size; d++) to[d] = from[d * update.strides[3]];
+          if (update.strides[3] == 1) std::memcpy(to, from, size_t(size) * sizeof(float));
+          else
+            for (int64_t d = 0; d < size; d++) to[d] = from[d * update.strides[3]];
         }
     }
   }
@@ -519,24 +521,28 @@ class Attention : public Step {
       broadcast(mask, dims, masks);
     }
     View& y = frame.create(outputs[0], Type::kFloat, {batch, heads, rows, value_size});
-    const int64_t all = batch * heads * rows;
-    const int parts = int(std::min<int64_t>(all, 4 * frame.team.threads()));
-    const size_t scratch = attention_scratch(int(length), rows);
+    // Rows in the order of groups, tokens and heads: neighbours share keys, and often what they see.
+    const int64_t shared = heads / groups, of_group = rows * shared, every = batch * groups * of_group;
+    const int parts = int(std::min<int64_t>(every, 4 * frame.team.threads()));
+    const size_t scratch = attention_scratch(int(length), of_group);
     float* const memory = reinterpret_cast<float*>(frame.scratch(size_t(parts) * scratch * sizeof(float)));
     frame.team.split(parts, [&](int p) {
-      for (int64_t row = all * p / parts, end = all * (p + 1) / parts; row < end;) {
-        const int64_t head = row / rows, r = row % rows, b = head / heads, h = head % heads;
-        const int64_t count = std::min(rows - r, end - row), group = b * groups + h / (heads / groups);
+      AttentionRow list[kRowsAttending];
+      for (int64_t row = every * p / parts, end = every * (p + 1) / parts; row < end;) {
+        const int64_t group = row / of_group, b = group / groups;
+        const int64_t count = std::min<int64_t>({end - row, of_group - row % of_group, kRowsAttending});
+        for (int64_t i = 0; i < count; i++) {
+          const int64_t at = (row + i) % of_group, t = at / shared, h = group % groups * shared + at % shared;
+          list[i].query = q.floats() + b * q.strides[0] + h * q.strides[1] + t * q.strides[2];
+          list[i].mask = mask.as<uint8_t>() + b * masks[0] + h * masks[1] + t * masks[2];
+          list[i].result = y.floats() + ((b * heads + h) * rows + t) * value_size;
+          list[i].sink = nullptr;
+        }
         AttentionCall call = {};
-        call.query = q.floats() + b * q.strides[0] + h * q.strides[1] + r * q.strides[2];
-        call.query_stride = q.strides[2];
+        call.rows = list;
         call.keys = k.floats() + group * length * size;
         call.values = v.floats() + group * length * value_size;
-        call.result = y.floats() + row * value_size;
-        call.result_stride = value_size;
-        call.mask = mask.as<uint8_t>() + b * masks[0] + h * masks[1] + r * masks[2];
-        call.mask_stride = masks[2];
-        call.rows = int(count);
+        call.count = int(count);
         call.length = int(length);
         call.size = size;
         call.value_size = value_size;

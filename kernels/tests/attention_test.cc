@@ -32,22 +32,19 @@ std::vector<float> attend(const Kernels& kernels, Random& random, const Cache& c
   std::vector<uint8_t> mask(size_t(rows * mask_stride), 1);
   for (int r = 0; r < rows; r++) std::copy_n(masks[size_t(r)].begin(), cache.length, mask.begin() + r * mask_stride);
   std::vector<float> result(size_t(rows * apart)), scratch(attention_scratch(cache.length, rows));
+  std::vector<AttentionRow> list;
+  for (int r = 0; r < rows; r++)
+    list.push_back({query + r * cache.size, mask.data() + r * mask_stride, result.data() + r * apart, sinks ? sinks + r : nullptr});
   AttentionCall call = {};
-  call.query = query;
-  call.query_stride = cache.size;
+  call.rows = list.data();
   call.keys = cache.keys.data();
   call.values = cache.values.data();
-  call.result = result.data();
-  call.result_stride = apart;
-  call.mask = mask.data();
-  call.mask_stride = mask_stride;
-  call.rows = rows;
+  call.count = rows;
   call.length = cache.length;
   call.size = cache.size;
   call.value_size = cache.value_size;
   call.scale = 1 / std::sqrt(float(cache.size));
   call.softcap = softcap;
-  call.sinks = sinks;
   call.scratch = scratch.data();
   kernels.attention(call);
   std::vector<float> dense;

@@ -64,6 +64,45 @@ inline __m512 emulated_fmadd(__m512 a, __m512 b, __m512 c) {
   return c;
 }
 
+// A function of the four numbers, or two, in each quarter of two vectors.
+template <typename Lane, typename Vector, typename Function>
+Vector emulated_quarters(Vector a, Vector b, Function function) {
+  constexpr int kQuarter = 16 / sizeof(Lane), kAll = 4 * kQuarter;
+  const auto x = Lanes<Lane, kAll>::of(a), y = Lanes<Lane, kAll>::of(b);
+  Lanes<Lane, kAll> to;
+  for (int q = 0; q < kAll; q += kQuarter) function(x.lane + q, y.lane + q, to.lane + q);
+  return to.template as<Vector>();
+}
+
+template <int kFirst>
+__m512 emulated_unpack(__m512 a, __m512 b) {
+  return emulated_quarters<float>(a, b, [](const float* x, const float* y, float* to) {
+    for (int i = 0; i < 4; i++) to[i] = (i % 2 ? y : x)[kFirst + i / 2];
+  });
+}
+
+template <int kFirst>
+__m512d emulated_unpack_doubles(__m512d a, __m512d b) {
+  return emulated_quarters<double>(a, b, [](const double* x, const double* y, double* to) {
+    to[0] = x[kFirst];
+    to[1] = y[kFirst];
+  });
+}
+
+// Two quarters of each of two vectors.
+inline __m512 emulated_shuffle_quarters(__m512 a, __m512 b, int order) {
+  const auto x = Lanes<float, 16>::of(a), y = Lanes<float, 16>::of(b);
+  Lanes<float, 16> to;
+  for (int i = 0; i < 16; i++) to.lane[i] = (i < 8 ? x : y).lane[4 * (order >> 2 * (i / 4) & 3) + i % 4];
+  return to.as<__m512>();
+}
+
+inline __m512 emulated_round(__m512 values, int) {
+  auto lanes = Lanes<float, 16>::of(values);
+  for (float& lane : lanes.lane) lane = std::nearbyint(lane);
+  return lanes.as<__m512>();
+}
+
 inline __m512 emulated_permute(__m512i order, __m512 values) {
   const auto from = Lanes<float, 16>::of(values);
   const auto index = Lanes<uint32_t, 16>::of(order);
@@ -87,6 +126,8 @@ __m512i emulated_list(Numbers... numbers) {
 
 #undef _mm512_setr_epi32  // macros of some compilers
 #undef _mm512_slli_epi32
+#undef _mm512_shuffle_f32x4
+#undef _mm512_roundscale_ps
 #define _mm256_dpwssd_avx_epi32 emulated_dpwssd<__m256i>
 #define _mm512_dpwssd_epi32 emulated_dpwssd<__m512i>
 #define _mm512_cvtepi8_epi16 emulated_widen<int8_t, int16_t, 32>
@@ -97,3 +138,9 @@ __m512i emulated_list(Numbers... numbers) {
 #define _mm512_permutexvar_ps emulated_permute
 #define _mm512_slli_epi32 emulated_shift
 #define _mm512_setr_epi32 emulated_list
+#define _mm512_unpacklo_ps emulated_unpack<0>
+#define _mm512_unpackhi_ps emulated_unpack<2>
+#define _mm512_unpacklo_pd emulated_unpack_doubles<0>
+#define _mm512_unpackhi_pd emulated_unpack_doubles<1>
+#define _mm512_shuffle_f32x4 emulated_shuffle_quarters
+#define _mm512_roundscale_ps emulated_round
