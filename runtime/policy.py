@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, AdaptiveSteps, Drafted, Fit, History, Option, best
+from specexport.runtime import adaptive
+from specexport.runtime.adaptive import AdaptiveSteps, Drafted
+from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Idle, Option, Pause, best
 from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import LeastProbability, SlotView
 from specexport.runtime.reader import common_prefix
@@ -21,8 +22,6 @@ LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
 MARGIN = 1.03
 """Speed-up over plain decoding that speculation must promise, as costs are not exact."""
-MAX_PLAIN_STEPS = 4
-"""Most plain steps in a row without evaluating the methods again, which takes 0.2 to 0.4 ms."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
@@ -31,8 +30,6 @@ _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
 _TOKENS_A_STEP = 3
 """Tokens that such a step is assumed to commit."""
-_LEAST_ACCEPTED = 0.1
-"""Least assumed acceptance of a token that is not drafted yet."""
 
 
 class SpeculationPolicy:
@@ -79,7 +76,7 @@ class MeasuredPolicy(SpeculationPolicy):
     token is expected to be worth a pass and a row of the step, and adds the tokens that are worth a row. What such
     trees cost and gain is learned from earlier ones.
 
-    When nothing pays, the next steps are plain without another evaluation: one, then three, then ``MAX_PLAIN_STEPS``.
+    When nothing pays, the next steps are plain without another evaluation (:class:`~specexport.runtime.choice.Pause`).
 
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
     ``READ_SHARE`` more, and is spent on its smallest tree. Accepted tokens are paid back, so that a successful probe is
@@ -103,13 +100,13 @@ class MeasuredPolicy(SpeculationPolicy):
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
         self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
-        self._idle: list[_Idle] = []
+        self._idle: list[Idle] = []
         self._alone, self._least = False, LeastProbability(1.0, 1.0)
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
         self._seconds: dict[int, float] = {}
-        self._pause, self._paused = _Pause(), False
+        self._pause, self._paused = Pause(), False
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
@@ -173,7 +170,9 @@ class MeasuredPolicy(SpeculationPolicy):
                 self._chosen |= pick.fits
                 for request, fit in pick.fits.items():
                     if fit.adaptive:
-                        self._least = self._least_probability(name, request, fit, rate)
+                        accepted = self._acceptance(request, name, fit.acceptance_class)[0].expected(1)
+                        costs = self._costs_of_nodes(name)
+                        self._least = adaptive.least_probability(fit.nodes, rate, accepted, *costs)
             elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests)))
         probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
@@ -237,26 +236,19 @@ class MeasuredPolicy(SpeculationPolicy):
         if not self._alone or not adapts or chain is None or chain.depth < 2:
             return []
         accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(chain.depth)
-        # Without any steps: as many passes as a draft takes that always knows where it is wrong.
-        passes = min(accepted + 1.0, chain.depth)
-        expected = self._adaptive(request, name)[0].expected(Drafted(passes, passes, accepted))
-        rows = _between(lambda width: self._costs.step(self._size, width, self._rows), 1 + expected.nodes)
-        seconds = _between(lambda nodes: self._costs.propose(name, 1, nodes), 1 + expected.passes)
-        seconds += rows - self._verify(1) + self._read(name, request)
-        fit = replace(chain, adaptive=True)
-        return [Option(1, min(expected.accepted, request.remaining - 1.0), seconds, {request: fit})]
+        expected = self._adaptive(request, name)[0].expected(adaptive.first_guess(accepted, chain.depth))
+        seconds = adaptive.further_seconds(expected, *self._costs_of_nodes(name)) + self._read(name, request)
+        gain = min(expected.accepted, request.remaining - 1.0)
+        return [Option(1, gain, seconds, {request: replace(chain, adaptive=True)})]
 
-    def _least_probability(self, name: str, request: Request, chain: Fit, rate: float) -> LeastProbability:
-        """When a draft token is worth its time in a step that commits ``rate`` tokens a second."""
-        further = chain.depth - 1
-        step, propose = partial(self._costs.step, self._size, rows=self._rows), partial(self._costs.propose, name, 1)
-        row = max(0.0, step(chain.nodes) - step(2)) / further
-        draft_pass = max(0.0, propose(chain.nodes) - propose(2)) / further
-        # The next token's own probability is not known yet.
-        accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(1)
-        return LeastProbability(drafted=rate * (row + draft_pass) / max(accepted, _LEAST_ACCEPTED), verified=rate * row)
+    def _costs_of_nodes(self, name: str) -> tuple[adaptive.Cost, adaptive.Cost]:
+        """Seconds by nodes of a single request's tree: of the step, and of proposing with a method."""
+        return (
+            lambda nodes: self._costs.step(self._size, nodes, self._rows),
+            lambda nodes: self._costs.propose(name, 1, nodes),
+        )
 
-    def _idling(self, name: str, members: list[Request], width: int, running: int) -> _Idle:
+    def _idling(self, name: str, members: list[Request], width: int, running: int) -> Idle:
         """The cost of probing a method that was left out of a step of some width."""
         read = self._costs.read(name)
         # A draft reads the text that it missed, so only the request with the least of it probes.
@@ -268,7 +260,7 @@ class MeasuredPolicy(SpeculationPolicy):
         cost += sum(self._read(name, request, spread=False) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         income = share * self._verify(width) * len(members) / running
-        return _Idle(name, fits, cost, read, self._verify(1) / running, income)
+        return Idle(name, fits, cost, read, self._verify(1) / running, income)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
         """The trees a request may verify: at most the size that it asked for or looked up, the largest first."""
@@ -289,14 +281,13 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _acceptance(self, request: Request, method: str | None, kind: int) -> tuple[Acceptance, Acceptance]:
         """The acceptance of a request, and of all of about its temperature: the hotter, the less is accepted."""
-        heat = 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
+        heat = _heat(request)
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, kind, everyone), everyone
 
     def _adaptive(self, request: Request, method: str | None) -> tuple[AdaptiveSteps, AdaptiveSteps]:
         """The adaptive steps of a request, and of all of about its temperature."""
-        heat = 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
-        everyone = self._everyone.adaptive(method, heat=round(2 * heat))
+        everyone = self._everyone.adaptive(method, heat=round(2 * _heat(request)))
         return request.history.adaptive(method, everyone), everyone
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
@@ -363,63 +354,10 @@ class MeasuredPolicy(SpeculationPolicy):
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
 
 
-def _between(cost: Callable[[int], float], count: float) -> float:
-    """A cost at a count between two whole numbers."""
-    low = math.floor(count)
-    return cost(low) + (count - low) * (cost(low + 1) - cost(low))
+def _heat(request: Request) -> float:
+    return 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
 
 
 def _at_least(sizes: Sequence[int], least: int) -> int:
     """The smallest of ascending sizes that is large enough, or the largest."""
     return next((size for size in sizes if size >= least), sizes[-1])
-
-
-class _Pause:
-    """Plain steps without evaluation after steps in which nothing paid; their number grows with each such step."""
-
-    def __init__(self) -> None:
-        self._requests: Sequence[Request] = ()
-        self._remaining = self._last = 0
-
-    def covers(self, requests: Sequence[Request], joining: int) -> bool:
-        """Whether the next step is one of them; they hold for the same requests only."""
-        covered = self._remaining > 0 and not joining and requests == self._requests
-        self._remaining -= covered
-        return covered
-
-    def follow(self, requests: Sequence[Request], joining: int, plain: bool) -> None:
-        """Updates the pause after an evaluation; ``plain`` if nothing was chosen and look-ups found nothing."""
-        repeated = plain and requests == self._requests
-        self._remaining = self._last = min(2 * self._last + 1, MAX_PLAIN_STEPS) if repeated else 0
-        self._requests = () if joining else list(requests)
-
-
-@dataclass
-class _Idle:
-    """A method that a step leaves out, and the cost of probing it.
-
-    Attributes:
-        name: its name.
-        fits: the trees of a probe.
-        cost: seconds that a probe adds to the step, reading included.
-        read: seconds in which its draft reads a chunk.
-        token: seconds of a token in plain decoding.
-        income: seconds that the step adds to the probing budget.
-        probed: whether the step probes it.
-    """
-
-    name: str
-    fits: Mapping[Request, Fit]
-    cost: float
-    read: float
-    token: float
-    income: float
-    probed: bool = False
-
-    def settled(self, saved: float, outcomes: Mapping[Request, Outcome]) -> float:
-        """The probing budget after a step: a probe spends its cost and earns the value of its accepted tokens."""
-        if self.probed:
-            verified = any(outcomes[request].drafted or fit.windowed for request, fit in self.fits.items())
-            accepted = sum(outcomes[request].accepted for request in self.fits)
-            saved += accepted * self.token - (self.cost if verified else self.read)
-        return min(saved + self.income, self.cost)

@@ -26,16 +26,9 @@ from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
-from specexport.runtime.choice import KEEP, PRIOR, WEIGHT, Acceptance, Option, best
+from specexport.runtime.choice import KEEP, MAX_PLAIN_STEPS, PRIOR, WEIGHT, Acceptance, Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
-from specexport.runtime.policy import (
-    MARGIN,
-    MAX_PLAIN_STEPS,
-    PROBE_SHARE,
-    READ_SHARE,
-    MeasuredPolicy,
-    SpeculationPolicy,
-)
+from specexport.runtime.policy import MARGIN, PROBE_SHARE, READ_SHARE, MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
