@@ -102,6 +102,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[Idle] = []
         self._alone, self._least = False, LeastProbability(1.0, 1.0)
+        self._adapted: dict[str, Option] = {}
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._rows = 1, 1
@@ -119,7 +120,8 @@ class MeasuredPolicy(SpeculationPolicy):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
-        self._idle, self._alone = [], len(requests) == 1 and not joining
+        self._idle, self._adapted = [], {}
+        self._alone = len(requests) == 1 and not joining
         # The cache's size in this step.
         self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
         self._size = self._batch(requests)
@@ -202,7 +204,7 @@ class MeasuredPolicy(SpeculationPolicy):
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
         drafting = worth(method, self._within(method, request))
-        for option in self._adaptive_options(method, [request]):
+        if (option := self._adaptive_option(method, request)) is not None:
             drafting = max(drafting, option.gain - rate * option.seconds)
         better = fitting and worth(name, fitting) > max(0.0, drafting)
         return name if better else None
@@ -226,20 +228,27 @@ class MeasuredPolicy(SpeculationPolicy):
             nodes = max(fit.nodes for fit in fits.values())
             seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
-        return options + self._adaptive_options(name, members)
+        if len(members) == 1 and (adaptive_option := self._adaptive_option(name, members[0])) is not None:
+            options.append(adaptive_option)
+        return options
 
-    def _adaptive_options(self, name: str, members: Sequence[Request]) -> list[Option]:
-        """The adaptive trees of a method for a single request, as an option whose time includes its further rows."""
-        request = members[0]
+    def _adaptive_option(self, name: str, request: Request) -> Option | None:
+        """The adaptive trees of a method for a request that runs alone, as an option whose time includes its further
+        rows; None if there are none.
+        """
+        if not self._alone or not self._loaded_methods[name].proposer.adapts or request.view.lookup is not None:
+            return None
+        if name in self._adapted:
+            return self._adapted[name]
         chain = next((fit for fit in self._within(name, request) if fit.tree.is_chain), None)
-        adapts = self._loaded_methods[name].proposer.adapts and request.view.lookup is None
-        if not self._alone or not adapts or chain is None or chain.depth < 2:
-            return []
+        if chain is None or chain.depth < 2:
+            return None
         accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(chain.depth)
         expected = self._adaptive(request, name)[0].expected(adaptive.first_guess(accepted, chain.depth))
         seconds = adaptive.further_seconds(expected, *self._costs_of_nodes(name)) + self._read(name, request)
         gain = min(expected.accepted, request.remaining - 1.0)
-        return [Option(1, gain, seconds, {request: replace(chain, adaptive=True)})]
+        option = self._adapted[name] = Option(1, gain, seconds, {request: replace(chain, adaptive=True)})
+        return option
 
     def _costs_of_nodes(self, name: str) -> tuple[adaptive.Cost, adaptive.Cost]:
         """Seconds by nodes of a single request's tree: of the step, and of proposing with a method."""
