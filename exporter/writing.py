@@ -97,7 +97,7 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
             format=checkpoint.quantized_in,
             kept=len(report.kept),
             converted=len(report.converted),
-            converted_rms_error=report.converted_error if report.converted else None,
+            converted_rms_error=report.rounded_again.rms if report.converted else None,
             rest=storage.rest,
         )
     return PrecisionInfo(
@@ -105,7 +105,7 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
         compute="fp32",
         cache="fp32",
         block_size=block if quantized else None,
-        weight_rms_error=report.rms_error if quantized else None,
+        weight_rms_error=report.rounding.rms if quantized else None,
         not_quantized=report.not_quantized,
         quantized_before=quantized_before,
         only_cpu=report.any_scales,

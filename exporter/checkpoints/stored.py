@@ -31,6 +31,8 @@ LARGE = 1 << 18
 _MIN_SIDE = 16
 """Minimum number of its rows and of its columns."""
 _STORED, _FORM = "stored_tensor", "stored_form"
+ScaleValues = tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]
+"""Scales, zero points and offsets."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,23 @@ class Scales:
     zero: npt.NDArray[np.int8] | None = None
     offset: Factors | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether every backend reads them: there are no zero points, offsets or second level of scales."""
+        return self.zero is None and self.offset is None and self.scale.fine is None
+
+    def values(self) -> ScaleValues:
+        """Scales, zero points and offsets, computed from their factors."""
+        return self.scale.values(), self.zero, None if self.offset is None else self.offset.values()
+
+    def transposed(self) -> Scales:
+        """The scales of the transposed matrix ``[N,K]``."""
+        zero = None if self.zero is None else np.ascontiguousarray(self.zero.swapaxes(-1, -2))
+        offset = None if self.offset is None else self.offset.transposed()
+        return replace(self, scale=self.scale.transposed(), zero=zero, offset=offset)
+
     def of_expert(self, index: int) -> Scales:
-        """The factors of one matrix of a stack."""
+        """The scales of one matrix of a stack."""
         zero = None if self.zero is None else self.zero[index]
         offset = None if self.offset is None else self.offset.of_expert(index)
         return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
