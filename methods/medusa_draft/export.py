@@ -18,9 +18,10 @@ from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_refere
 from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.writing import load_draft, require_length, require_tokenizer, write_draft
+from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
+from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
 from specexport.methods.medusa.export import HeadsExporter, count_parameters, heads_of, read_outline, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions

@@ -10,9 +10,13 @@ from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.method import Agreement, TargetOutline, Verification
-from specexport.exporter.writing import load_draft, require_length
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
+from specexport.methods.draft_model.export import (
+    ChainDraftExporter,
+    load_draft,
+    require_length,
+    write_propose_graph,
+)
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
 
