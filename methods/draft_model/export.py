@@ -27,7 +27,7 @@ from specexport.exporter.checkpoints.checkpoint import (
 from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
+from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
@@ -75,7 +75,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
 
-    def outline(self, options: DraftModelOptions, target: TargetOutline) -> DraftModel:
+    def resolve(self, options: DraftModelOptions, target: TargetInfo) -> DraftModel:
         require_length(options.model, target.max_seq_len)
         return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, target.vocab))
 

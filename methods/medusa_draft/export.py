@@ -16,7 +16,7 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.checkpoints.config import meta_model
-from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
+from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_TOP_K
@@ -37,7 +37,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
 
-    def outline(self, options: MedusaDraftOptions, target: TargetOutline) -> MedusaDraft:
+    def resolve(self, options: MedusaDraftOptions, target: TargetInfo) -> MedusaDraft:
         require_length(options.model, target.max_seq_len)
         folder = expanded(options.medusa)
         head = meta_model(options.model).get_output_embeddings().weight
