@@ -20,6 +20,7 @@ from specexport.exporter.build_state import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import (
+    Blocks,
     Factors,
     Kind,
     QuantizedTensor,
@@ -30,7 +31,6 @@ from specexport.exporter.checkpoints.stored import (
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
-    Blocks,
     RoundedTensor,
     RoundingError,
     block_for,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
@@ -69,29 +69,6 @@ class RoundedTensor(QuantizedTensor):
     """A matrix that this build rounded earlier, by calibration."""
 
     rounding: RoundingError
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix in integers: ``scale * (integers - zero)``, or ``scale * integers`` without zero points.
-
-    Attributes:
-        integers: int8, shaped like the matrix; four-bit ones in -8..7.
-        scale: float32, shaped like the matrix with its axis divided by the block.
-        zero: int8 like ``scale``, or None.
-    """
-
-    integers: npt.NDArray[np.int8]
-    scale: npt.NDArray[np.float32]
-    zero: npt.NDArray[np.int8] | None = None
-
-    def restored(self, axis: int) -> npt.NDArray[np.float32]:
-        block = self.integers.shape[axis] // self.scale.shape[axis]
-        numbers = self.integers.astype(np.float32)
-        if self.zero is not None:
-            numbers -= np.repeat(self.zero, block, axis=axis)
-        numbers *= np.repeat(self.scale, block, axis=axis)
-        return numbers
 
 
 def quantize_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int) -> Blocks:

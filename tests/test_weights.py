@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport.exporter.checkpoints.stored import Factors, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Blocks, Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.external_data import pack_int4
 from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import (
-    Blocks,
     apply_scales,
     column_scales,
     fit_blocks,
