@@ -20,6 +20,7 @@ from specexport.exporter.build_state import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import (
+    Blocks,
     Factors,
     Kind,
     QuantizedTensor,
@@ -30,8 +31,8 @@ from specexport.exporter.checkpoints.stored import (
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
-    Blocks,
     RoundedTensor,
+    RoundingError,
     block_for,
     fit_scales,
     fits_half,
@@ -324,7 +325,6 @@ def _tensor(
         return torch.from_numpy(Blocks(numbers, scale, zero).restored(0)).T
 
     factors = Factors(scale.astype(np.float16) if fits_half(scale) else scale)
-    error = float((read() - weight).square_().sum(dtype=torch.float64))
     return RoundedTensor(
         name=name,
         shape=tuple(weight.shape),
@@ -332,6 +332,5 @@ def _tensor(
         read=read,
         scales=lambda: Scales(kind, block, factors, zero),
         kind=kind,
-        error=error,
-        energy=float(weight.square().sum(dtype=torch.float64)),
+        rounding=RoundingError.of(weight.numpy(), read().numpy()),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specexport.contract.manifest import Manifest
     from specexport.exporter.build_state import Build, BuildPlan
     from specexport.exporter.checkpoints.checkpoint import Checkpoint
-    from specexport.exporter.checkpoints.outline import ModelOutline
+    from specexport.exporter.checkpoints.sizes import ModelSizes
     from specexport.exporter.options import BuildOptions
     from specexport.exporter.writing import TracedGraph
     from specexport.graphs.step import Addition
@@ -33,8 +33,8 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class TargetOutline:
-    """Sizes of the target, which trees depend on and methods must fit.
+class TargetInfo:
+    """What methods know of the target: trees depend on its sizes, and drafts must fit it.
 
     Attributes:
         vocab: V, the width of its logits.
@@ -89,12 +89,12 @@ class MetaDraft:
 
     Attributes:
         source: its folder or hub id, and its method.
-        outline: its sizes.
+        sizes: of its model.
         block: maximum number of tokens that it drafts in one pass; None if each token takes a pass.
     """
 
     source: str
-    outline: ModelOutline
+    sizes: ModelSizes
     block: int | None = None
 
 
@@ -109,7 +109,7 @@ class MethodExporter(Generic[O, M]):
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
 
-    def outline(self, options: O, target: TargetOutline) -> M:
+    def resolve(self, options: O, target: TargetInfo) -> M:
         """The method as its checkpoints' configurations describe it, without reading weights; trees may be missing.
 
         Raises:
@@ -125,13 +125,13 @@ class MethodExporter(Generic[O, M]):
         """The trees it verifies by default."""
         return tuple(self.tree_of_size(method, size) for size in self.default_sizes)
 
-    def plan(self, options: O, target: TargetOutline) -> M:
+    def plan(self, options: O, target: TargetInfo) -> M:
         """The method with the trees it is built for.
 
         Raises:
             BuildError: it cannot fill one of the trees; says why.
         """
-        method = self.outline(options, target)
+        method = self.resolve(options, target)
         requested = (
             *map(TokenTree.from_choices, options.trees),
             *(self.tree_of_size(method, size) for size in options.sizes),
@@ -164,13 +164,13 @@ class MethodExporter(Generic[O, M]):
         """The shape points of its own model's graph."""
         return ()
 
-    def meta_draft(self, options: O, target: str, outline: ModelOutline) -> MetaDraft | None:
+    def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
         """The draft over the target's states, if it is a separate model.
 
         Args:
             options: the method's.
             target: folder or hub id.
-            outline: the target's.
+            sizes: the target's.
 
         Raises:
             BuildError: its configuration cannot be read, or it is of another target.

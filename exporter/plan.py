@@ -17,7 +17,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.checkpoints.outline import ModelOutline, Parameter, outline
+from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
@@ -167,23 +167,23 @@ def plan(
     if context < 2:
         raise BuildError(f"max_seq_len is {context}; expected at least 2")
     nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
-    target_outline = outline(target)
-    models = [_model_plan(target, target_outline, precision, context, backend, nodes)]
+    target_sizes = model_sizes(target)
+    models = [_model_plan(target, target_sizes, precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
-        draft = _draft(method, target, target_outline)
+        draft = _draft(method, target, target_sizes)
         block = draft.block
         most = MAX_DRAFTS if block is None else min(MAX_DRAFTS, block)
-        models.append(_model_plan(draft.source, draft.outline, precision, context, backend))
+        models.append(_model_plan(draft.source, draft.sizes, precision, context, backend))
     return _device_plan(models, device, context, acceptance, most, one_pass=block is not None)
 
 
-def _draft(method: MethodOptions, target: str, target_outline: ModelOutline) -> MetaDraft:
+def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> MetaDraft:
     """The draft of a method, as a separate model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
-        return MetaDraft(source, outline(source))
-    draft = exporter_of(method).meta_draft(method, target, target_outline)
+        return MetaDraft(source, model_sizes(source))
+    draft = exporter_of(method).meta_draft(method, target, target_sizes)
     if draft is None:
         raise BuildError(
             f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
@@ -250,7 +250,7 @@ def _device_plan(
 
 
 def _model_plan(
-    source: str, model: ModelOutline, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
+    source: str, model: ModelSizes, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
     """The plan of one model; ``nodes`` is the size of all trees together that a target decides acceptance for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):

@@ -1,4 +1,4 @@
-"""Quantization of matrices: the arithmetic, and scales of a quantized checkpoint that a bundle keeps."""
+"""Quantization of matrices: the arithmetic, copies that graphs read, and scales that a bundle keeps of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import torch
 
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales
+from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales
 from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
@@ -21,6 +22,11 @@ _MAX_INT8 = np.float32(127)
 _MAX_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
 _CHUNK_ELEMENTS = 4 << 20
+_DTYPES: dict[Kind, ir.DataType] = {
+    "int8": ir.DataType.INT8,
+    "int4": ir.DataType.INT4,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
+}
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _MIN_EXPONENT, _MAX_EXPONENT = -24, 15
 """Range of the exponents of fp16's powers of two."""
@@ -29,44 +35,40 @@ _PIECE = 1 << 17
 """Number of weights fitted at once, so that intermediate results stay in a core's cache."""
 _SPANS = (1.0, 0.93, 0.86, 0.79)
 """Shares of a block's range that its levels may span: clipping the largest weights rounds the others less."""
-BlockFactors = tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]
-"""Scales, zero points and offsets."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundedTensor(QuantizedTensor):
-    """A matrix that this build rounded earlier, by calibration.
+@dataclass
+class RoundingError:
+    """How much rounding changes weights.
 
     Attributes:
         error: sum of the squared changes.
         energy: sum of the squared weights.
     """
 
-    error: float
-    energy: float
+    error: float = 0.0
+    energy: float = 0.0
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the changes, relative to that of the weights."""
+        return float(np.sqrt(self.error / self.energy)) if self.energy else 0.0
+
+    @classmethod
+    def of(cls, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32]) -> RoundingError:
+        error = float(np.square(original - restored, dtype=np.float64).sum())
+        return cls(error, float(np.square(original, dtype=np.float64).sum()))
+
+    def add(self, other: RoundingError) -> None:
+        self.error += other.error
+        self.energy += other.energy
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix in integers: ``scale * (integers - zero)``, or ``scale * integers`` without zero points.
+@dataclass(frozen=True, kw_only=True)
+class RoundedTensor(QuantizedTensor):
+    """A matrix that this build rounded earlier, by calibration."""
 
-    Attributes:
-        integers: int8, shaped like the matrix; four-bit ones in -8..7.
-        scale: float32, shaped like the matrix with its axis divided by the block.
-        zero: int8 like ``scale``, or None.
-    """
-
-    integers: npt.NDArray[np.int8]
-    scale: npt.NDArray[np.float32]
-    zero: npt.NDArray[np.int8] | None = None
-
-    def restored(self, axis: int) -> npt.NDArray[np.float32]:
-        block = self.integers.shape[axis] // self.scale.shape[axis]
-        numbers = self.integers.astype(np.float32)
-        if self.zero is not None:
-            numbers -= np.repeat(self.zero, block, axis=axis)
-        numbers *= np.repeat(self.scale, block, axis=axis)
-        return numbers
+    rounding: RoundingError
 
 
 def quantize_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int) -> Blocks:
@@ -122,19 +124,6 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[n
     else:
         scales = np.where(largest > 0, np.maximum(largest / _MAX_INT8, _TINY), np.float32(1))
     return scales
-
-
-def quantize_columns(
-    matrix: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], kind: Kind
-) -> npt.NDArray[np.generic]:
-    """A matrix ``[K,N]`` over its columns' scales ``[N]``, rounded to float8_e4m3fn, or to int8."""
-    scaled = matrix / scales
-    rounded: npt.NDArray[np.generic]
-    if kind == "fp8":
-        rounded = scaled.clip(-_MAX_FLOAT8, _MAX_FLOAT8).astype(Float8)
-    else:
-        rounded = np.rint(scaled).clip(-_MAX_INT8, _MAX_INT8).astype(np.int8)
-    return rounded
 
 
 def fit_blocks(
@@ -233,18 +222,6 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
         return bool(np.array_equal(scale.astype(np.float16).astype(np.float32), scale))
 
 
-def factors_of_rows(factors: BlockFactors, start: int, end: int, axis: int, block: int | None) -> BlockFactors:
-    """The factors of some rows of a matrix, repeated along ``axis`` for each weight."""
-
-    def spread(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-        if block is None:
-            return array
-        return np.repeat(array[start // block : end // block] if axis == 0 else array[start:end], block, axis=axis)
-
-    scale, zero, offset = factors
-    return spread(scale), None if zero is None else spread(zero), None if offset is None else spread(offset)
-
-
 def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.NDArray[_Scalar]]:
     """Consecutive rows, a few megabytes at a time, as contiguous arrays."""
     if array.ndim == 0:
@@ -256,93 +233,122 @@ def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.N
         yield np.ascontiguousarray(array[start : start + rows])
 
 
-@dataclass(frozen=True)
-class KeptScales:
-    """The checkpoint's own scales, which a matrix is stored with.
+@dataclass(frozen=True, kw_only=True)
+class MatrixCopy:
+    """A quantized copy of a matrix, for one node that reads it.
 
     Attributes:
-        block: weights along the summed axis that share a scale; None for one scale per column.
-        scale: ``[...,K/block,N]``, or ``[1,N]`` for columns.
-        zero: int8, shaped like ``scale``, or None.
-        offset: shaped like ``scale``, or None.
-        any_scales: whether only CPUs read scales of this kind.
+        name: of the initializer with its numbers.
+        matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; of experts ``[E,K,N]``.
+        axis: the axis along which neighbours share a scale.
+        block: how many neighbours do; None for one scale per column.
+        kind: type of the numbers.
+        gathered: whether rows, or experts, are gathered from it.
+        any_scales: whether new scales may be of a kind that only CPUs read.
+        kept: the checkpoint's own scales, of ``[K,N]``, if it is stored with them.
+        rounded: its parts, if this build has rounded it before.
+        again: whether it is quantized in the checkpoint and rounded again.
     """
 
+    name: str
+    matrix: npt.NDArray[np.float32]
+    axis: int
     block: int | None
-    scale: Factors
-    zero: npt.NDArray[np.int8] | None
-    offset: Factors | None
+    kind: Kind
+    gathered: bool
+    by_rows: bool
     any_scales: bool
+    kept: Scales | None
+    rounded: tuple[RoundedTensor, ...]
+    again: bool
 
-    def for_rows(self) -> BlockFactors:
-        """The factors of a matrix that is stored transposed, ``[N,K]``."""
-        scale, zero, offset = self.values()
-        return scale.T, None if zero is None else zero.T, None if offset is None else offset.T
+    @property
+    def dtype(self) -> ir.DataType:
+        if self.gathered and self.block is not None:
+            return ir.DataType.INT8
+        unsigned = self.kind == "int4" and self.kept is not None and self.kept.offset is not None
+        return ir.DataType.UINT4 if unsigned else _DTYPES[self.kind]
 
-    def values(self) -> BlockFactors:
-        """Scales, zero points and offsets, computed from their factors."""
-        scale = self.scale.values()
-        offset = None if self.offset is None else self.offset.values()
-        return (scale[0] if self.block is None else scale), self.zero, offset
+    @property
+    def blocks_shape(self) -> tuple[int, ...]:
+        """The shape of its integers; a gathered matrix is divided into blocks, so that scales broadcast."""
+        if not self.gathered or self.block is None:
+            return self.matrix.shape
+        rows, length, *columns = self.matrix.shape
+        return (rows, length // self.block, self.block, *columns)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of its initializer, in which gathered four-bit integers lie in pairs."""
+        shape = self.blocks_shape
+        return (*shape[:2], shape[2] // 2, *shape[3:]) if self.gathered and self.kind == "int4" else shape
+
+    def chunks(self) -> Iterator[npt.NDArray[np.float32]]:
+        """Consecutive rows, in whole blocks."""
+        return row_chunks(self.matrix, multiple=self.block if self.block is not None and self.axis == 0 else 1)
+
+    def per_weight(self, array: npt.NDArray[_Scalar], start: int, end: int) -> npt.NDArray[_Scalar]:
+        """Scales, or zero points or offsets, of rows from ``start`` to ``end``, repeated for each weight of a block."""
+        if self.block is None:
+            return array
+        rows = slice(start // self.block, end // self.block) if self.axis == 0 else slice(start, end)
+        return np.repeat(array[rows], self.block, axis=self.axis)
 
 
-def kept_scales(
-    parts: Sequence[Scales | None], role: str, shape: tuple[int, ...], storage: Storage
-) -> KeptScales | None:
-    """The checkpoint's own scales of a matrix ``[...,K,N]``, if the bundle can store its integers with them.
+def kept_scales(parts: Sequence[Scales | None], shape: tuple[int, ...], kind: Kind, storage: Storage) -> Scales | None:
+    """The checkpoint's own scales of a matrix, if the bundle can store its integers with them.
 
-    ``parts`` are the scales of the matrices that were joined into it, None for one that is not quantized; ``role`` says
-    how it is read.
+    Args:
+        parts: the scales of the matrices that were joined into it; None for one that is not quantized.
+        shape: ``[K,N]``, or ``[E,K,N]`` of a stack of experts.
+        kind: type of its numbers in the bundle.
+        storage: of the matrix.
     """
     scales = [part for part in parts if part is not None]
-    by_rows = role == "lookup" or (role == "tied" and storage.any_scales)
-    if by_rows:
-        shape = shape[::-1]
-    if (role not in ("matmul", "experts") and not (by_rows and storage.any_scales)) or len(scales) < len(parts):
-        return None
-    # Experts' integers are stored in pairs, which hold only -7 to 7.
-    allowed = {"int4": {"int4"}, "int8": {"int4", "int8"}, "fp8": {"fp8"}}["int8" if by_rows else storage.kind]
-    if not {part.kind for part in scales} <= allowed or (role, storage.kind) == ("experts", "int4"):
-        return None
-    by_column = all(part.group == shape[-2] for part in scales)
-    if storage.block_size is None or storage.kind == "fp8":
-        block = None
-        if not by_column:
-            if storage.kind != "fp8" or not storage.any_scales or storage.block_size is None:
-                return None
-            block = min(part.group & -part.group for part in scales)
-    else:
-        block = min(_MAX_KEPT_BLOCK, *(part.group & -part.group for part in scales))
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
-    if (block is not None and block < SMALLEST_BLOCK) or (role == "experts" and (zeros or block is None)):
+    storable = {"int4": ("int4",), "int8": ("int4", "int8"), "fp8": ("fp8",)}[kind]
+    *experts, depth, columns = shape
+    if (
+        len(scales) < len(parts)
+        or any(part.kind not in storable for part in scales)
+        or sum(part.scale.coarse.shape[-1] for part in scales) != columns
+        or (zeros and columns % 2)
+        or (not all(part.plain for part in scales) and (experts or not storage.any_scales))
+        or (experts and kind == "int4")  # stored in pairs, which hold only -7 to 7
+    ):
         return None
-    only_cpu = (zeros or offsets, *(part.scale.fine is not None for part in scales))
-    if role == "experts" and any(only_cpu):
+    whole = (kind == "fp8" or storage.block_size is None) and all(part.group == depth for part in scales)
+    group = depth if whole else _common_group(scales, kind, storage)
+    if group is None or (experts and whole):
         return None
 
-    def joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        size = shape[-2] if block is None else block
-        wide = [np.repeat(array, part.group // size, -2) for array, part in zip(arrays, scales, strict=True)]
-        return np.concatenate(wide, axis=-1)
+    def spread(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        each = [np.repeat(array, part.group // group, -2) for array, part in zip(arrays, scales, strict=True)]
+        return np.concatenate(each, axis=-1)
 
-    def factors(parts_factors: list[Factors]) -> Factors:
-        kinds = {(part.group == block, value.fine is None) for part, value in zip(scales, parts_factors, strict=True)}
-        if not storage.any_scales or len(kinds) > 1 or not kinds.pop()[0]:
-            return Factors(joined([value.values() for value in parts_factors]))
-        fine = [value.fine for value in parts_factors if value.fine is not None]
-        coarse = np.concatenate([value.coarse for value in parts_factors], axis=-1)
+    def joined(factors: list[Factors]) -> Factors:
+        fine = [value.fine for value in factors if value.fine is not None]
+        alike = all(part.group == group for part in scales) and len(fine) in (0, len(factors))
+        if whole or not alike or not storage.any_scales:
+            return Factors(spread([value.values() for value in factors]))
+        coarse = np.concatenate([value.coarse for value in factors], axis=-1)
         return Factors(coarse, np.concatenate(fine, axis=-1) if fine else None)
 
     def zeros_like(part: Scales, dtype: type[np.generic]) -> npt.NDArray[Any]:
         return np.zeros(part.scale.values().shape, dtype)
 
-    scale = factors([part.scale for part in scales])
-    zero = joined([zeros_like(part, np.int8) if part.zero is None else part.zero for part in scales]) if zeros else None
-    offset = factors([part.offset or Factors(zeros_like(part, np.float32)) for part in scales]) if offsets else None
-    columns = scale.coarse.shape[-1]
-    if columns != shape[-1] or (any(only_cpu) and not storage.any_scales) or (zeros and columns % 2):
+    zero = spread([zeros_like(part, np.int8) if part.zero is None else part.zero for part in scales]) if zeros else None
+    offset = joined([part.offset or Factors(zeros_like(part, np.float32)) for part in scales]) if offsets else None
+    return Scales(kind, group, joined([part.scale for part in scales]), zero, offset)
+
+
+def _common_group(scales: Sequence[Scales], kind: Kind, storage: Storage) -> int | None:
+    """The largest block that divides those of all scales; None if the bundle cannot store blocks, or so small ones."""
+    group = min(part.group & -part.group for part in scales)
+    if storage.block_size is None or (kind == "fp8" and not storage.any_scales):
         return None
-    return KeptScales(block, scale, zero, offset, any(only_cpu) or (storage.kind == "fp8" and block is not None))
+    group = group if kind == "fp8" else min(_MAX_KEPT_BLOCK, group)
+    return group if group >= SMALLEST_BLOCK else None
 
 
 def block_for(length: int, preferred: int | None) -> int | None:

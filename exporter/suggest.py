@@ -16,7 +16,7 @@ from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import known, method_type
 from specexport.contract.methods.base import SMALLER, Device, Suggestion, Wanted
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.outline import has_mtp, outline
+from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
 from specexport.runtime.bundle import Bundle
 
@@ -56,7 +56,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         total = size = bundle.manifest.target.parameters
     else:
         path = locate(target, weights=False)
-        model = outline(path)
+        model = model_sizes(path)
         total, size = model.total, model.active
         layer = has_mtp(path, model.layers)
     usable, refused = _drafts(path, bundle, size, drafts)
@@ -75,7 +75,7 @@ def _drafts(
     refused: dict[str, str] = {}
     for name in names:
         path = locate(name, weights=False)
-        ratio = size / outline(path).active
+        ratio = size / model_sizes(path).active
         try:
             _require_same_tokenizer(target, bundle, path)
         except BuildError as error:

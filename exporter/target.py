@@ -23,7 +23,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
-from specexport.exporter.method import TargetOutline, exporter_of
+from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
 from specexport.exporter.pipeline import Stage, run_stages
@@ -123,7 +123,7 @@ def plan(target: TargetBuild) -> None:
     options, checkpoint = target.options, target.checkpoint
     hidden = int(checkpoint.model.get_output_embeddings().weight.shape[1])
     max_seq_len = _max_seq_len(options, checkpoint)
-    outline = TargetOutline(
+    info = TargetInfo(
         checkpoint.vocab_size,
         checkpoint.parameters,
         checkpoint.layers,
@@ -132,7 +132,7 @@ def plan(target: TargetBuild) -> None:
         options.draft_storage.kind,
         max_seq_len,
     )
-    methods = tuple(exporter_of(method).plan(method, outline) for method in options.methods)
+    methods = tuple(exporter_of(method).plan(method, info) for method in options.methods)
     if checkpoint.states:
         methods = tuple(_chains(method, options.methods[at], checkpoint) for at, method in enumerate(methods))
         if options.backend != "onnxruntime":

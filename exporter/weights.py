@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,13 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter import quantize
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import (
+    Factors,
+    Kind,
+    QuantizedTensor,
+    Scales,
+    StoredTensor,
+)
 from specexport.exporter.dequantize import (
     GATHERED,
     StoredFactors,
@@ -29,18 +36,19 @@ from specexport.exporter.options import Storage
 from specexport.exporter.passes.compute_type import HALF_TYPES
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
-from specexport.exporter.quantize import SMALLEST_BLOCK, KeptScales, RoundedTensor, block_for, row_chunks
+from specexport.exporter.quantize import (
+    SMALLEST_BLOCK,
+    MatrixCopy,
+    RoundedTensor,
+    RoundingError,
+    block_for,
+    row_chunks,
+)
 
 _EXACT = Storage("fp32", None)
 _STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
 _WIDTHS: tuple[StoredAs, ...] = ("int4", "int8", "fp16", "bf16", "fp32")
 """Precisions that ``stored`` may resolve to, the fewest bits first."""
-
-_DTYPES: dict[Kind, ir.DataType] = {
-    "int8": ir.DataType.INT8,
-    "int4": ir.DataType.INT4,
-    "fp8": ir.DataType.FLOAT8E4M3FN,
-}
 _Matrix = npt.NDArray[np.float32]
 
 
@@ -55,6 +63,8 @@ class WeightsReport:
         converted: names of matrices that were quantized there and rounded again.
         kept_block: largest number of weights that share a scale, among kept matrices.
         any_scales: whether some scales are of a kind that only CPUs read.
+        rounding: the rounding error of all quantized matrices.
+        rounded_again: that of the converted ones.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -63,91 +73,8 @@ class WeightsReport:
     converted: list[str] = field(default_factory=list)
     kept_block: int | None = None
     any_scales: bool = False
-    _error: float = 0.0
-    _energy: float = 0.0
-    _converted_error: float = 0.0
-    _converted_energy: float = 0.0
-
-    @property
-    def rms_error(self) -> float:
-        """Root mean square of the rounding errors, relative to that of the weights, over all quantized matrices."""
-        return float(np.sqrt(self._error / self._energy)) if self._energy else 0.0
-
-    @property
-    def converted_error(self) -> float:
-        """:attr:`rms_error` of the matrices that were rounded again."""
-        return float(np.sqrt(self._converted_error / self._converted_energy)) if self._converted_energy else 0.0
-
-    def add(self, error: float, energy: float) -> None:
-        """Adds sums of squares to :attr:`rms_error`."""
-        self._error += error
-        self._energy += energy
-
-    def add_error(
-        self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32], *, again: bool = False
-    ) -> None:
-        """Adds a chunk to :attr:`rms_error`, and to :attr:`converted_error` if it was rounded ``again``."""
-        error = float(np.square(original - restored, dtype=np.float64).sum())
-        energy = float(np.square(original, dtype=np.float64).sum())
-        self.add(error, energy)
-        if again:
-            self._converted_error += error
-            self._converted_energy += energy
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """A quantized copy of a matrix, for one node that reads it.
-
-    Attributes:
-        name: of the initializer with its numbers.
-        matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; of experts ``[E,K,N]``.
-        axis: the axis along which neighbours share a scale.
-        block: how many neighbours do; None for one scale per column.
-        kind: type of the numbers.
-        gathered: whether rows, or experts, are gathered from it.
-        any_scales: whether new scales may be of a kind that only CPUs read.
-        kept: the checkpoint's own scales, if it is stored with them.
-        rounded: its parts, if this build has rounded it before.
-        again: whether it is quantized in the checkpoint and rounded again.
-    """
-
-    name: str
-    matrix: _Matrix
-    axis: int
-    block: int | None
-    kind: Kind
-    gathered: bool
-    by_rows: bool
-    any_scales: bool
-    kept: KeptScales | None
-    rounded: tuple[RoundedTensor, ...]
-    again: bool
-
-    @property
-    def dtype(self) -> ir.DataType:
-        if self.gathered and self.block is not None:
-            return ir.DataType.INT8
-        unsigned = self.kind == "int4" and self.kept is not None and self.kept.offset is not None
-        return ir.DataType.UINT4 if unsigned else _DTYPES[self.kind]
-
-    @property
-    def blocks_shape(self) -> tuple[int, ...]:
-        """The shape of its integers; a gathered matrix is divided into blocks, so that scales broadcast."""
-        if not self.gathered or self.block is None:
-            return self.matrix.shape
-        rows, length, *columns = self.matrix.shape
-        return (rows, length // self.block, self.block, *columns)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of its initializer, in which gathered four-bit integers lie in pairs."""
-        shape = self.blocks_shape
-        return (*shape[:2], shape[2] // 2, *shape[3:]) if self.gathered and self.kind == "int4" else shape
-
-    def chunks(self) -> Iterator[_Matrix]:
-        """Consecutive rows, in whole blocks."""
-        return row_chunks(self.matrix, multiple=self.block if self.block is not None and self.axis == 0 else 1)
+    rounding: RoundingError = field(default_factory=RoundingError)
+    rounded_again: RoundingError = field(default_factory=RoundingError)
 
 
 class WeightsFile(DataFile):
@@ -195,7 +122,8 @@ class WeightsFile(DataFile):
             return
         array = tensor.numpy()
         if storage.kind == "stored" or (storage.kind == "int4" and self._rounded(value)):
-            storage = replace(storage, kind=self._as_stored(value))
+            kind = self._as_stored(value)  # a column with one scale has no four bits
+            storage = replace(storage, kind="int8" if kind == "int4" and storage.block_size is None else kind)
         if storage.rest is not None and not self._quantized_before(value):
             storage = Storage(storage.rest, storage.block_size)
         readers = {role_of(node, index) for node, index in value.uses()}
@@ -267,24 +195,25 @@ class WeightsFile(DataFile):
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
             matrix = array.T if role == "tied" and not by_rows else array
             axis = int(by_rows or role == "experts")
-            scales = [self._scales_of(name) for name in names_in(_name(value))]
-            kept = quantize.kept_scales(scales, role, matrix.shape, storage)
+            # Experts, most of a mixture's weights, are gathered as bytes of two integers.
+            width: Kind = "int8" if by_rows else kind
+            kept = None
+            if role == "matmul" or role == "experts" or (by_rows and storage.any_scales):
+                kept = self._kept_scales(value, matrix, width, storage, by_rows=by_rows)
             block = None if by_column else block_for(matrix.shape[axis], storage.block_size)
             if kept is not None:
-                block = kept.block
-                self.report.any_scales |= kept.any_scales
+                block = None if by_column and kept.group == matrix.shape[axis] else kept.group
+                self.report.any_scales |= not kept.plain or (kind == "fp8" and block is not None)
                 self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
             elif block is None and not by_column:
                 reason = f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
                 self._store_fp32(value, array, reason)
                 return
-            # Experts, most of a mixture's weights, are gathered as bytes of two integers.
-            width: Kind = "int8" if by_rows else kind
             # One copy per reader: ONNX Runtime fuses a dequantization only if a single node reads it.
             name = f"{value.name}.{width}.{role}"
             if by_column or name in graph.initializers:
                 name = f"{name}.{len(graph.initializers)}"
-            copy = _Copy(
+            copy = MatrixCopy(
                 name=name,
                 matrix=matrix,
                 axis=axis,
@@ -318,6 +247,15 @@ class WeightsFile(DataFile):
             stack.endswith(".experts.") and any(name.startswith(stack) for name in quantized)
         )
 
+    def _kept_scales(
+        self, value: ir.Value, matrix: _Matrix, kind: Kind, storage: Storage, *, by_rows: bool
+    ) -> Scales | None:
+        """The checkpoint's own scales of a matrix, which may be stored ``by_rows``, if it can be stored with them."""
+        parts = [self._scales_of(name) for name in names_in(_name(value))]
+        kept = quantize.kept_scales(parts, matrix.shape[::-1] if by_rows else matrix.shape, kind, storage)
+        # Rows are looked up without zero points.
+        return None if by_rows and kept is not None and kept.zero is not None else kept
+
     def _scales_of(self, name: str) -> Scales | None:
         """The checkpoint's own scales of a matrix, or of one in a stack: ``stack[3]``."""
         stack, bracket, index = name.partition("[")
@@ -325,18 +263,22 @@ class WeightsFile(DataFile):
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
         return scales.of_expert(int(index.removesuffix("]"))) if scales is not None and bracket else scales
 
-    def _store(self, graph: ir.Graph, copy: _Copy) -> StoredMatrix:
+    def _store(self, graph: ir.Graph, copy: MatrixCopy) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are any."""
         for tensor in copy.rounded:
-            self.report.add(tensor.error, tensor.energy)
+            self.report.rounding.add(tensor.rounding)
         scales: list[_Matrix] = []
         zeros: list[npt.NDArray[np.int8]] = []
-        if copy.kept is not None:
-            numbers = self._kept_numbers(copy, copy.kept)
+        kept, offset = copy.kept, None
+        if kept is not None:
+            values: Sequence[npt.NDArray[Any] | None] = kept.values()
+            if copy.by_rows:
+                values, kept = [array if array is None else array.T for array in values], kept.transposed()
+            numbers = self._numbers(copy, values)
         elif copy.block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in row_chunks(copy.matrix)], axis=0)
             scales.append(quantize.column_scales(largest, copy.kind))
-            numbers = self._column_numbers(copy, scales[0])
+            numbers = self._numbers(copy, (scales[0], None, None))
         else:
             numbers = self._block_numbers(copy, copy.block, scales, zeros)
         stored = self._initializer(graph, copy.name, copy.dtype, copy.stored_shape, numbers)
@@ -345,7 +287,6 @@ class WeightsFile(DataFile):
             name = f"{copy.name}.{which}"
             return self._factors(graph, name, values, by_rows=copy.by_rows, gathered=copy.gathered)
 
-        kept, offset = copy.kept, None
         if kept is None:
             joined = np.concatenate(scales)
             halved = copy.any_scales and copy.block is not None and copy.matrix.ndim == 2 and quantize.fits_half(joined)
@@ -353,13 +294,9 @@ class WeightsFile(DataFile):
             zero_points = np.concatenate(zeros) if zeros else None
             self.report.any_scales |= halved
         else:
-            scale, zero_points = kept.scale, kept.zero
-            if copy.block is None:
-                scale = Factors(scale.values()[0])
-            elif copy.by_rows:
-                scale = scale.transposed()
-            if kept.offset is not None:
-                offset = factors("offset", kept.offset.transposed() if copy.by_rows else kept.offset)
+            scale = kept.scale if copy.block is not None else Factors(kept.scale.values()[0])
+            zero_points = kept.zero
+            offset = None if kept.offset is None else factors("offset", kept.offset)
         zero = None
         if zero_points is not None:
             packed = pack_int4(zero_points) if copy.kind == "int4" else zero_points
@@ -367,28 +304,21 @@ class WeightsFile(DataFile):
             self.report.any_scales = True
         return StoredMatrix(copy.name, stored, factors("scale", scale), zero, offset, copy.block, copy.by_rows)
 
-    def _kept_numbers(self, copy: _Copy, kept: KeptScales) -> Chunks:
-        """The numbers of a matrix over the checkpoint's own scales."""
-        factors = kept.for_rows() if copy.by_rows else kept.values()
+    def _numbers(self, copy: MatrixCopy, values: Sequence[npt.NDArray[Any] | None]) -> Chunks:
+        """The numbers of a matrix over known scales: one per column, ``[N]``, or the checkpoint's own."""
         start = 0
         for chunk in copy.chunks():
             end = start + len(chunk)
-            scale, zero, offset = quantize.factors_of_rows(factors, start, end, copy.axis, copy.block)
+            scale, zero, offset = (None if array is None else copy.per_weight(array, start, end) for array in values)
+            assert scale is not None
             integers, restored = quantize.apply_scales(chunk, scale, zero, copy.kind, offset)
             if not copy.rounded:
-                self.report.add_error(chunk, restored)
+                self._add_error(copy, chunk, restored)
             yield pack_int4(integers) if copy.kind == "int4" else integers
             start = end
 
-    def _column_numbers(self, copy: _Copy, scales: _Matrix) -> Chunks:
-        """The numbers of a matrix over one scale per column, ``[N]``."""
-        for chunk in copy.chunks():
-            numbers = quantize.quantize_columns(chunk, scales, copy.kind)
-            self.report.add_error(chunk, numbers.astype(np.float32) * scales, again=copy.again)
-            yield numbers.view(np.uint8)
-
     def _block_numbers(
-        self, copy: _Copy, block: int, scales: list[_Matrix], zeros: list[npt.NDArray[np.int8]]
+        self, copy: MatrixCopy, block: int, scales: list[_Matrix], zeros: list[npt.NDArray[np.int8]]
     ) -> Chunks:
         """The numbers of a matrix; appends the scales, and zero points if there are any, that are chosen meanwhile."""
         zero_points = copy.any_scales and copy.axis == 0 and copy.matrix.size // block % 2 == 0
@@ -401,13 +331,19 @@ class WeightsFile(DataFile):
             scales.append(blocks.scale)
             if blocks.zero is not None:
                 zeros.append(blocks.zero)
-            self.report.add_error(chunk, blocks.restored(copy.axis), again=copy.again)
+            self._add_error(copy, chunk, blocks.restored(copy.axis))
             if copy.kind == "int8":
                 yield blocks.integers
             elif copy.gathered:
                 yield pair_int4(blocks.integers.reshape(len(chunk), *copy.blocks_shape[1:]))
             else:
                 yield pack_int4(blocks.integers)
+
+    def _add_error(self, copy: MatrixCopy, chunk: _Matrix, restored: _Matrix) -> None:
+        error = RoundingError.of(chunk, restored)
+        self.report.rounding.add(error)
+        if copy.again:
+            self.report.rounded_again.add(error)
 
     def _factors(self, graph: ir.Graph, name: str, factors: Factors, *, by_rows: bool, gathered: bool) -> StoredFactors:
         """Writes scales or offsets, in the shapes of :class:`StoredFactors`."""

@@ -1,4 +1,4 @@
-"""Loads and traces drafts, and writes models: a weights file, and the graphs that share it."""
+"""Writes traced models: a weights file, and the graphs that share it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
-from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
-from specexport.exporter.checkpoints import parity
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.checkpoints.config import read_model_config
-from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.pipeline import run_passes, write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
@@ -97,7 +92,7 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
             format=checkpoint.quantized_in,
             kept=len(report.kept),
             converted=len(report.converted),
-            converted_rms_error=report.converted_error if report.converted else None,
+            converted_rms_error=report.rounded_again.rms if report.converted else None,
             rest=storage.rest,
         )
     return PrecisionInfo(
@@ -105,7 +100,7 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
         compute="fp32",
         cache="fp32",
         block_size=block if quantized else None,
-        weight_rms_error=report.rms_error if quantized else None,
+        weight_rms_error=report.rounding.rms if quantized else None,
         not_quantized=report.not_quantized,
         quantized_before=quantized_before,
         only_cpu=report.any_scales,
@@ -115,46 +110,6 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
 def _absolute(source: str) -> str:
     """The absolute path of a folder or file; a hub id is unchanged."""
     return str(Path(source).resolve()) if Path(source).exists() else source
-
-
-def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
-    """Refuses a draft whose tokenizer differs from the target's."""
-    path = locate(source)
-    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
-
-
-def require_length(source: str, max_seq_len: int) -> None:
-    """Refuses a draft that was made for shorter texts, by its configuration: before the target is written."""
-    positions = getattr(read_model_config(locate(source)), "max_position_embeddings", None)
-    if isinstance(positions, int):
-        _require_positions(source, positions, max_seq_len)
-
-
-def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
-    if positions < max_seq_len:
-        raise BuildError(
-            f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
-            f"set it to at most {positions}, or choose another draft"
-        )
-
-
-def load_draft(source: str, build: Build) -> Checkpoint:
-    """Loads a draft and checks that our lowering computes the same.
-
-    Raises:
-        BuildError: it supports only shorter texts, or cannot be lowered.
-    """
-    with build.during("loading the draft"):
-        draft = load_checkpoint(source)
-    if draft.states and build.options.backend != "onnxruntime":
-        raise BuildError(
-            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
-            "yet; choose another draft, or build it with --backend onnxruntime"
-        )
-    _require_positions(source, draft.max_positions, build.plan.max_seq_len)
-    with build.during("checking the draft's lowering"):
-        parity.same_as_eager(draft, build.options.lowering)
-    return draft
 
 
 def write_draft(

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.dflash.train import train_dflash
-from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.eagle3.train import train_eagle3
-from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.runtime import Engine, SamplingParams
 
 STEPS = {"eagle3": 1300, "dflash": 1400}
@@ -103,7 +103,7 @@ def main() -> None:
     }
     log = partial(print, flush=True)
     if kind == "eagle3":
-        options = Eagle3Options(**shared, intermediate_size=1024, tie_lm_head=True, ttt_steps=args.ttt_steps)
+        options = Eagle3Training(**shared, intermediate_size=1024, tie_lm_head=True, ttt_steps=args.ttt_steps)
         record = train_eagle3(options, log)
         facts = {
             "ttt_steps": args.ttt_steps,
@@ -112,7 +112,7 @@ def main() -> None:
         }
     else:
         record = train_dflash(
-            DFlashOptions(**shared, layers=2, intermediate_size=512, draft_block=8, anchors=args.anchors), log
+            DFlashTraining(**shared, layers=2, intermediate_size=512, draft_block=8, anchors=args.anchors), log
         )
         facts = {"anchors": args.anchors, "length": f"{record['acceptance_length']:.2f}"}
     readme = card(

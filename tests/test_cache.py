@@ -348,7 +348,7 @@ def test_interrupted_builds_resume_after_finished_stages(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specexport.exporter import target as exporter_target
-    from specexport.exporter import writing
+    from specexport.methods.draft_model import export as draft_export
 
     target = str(make_checkpoint(tmp_path / "target", "llama", **SMALL))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", **SMALL, seed=1))
@@ -362,7 +362,7 @@ def test_interrupted_builds_resume_after_finished_stages(
             raise KeyboardInterrupt
         return real(source)
 
-    for module in (exporter_target, writing):
+    for module in (exporter_target, draft_export):
         monkeypatch.setattr(module, "load_checkpoint", load)
     with pytest.raises(KeyboardInterrupt):
         LLM(target, speculative_config={"model": draft}, **options)

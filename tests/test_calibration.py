@@ -37,7 +37,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
         return float((x @ (other - weight).T).square().sum())
 
     assert error(rounded.read()) < 0.4 * error(alone)
-    assert rounded.error == pytest.approx(float((rounded.read() - weight).square().sum()), rel=1e-4)
+    assert rounded.rounding.error == pytest.approx(float((rounded.read() - weight).square().sum()), rel=1e-4)
     scales = rounded.scales()
     assert scales is not None and scales.zero is not None and scales.scale.coarse.dtype == np.float16
     # Inputs that are always 0 say nothing of their weights, and few tokens leave most directions open.
@@ -57,8 +57,8 @@ def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
     assert tensors["lm_head.weight"].kind == "int8"
     assert seen == sorted(seen) and seen[-1] >= 10
     for name, tensor in tensors.items():
-        assert tensor.error == pytest.approx(float((tensor.read() - exact[name]).square().sum()), rel=1e-3)
-        assert tensor.error < (0.03 if tensor.kind == "int4" else 1e-4) * tensor.energy
+        assert tensor.rounding.error == pytest.approx(float((tensor.read() - exact[name]).square().sum()), rel=1e-3)
+        assert tensor.rounding.rms**2 < (0.03 if tensor.kind == "int4" else 1e-4)
     # Afterwards the model reads as before.
     assert all(torch.equal(weight, exact[name]) for name, weight in checkpoint.model.named_parameters())
 

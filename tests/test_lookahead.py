@@ -262,11 +262,11 @@ def test_impossible_settings_are_refused(
 
 @pytest.mark.exporter
 def test_sizes_that_are_built() -> None:
-    from specexport.exporter.method import TargetOutline, exporter_of
+    from specexport.exporter.method import TargetInfo, exporter_of
 
     def planned(wanted: str, parameters: float = 1) -> Lookahead:
         (method,) = read_methods(f"lookahead:{wanted}")
-        return exporter_of(method).plan(method, TargetOutline(300, int(parameters), 2, 64, Path(), "fp32", 64))
+        return exporter_of(method).plan(method, TargetInfo(300, int(parameters), 2, 64, Path(), "fp32", 64))
 
     result = planned("5,4,4")
     assert ((result.window, result.ngram, result.guesses), [len(tree) - 1 for tree in result.token_trees()]) == (

@@ -20,7 +20,7 @@ from specexport.exporter import build as building
 from specexport.exporter import kept_traces, trace
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.checkpoints.config import outline_of
+from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.dequantize import gathers_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
@@ -159,7 +159,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs
         gathered = readers == {("Gather", 0)} and len(held.shape) > 1
         read += held.nbytes * (experts_read / held.shape.numpy()[0] if gathered else 1)
     table = loaded.model.get_input_embeddings().weight.numel()
-    assert 1 <= read / ((outline_of(loaded.model, loaded.model.config).active - table) * size) < 1.5
+    assert 1 <= read / ((sizes_of(loaded.model, loaded.model.config).active - table) * size) < 1.5
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.source import model_jobs, write_source
-from specexport.exporter.method import TargetOutline, exporter_of
+from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.set_tree import set_default_tree
 from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
@@ -275,7 +275,7 @@ def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool]
 
 def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     (method,) = read_methods({"method": "mlp_speculator", "model": str(folder), **options})
-    result = exporter_of(method).plan(method, TargetOutline(VOCAB, 1, 2, H, folder, "fp32", 64))
+    result = exporter_of(method).plan(method, TargetInfo(VOCAB, 1, 2, H, folder, "fp32", 64))
     return [sorted(tree.choices) for tree in result.token_trees()]
 
 

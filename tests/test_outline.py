@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport.exporter.checkpoints import config as configurations
-from specexport.exporter.checkpoints.config import outline_of
-from specexport.exporter.checkpoints.outline import FAMILIES, ModelOutline, outline, outline_from_config
+from specexport.exporter.checkpoints.config import sizes_of
+from specexport.exporter.checkpoints.sizes import FAMILIES, ModelSizes, model_sizes, sizes_from_config
 from tests.checkpoints import GROUPED, make_checkpoint
 
 pytestmark = pytest.mark.exporter
@@ -31,15 +31,15 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def made_by_transformers(document: dict[str, Any]) -> ModelOutline:
+def made_by_transformers(document: dict[str, Any]) -> ModelSizes:
     stated = {key: value for key, value in document.items() if key != "model_type"}
     config = AutoConfig.for_model(document["model_type"], **stated)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return outline_of(model, config)
+    return sizes_of(model, config)
 
 
-def sums(model: ModelOutline) -> dict[str, Any]:
+def sums(model: ModelSizes) -> dict[str, Any]:
     """All but how products are joined in one matrix: what is stored and read does not depend on it."""
     known = dataclasses.asdict(model) | {"parameters": None, "total": model.total, "active": model.active}
     rows = sum(parameter.shape[0] for parameter in model.parameters if len(parameter.shape) == 2)
@@ -56,7 +56,7 @@ def test_families_are_those_of_transformers(family: str) -> None:
         base |= MIXED
     for change in CHANGES:
         document = base | change
-        assert sums(outline_from_config(document)) == sums(made_by_transformers(document)), change
+        assert sums(sizes_from_config(document)) == sums(made_by_transformers(document)), change
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_incomplete_configurations_use_transformers(
 ) -> None:
     request: list[Path] = []
     monkeypatch.setattr(configurations, "meta_model", lambda folder: request.append(folder) or torch.nn.Linear(1, 1))
-    monkeypatch.setattr(configurations, "outline_of", lambda *_: "transformers'")
+    monkeypatch.setattr(configurations, "sizes_of", lambda *_: "transformers'")
     document = {"model_type": "qwen3_moe", **GROUPED, **MIXED, "vocab_size": 320, **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
     monkeypatch.setattr(torch.nn.Linear, "config", None, raising=False)
-    assert outline(tmp_path) == "transformers'" and request == [tmp_path]
+    assert model_sizes(tmp_path) == "transformers'" and request == [tmp_path]
 
 
 def test_of_a_model_that_reads_more_than_text_the_language_model_counts(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert outline_from_config({"model_type": "gemma3", "text_config": whole}) == outline_from_config(whole)
+    assert sizes_from_config({"model_type": "gemma3", "text_config": whole}) == sizes_from_config(whole)

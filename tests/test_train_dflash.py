@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from specexport.graphs.layers import recorded_states
 from specexport.methods.dflash.export import save_dflash
 from specexport.methods.dflash.train import draft_accuracy, draft_loss, new_draft, random_anchors
-from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.training.data import Windows
 from specexport.training.loop import Loss
 from specexport.training.run import load_model
@@ -27,12 +27,12 @@ STATES, BLOCK = (1, 2), 4
 
 
 @pytest.fixture
-def options(target: Path, tmp_path: Path) -> Callable[..., DFlashOptions]:
+def options(target: Path, tmp_path: Path) -> Callable[..., DFlashTraining]:
     return partial(training_options, "dflash", target, tmp_path)
 
 
 def test_the_loss_is_that_of_blocks_by_the_formulas(
-    target: Path, options: Callable[..., DFlashOptions], tmp_path: Path
+    target: Path, options: Callable[..., DFlashTraining], tmp_path: Path
 ) -> None:
     """Block after block against all of them at once, some of which reach past the text: logits, and their loss."""
     decay, length = 0.7, 9
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashOptions], tmp_path: Path) -> None:
+def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashTraining], tmp_path: Path) -> None:
     loaded = load_model(str(target), CPU, frozen=True)
     torch.manual_seed(0)
     draft = new_draft(options(), loaded, STATES)

@@ -16,7 +16,7 @@ from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.methods.draft_model.train import train_draft
-from specexport.methods.draft_model.train_options import DraftOptions
+from specexport.methods.draft_model.train_options import DraftTraining
 from specexport.training.data import seeded
 from specexport.training.distill import (
     acceptance_length,
@@ -125,7 +125,7 @@ def test_a_draft_comes_nearer_to_its_target(
     pair: tuple[Path, Path], text: Path, tmp_path: Path, kind: str, samples: str
 ) -> None:
     target, draft = pair
-    options = DraftOptions(
+    options = DraftTraining(
         target=str(target), draft=str(draft), data=[text], output=tmp_path / "out", divergence=kind, samples=samples,
         steps=40, batch_size=4, seq_len=32, lr=1e-2, save_every=5, precision="fp32",
         **({"texts": 48} if samples == "target" else {}),
@@ -167,7 +167,7 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     fields = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
     with pytest.raises(SpecExportError, match=expected):
-        train_draft(DraftOptions(**(fields | changed)), silent)  # type: ignore[arg-type]
+        train_draft(DraftTraining(**(fields | changed)), silent)  # type: ignore[arg-type]
 
 
 def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
@@ -176,6 +176,6 @@ def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: 
     content = json.loads(file.read_text(encoding="utf-8"))
     content["model"]["vocab"]["a"], content["model"]["vocab"]["b"] = (content["model"]["vocab"][x] for x in "ba")
     file.write_text(json.dumps(content), encoding="utf-8")
-    options = DraftOptions(target=str(pair[0]), draft=str(other), data=[text], output=tmp_path / "out")
+    options = DraftTraining(target=str(pair[0]), draft=str(other), data=[text], output=tmp_path / "out")
     with pytest.raises(SpecExportError, match="different tokenizers: token 'a' is"):
         train_draft(options, silent)

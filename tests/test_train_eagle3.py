@@ -25,7 +25,7 @@ from specexport.methods.eagle3.train import (
     new_draft,
     train_eagle3,
 )
-from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.test_eagle3 import Paper
@@ -38,12 +38,12 @@ HIDDEN, LAYERS = GROUPED["hidden_size"], GROUPED["num_hidden_layers"]
 
 
 @pytest.fixture
-def options(target: Path, tmp_path: Path) -> Callable[..., Eagle3Options]:
+def options(target: Path, tmp_path: Path) -> Callable[..., Eagle3Training]:
     return partial(training_options, "eagle3", target, tmp_path)
 
 
 def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
-    target: Path, options: Callable[..., Eagle3Options], tmp_path: Path
+    target: Path, options: Callable[..., Eagle3Training], tmp_path: Path
 ) -> None:
     """Draft after draft, token after token, against all of them at once: logits, and the loss made of them."""
     steps, kept, decay = 3, 200, 0.8
@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
 
 
 def test_a_draft_learns_to_go_on_from_its_own_states(
-    target: Path, options: Callable[..., Eagle3Options], tmp_path: Path
+    target: Path, options: Callable[..., Eagle3Training], tmp_path: Path
 ) -> None:
     loaded = load_model(str(target), CPU, frozen=True)
     windows = windows_of(LANGUAGE)
@@ -102,7 +102,7 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
     assert len(trained.history[-1]["top-1"]) == 3
 
 
-def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Options], target: Path) -> None:
+def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Training], target: Path) -> None:
     ids = torch.full((4, 8), 7)
     ids[:, :4] = torch.tensor([300, 9, 9, 300])
     windows = windows_of(ids)
@@ -117,7 +117,7 @@ def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Op
 
 @pytest.mark.parametrize("kept", [None, 200])
 def test_narrower_mlps_keep_the_strongest_units(
-    options: Callable[..., Eagle3Options], target: Path, tmp_path: Path, kept: int | None
+    options: Callable[..., Eagle3Training], target: Path, tmp_path: Path, kept: int | None
 ) -> None:
     """Those that write nothing can go, and it says the same."""
     folder = make_eagle3(tmp_path / "draft", target, draft_vocab=kept)
@@ -144,7 +144,7 @@ def test_narrower_mlps_keep_the_strongest_units(
 
 
 def test_unsupported_drafts_cannot_be_continued(
-    options: Callable[..., Eagle3Options], target: Path, tmp_path: Path
+    options: Callable[..., Eagle3Training], target: Path, tmp_path: Path
 ) -> None:
     folder = make_eagle3(tmp_path / "draft", target, published="speculators", model_type="qwen3", fc_norm=True)
     refused: tuple[tuple[dict[str, Any], str], ...] = (

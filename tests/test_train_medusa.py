@@ -18,7 +18,7 @@ from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
 from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads, train_medusa
-from specexport.methods.medusa.train_options import MedusaOptions
+from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.training.hidden import run_model
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
 @pytest.fixture
-def options(target: Path, tmp_path: Path) -> Callable[..., MedusaOptions]:
+def options(target: Path, tmp_path: Path) -> Callable[..., MedusaTraining]:
     return partial(training_options, "medusa", target, tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
 
 
 def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
-    options: Callable[..., MedusaOptions], tmp_path: Path
+    options: Callable[..., MedusaTraining], tmp_path: Path
 ) -> None:
     work = tmp_path / "kept"
     train_medusa(options(work=work), silent)
@@ -98,7 +98,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_forms(
-    options: Callable[..., MedusaOptions], tmp_path: Path, tied: bool
+    options: Callable[..., MedusaTraining], tmp_path: Path, tied: bool
 ) -> None:
     streamed = options(tie_lm_head=tied)
     cached = options(tie_lm_head=tied, output=tmp_path / "cached", cache_hidden=True)
@@ -124,7 +124,7 @@ def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_for
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("tune", ["lora", "full"])
 def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
-    options: Callable[..., MedusaOptions], tune: str, tied: bool
+    options: Callable[..., MedusaTraining], tune: str, tied: bool
 ) -> None:
     settings = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
     changed_options = options(**settings)
@@ -161,7 +161,7 @@ def test_the_command_prints_accuracies_or_the_record(
     assert "4 heads" in " ".join(capsys.readouterr().out.split())
 
 
-def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaOptions]) -> None:
+def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaTraining]) -> None:
     settings = options()
     train_medusa(settings, silent)
     file = settings.output / "medusa_lm_head.safetensors"

@@ -13,7 +13,7 @@ import torch
 
 from specexport.cli import main
 from specexport.methods.mlp_speculator.train import new_speculator, speculator_loss, stage_accuracy
-from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
+from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from tests.checkpoints import make_model
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
 
 
 @pytest.fixture
-def options(target: Path, tmp_path: Path) -> Callable[..., SpeculatorOptions]:
+def options(target: Path, tmp_path: Path) -> Callable[..., SpeculatorTraining]:
     return partial(training_options, "mlp_speculator", target, tmp_path)
 
 
-def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., SpeculatorOptions]) -> None:
+def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., SpeculatorTraining]) -> None:
     """In a language in which either of two tokens follows each: who does not see it must guess among four, or eight."""
     model: Any = make_model("llama")
     generator = torch.Generator().manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexport.exporter.checkpoints.stored import Blocks, Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.external_data import pack_int4
 from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
@@ -25,7 +27,6 @@ from specexport.exporter.quantize import (
     fit_blocks,
     fits_half,
     quantize_blocks,
-    quantize_columns,
 )
 from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
@@ -96,7 +97,7 @@ def test_fp8_is_as_exact_at_any_scale_and_its_scales_are_the_same_in_half_precis
     matrix[:, 3] = 0.0
     scales = column_scales(np.abs(matrix).max(axis=0), "fp8")
     assert np.array_equal(scales, scales.astype(np.float16)) and (scales > 0).all()
-    restored = quantize_columns(matrix, scales, "fp8").astype(np.float32) * scales
+    restored = apply_scales(matrix, scales, None, "fp8")[1]
     # Three bits behind the point, and below the normal numbers what lies between two of the smallest.
     assert np.all(np.abs(restored - matrix) <= np.maximum(np.abs(matrix) * 2**-4, scales * 2**-10))
 
@@ -152,7 +153,7 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
     if precision in QUANTIZED:
         looked_up = precision != "fp8"  # which has its table in fp16
         assert len(weights.report.quantized) == 1 + tied + looked_up
-        assert 0 < weights.report.rms_error < tolerance
+        assert 0 < weights.report.rounding.rms < tolerance
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -290,3 +291,32 @@ def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
         weights.externalize(model, Storage("int4", 128), Storage("int4", 32))
     blocks = [node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "DequantizeLinear"]
     assert blocks == [128, 32]
+
+
+@pytest.mark.parametrize(
+    ("storage", "kept"),
+    [(Storage("stored", None), []), (Storage("int8", 32, any_scales=True), ["weight"])],
+    ids=["one scale a column", "zero points of rows"],
+)
+def test_scales_that_a_graph_cannot_read_are_rounded_again(tmp_path: Path, storage: Storage, kept: list[str]) -> None:
+    """No column of four bits has one scale, and rows are looked up without zero points."""
+    rng = np.random.default_rng(0)
+    tensors: dict[str, StoredTensor] = {}
+    matrices = {}
+    for name, columns in (("table", VOCAB), ("weight", N)):
+        scale = rng.random((K // 32, columns), np.float32) + np.float32(0.5)
+        zero = rng.integers(-3, 4, scale.shape).astype(np.int8)
+        blocks = Blocks(rng.integers(-8, 8, (K, columns)).astype(np.int8), scale, zero)
+        scales = partial(Scales, "int4", 32, Factors(scale), zero)
+        tensors[name] = QuantizedTensor(name, (columns, K), "F32", lambda: None, scales=scales, kind="int4")  # type: ignore[arg-type, return-value]
+        matrices[name] = blocks.restored(0)
+    model = _model(matrices["table"].T.copy(), matrices["weight"], tied=False)
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model, storage, checkpoint=tensors)
+    assert weights.report.kept == kept
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "model.onnx")
+    ids = rng.integers(0, VOCAB, (2, 5))
+    expected = matrices["table"].T[ids] @ matrices["weight"]
+    outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
+    assert np.sqrt(np.mean((outputs - expected) ** 2)) <= 0.02 * np.sqrt(np.mean(expected**2))

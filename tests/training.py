@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from specexport.methods.dflash.train import train_dflash
-from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.eagle3.train import train_eagle3
-from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.methods.medusa.train import train_medusa
-from specexport.methods.medusa.train_options import MedusaOptions
+from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.methods.mlp_speculator.train import train_mlp_speculator
-from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
+from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
 from specexport.training.hidden import hidden_loss
 from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, muon_and_adamw, train
@@ -46,10 +46,10 @@ class Training(NamedTuple):
 
 
 TRAININGS = {
-    "dflash": Training(train_dflash, DFlashOptions, {"states": (1, 2), "layers": 2, "draft_block": 4, "anchors": 6}),
-    "eagle3": Training(train_eagle3, Eagle3Options, {"states": (0, 1, 2), "ttt_steps": 3}),
-    "medusa": Training(train_medusa, MedusaOptions, {"heads": 2}),
-    "mlp_speculator": Training(train_mlp_speculator, SpeculatorOptions, {"n_predict": 2, "inner_dim": 32, "steps": 8}),
+    "dflash": Training(train_dflash, DFlashTraining, {"states": (1, 2), "layers": 2, "draft_block": 4, "anchors": 6}),
+    "eagle3": Training(train_eagle3, Eagle3Training, {"states": (0, 1, 2), "ttt_steps": 3}),
+    "medusa": Training(train_medusa, MedusaTraining, {"heads": 2}),
+    "mlp_speculator": Training(train_mlp_speculator, SpeculatorTraining, {"n_predict": 2, "inner_dim": 32, "steps": 8}),
 }
 
 

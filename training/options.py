@@ -125,7 +125,7 @@ class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
     optimizer: Annotated[Optimizer, draft_option()] = "adamw"
 
 
-class StatesDraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
 
     Attributes:

@@ -31,9 +31,9 @@ from specexport.exporter.checkpoints.documents import (
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import locate, unreadable
-from specexport.exporter.checkpoints.outline import ModelOutline, Parameter
 from specexport.exporter.checkpoints.quantized import dequantize_tensors, quantization
 from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter
 from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor, stored_tensors
 
 _TEXT_PART = "text_config"
@@ -67,8 +67,8 @@ def _create_meta_model(folder: Path, config: Any) -> Any:
         raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {reason}") from error
 
 
-def outline_of(model: Any, config: Any) -> ModelOutline:
-    """The outline of a transformers model."""
+def sizes_of(model: Any, config: Any) -> ModelSizes:
+    """The sizes of a transformers model."""
     sizes, shares = text_sizes(config), _expert_shares(model, config)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
@@ -79,7 +79,7 @@ def outline_of(model: Any, config: Any) -> ModelOutline:
     key_value_size = 2 * sizes.head_dim
     if (latent := getattr(config, "qk_nope_head_dim", None)) is not None:
         key_value_size = latent + config.qk_rope_head_dim + config.v_head_dim
-    return ModelOutline(
+    return ModelSizes(
         parameters=tuple(parameters),
         hidden=config.hidden_size,
         intermediate=sizes.intermediate_size,

@@ -18,7 +18,7 @@ import torch
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"
 _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -195,45 +195,39 @@ class _Parts:
         self.require_shape(tensor.shape == shape, tensor, list(shape))
         return tensor
 
-    def matrix(self, shape: tuple[int, ...], read: Callable[[], _Read]) -> QuantizedTensor:
-        """The matrix of numbers, scales and zero points."""
-        return QuantizedTensor(self.name, shape, "F32", lambda: _load(read())[0], scales=lambda: _load(read())[1])
+    def matrix(
+        self, shape: tuple[int, ...], kind: Kind, read: Callable[[], _Read], *, transposed: bool = True
+    ) -> QuantizedTensor:
+        """The matrix of numbers, scales and zero points.
+
+        Args:
+            shape: in the model.
+            kind: the smallest type that holds its numbers.
+            read: see :data:`_Read`.
+            transposed: whether the model holds it as ``[...,N,K]``.
+        """
+
+        def read_matrix() -> torch.Tensor:
+            blocks, groups = read()
+            if groups is not None:
+                zero = None if blocks.zero is None else blocks.zero[groups]
+                blocks = Blocks(blocks.integers, blocks.scale[groups], zero)
+            restored = blocks.restored(-2)
+            return torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if transposed else restored))
+
+        def read_scales() -> Scales | None:
+            blocks, groups = read()
+            rows, count = blocks.integers.shape[-2], blocks.scale.shape[-2]
+            if groups is not None and (rows % count or (groups != np.arange(rows) // (rows // count)).any()):
+                return None
+            zero = blocks.zero if blocks.zero is not None and blocks.zero.any() else None
+            return Scales(kind, rows // count, Factors(blocks.scale), zero)
+
+        return QuantizedTensor(self.name, shape, "F32", read_matrix, scales=read_scales)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Numbers ``[...,K,N]``, scales and zero points ``[...,G,N]``, and each row's group if they are not contiguous."""
-
-    kind: Kind
-    numbers: npt.NDArray[Any]
-    scale: npt.NDArray[np.float32]
-    zero: npt.NDArray[np.int8] | None = None
-    groups: npt.NDArray[np.int64] | None = None
-    transposed: bool = True
-    """Whether the model holds the matrix as ``[...,N,K]``."""
-
-
-def _rows(read: _Read, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Expands scales or zero points to one row for each row of numbers."""
-    if read.groups is not None:
-        return array[..., read.groups, :]
-    return np.repeat(array, read.numbers.shape[-2] // array.shape[-2], axis=-2)
-
-
-def _load(read: _Read) -> tuple[torch.Tensor, Scales | None]:
-    restored = read.numbers.astype(np.float32)
-    if read.zero is not None:
-        restored -= _rows(read, read.zero)
-    restored *= _rows(read, read.scale)
-    matrix = torch.from_numpy(np.ascontiguousarray(restored.swapaxes(-1, -2) if read.transposed else restored))
-    rows, groups = read.numbers.shape[-2], read.scale.shape[-2]
-    in_order = read.groups is None or (
-        rows % groups == 0 and np.array_equal(read.groups, np.arange(rows) // (rows // groups))
-    )
-    if not in_order:
-        return matrix, None
-    zero = read.zero if read.zero is not None and read.zero.any() else None
-    return matrix, Scales(read.kind, rows // groups, Factors(read.scale), zero)
+_Read = tuple[Blocks, npt.NDArray[np.int64] | None]
+"""Numbers ``[...,K,N]`` with scales and zero points ``[...,G,N]``, and each row's group if they are not contiguous."""
 
 
 def _awq(parts: _Parts) -> QuantizedTensor:
@@ -252,10 +246,9 @@ def _awq(parts: _Parts) -> QuantizedTensor:
         words_of_eight = _unpack(tensor, 4, 1).reshape(tensor.shape[0], wide, 8)
         return words_of_eight[:, :, order].reshape(tensor.shape[0], columns)
 
-    def read() -> _Read:
-        return _Read("int4", signed(words), _finite(parts, scales), signed(zeros))
-
-    return parts.matrix((columns, rows), read)
+    return parts.matrix(
+        (columns, rows), "int4", lambda: (Blocks(signed(words), _finite(parts, scales), signed(zeros)), None)
+    )
 
 
 def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
@@ -274,11 +267,9 @@ def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     def read() -> _Read:
         unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + stored_offset
         zero = ((unsigned & (2 * half - 1)) - half).astype(np.int8)
-        numbers = _unpack(words, bits, 0)
-        kind: Kind = "int8" if bits == 8 else "int4"
-        return _Read(kind, numbers, _finite(parts, scales), zero, _groups(parts, index, groups))
+        return Blocks(_unpack(words, bits, 0), _finite(parts, scales), zero), _groups(parts, index, groups)
 
-    return parts.matrix((columns, rows), read)
+    return parts.matrix((columns, rows), "int8" if bits == 8 else "int4", read)
 
 
 def _packed(parts: _Parts) -> QuantizedTensor:
@@ -301,11 +292,10 @@ def _packed(parts: _Parts) -> QuantizedTensor:
 
     def read() -> _Read:
         zero = None if zeros is None else _unpack(zeros, bits, 0)[:columns].T
-        kind: Kind = "int4" if bits == 4 else "int8"
         numbers = _unpack(words, bits, 1)[:, :rows].T
-        return _Read(kind, numbers, _finite(parts, scales).T, zero, _groups(parts, index, groups))
+        return Blocks(numbers, _finite(parts, scales).T, zero), _groups(parts, index, groups)
 
-    return parts.matrix((columns, rows), read)
+    return parts.matrix((columns, rows), "int4" if bits == 4 else "int8", read)
 
 
 def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
@@ -333,9 +323,9 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
         numbers = weight.finite(parts.folder).numpy() if kind == "fp8" else weight.read().numpy()
         zero = None if zeros is None else by_column(zeros.read().numpy())
         groups = np.arange(rows) // long if rows % long else None
-        return _Read(kind, numbers.T, by_column(_finite(parts, scales)), zero, groups)
+        return Blocks(numbers.T, by_column(_finite(parts, scales)), zero), groups
 
-    return parts.matrix((columns, rows), read)
+    return parts.matrix((columns, rows), kind, read)
 
 
 def _mxfp4(parts: _Parts) -> QuantizedTensor:
@@ -352,9 +342,9 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
         four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
         scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled
-        return _Read("int8", doubled.swapaxes(1, 2), scale.swapaxes(1, 2), transposed=False)
+        return Blocks(doubled.swapaxes(1, 2), scale.swapaxes(1, 2)), None
 
-    return parts.matrix((experts, groups * 32, columns), read)
+    return parts.matrix((experts, groups * 32, columns), "int8", read, transposed=False)
 
 
 def _finite(parts: _Parts, scales: StoredTensor) -> npt.NDArray[np.float32]:

@@ -111,11 +111,49 @@ class Scales:
     zero: npt.NDArray[np.int8] | None = None
     offset: Factors | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether every backend reads them: there are no zero points, offsets or second level of scales."""
+        return self.zero is None and self.offset is None and self.scale.fine is None
+
+    def values(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]:
+        """Scales, zero points and offsets, computed from their factors."""
+        return self.scale.values(), self.zero, None if self.offset is None else self.offset.values()
+
+    def transposed(self) -> Scales:
+        """The scales of the transposed matrix ``[N,K]``."""
+        zero = None if self.zero is None else np.ascontiguousarray(self.zero.swapaxes(-1, -2))
+        offset = None if self.offset is None else self.offset.transposed()
+        return replace(self, scale=self.scale.transposed(), zero=zero, offset=offset)
+
     def of_expert(self, index: int) -> Scales:
-        """The factors of one matrix of a stack."""
+        """The scales of one matrix of a stack."""
         zero = None if self.zero is None else self.zero[index]
         offset = None if self.offset is None else self.offset.of_expert(index)
         return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in blocks that share a scale: ``scale * (integers - zero)``, or ``scale * integers``.
+
+    Attributes:
+        integers: int8, shaped like the matrix; four-bit ones in -8..7. Those of fp8 are numbers of that type.
+        scale: float32, shaped like the matrix with its axis divided by the block.
+        zero: int8 like ``scale``, or None.
+    """
+
+    integers: npt.NDArray[Any]
+    scale: npt.NDArray[np.float32]
+    zero: npt.NDArray[np.int8] | None = None
+
+    def restored(self, axis: int) -> npt.NDArray[np.float32]:
+        block = self.integers.shape[axis] // self.scale.shape[axis]
+        numbers = self.integers.astype(np.float32)
+        if self.zero is not None:
+            numbers -= np.repeat(self.zero, block, axis=axis)
+        numbers *= np.repeat(self.scale, block, axis=axis)
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,17 +26,52 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     """
     passes.ShapeInferencePass()(model)  # segments' inputs need types, which rewrites leave out
     graph = model.graph
+    _copy_returned_wholes(graph)
+    repeated, stages = _repeated(graph, repeat_sizes), _meetings_before(graph)
+    segments: list[dict[ir.Node, None]] = [{} for _ in range(1 + max(stages.values()))]
+    outputs: list[list[ir.Value]] = [[] for _ in segments]
+    meetings = 0
+    for node, stage in stages.items():
+        if node.domain == MEETING_DOMAIN:
+            part, whole = _part(node), node.outputs[0]
+            whole.name = part.name = f"{_KINDS[node.op_type]}{meetings}"
+            outputs[stage].append(part)
+            meetings += 1
+        elif not all(value in repeated for value in node.outputs):
+            segments[stage][node] = None
+    inputs = []
+    for nodes in segments:
+        read = dict.fromkeys(
+            value for node in nodes for value in node.inputs if value and value.producer() not in nodes
+        )
+        inputs.append(list(dict.fromkeys(source for value in read for source in repeated.get(value, (value,)))))
+    for value in dict.fromkeys([*(value for read in inputs for value in read), *graph.outputs]):
+        producer = value.producer()
+        if producer is not None and producer.domain != MEETING_DOMAIN:
+            outputs[stages[producer]].append(value)
+            if not value.is_graph_output():
+                value.name = f"{CARRIED}{value.name}"
+    models = []
+    for at, (needed, returned) in enumerate(zip(inputs, outputs, strict=True)):
+        segment = extract(graph, needed, returned)
+        segment.name = f"segment_{at}"
+        segment.opset_imports.pop(MEETING_DOMAIN, None)
+        models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
+    return models
+
+
+def _copy_returned_wholes(graph: ir.Graph) -> None:
+    """Puts an Identity behind each output that ranks combine, so that a segment follows to return it."""
     for at, value in enumerate(graph.outputs):
         if (producer := value.producer()) is not None and producer.domain == MEETING_DOMAIN:
             last = op("Identity", [value], str(value.name))
             last.outputs[0].shape, last.outputs[0].type = value.shape, value.type
             graph.append(last)
             graph.outputs[at] = last.outputs[0]
-    stages: dict[ir.Value, int] = {}  # the first segment that has each value
-    segments: list[list[ir.Node]] = []
-    outputs: list[list[ir.Value]] = []
-    meetings: list[ir.Node] = []
-    # Values that every reading segment computes, with the inputs whose sizes they depend on.
+
+
+def _repeated(graph: ir.Graph, repeat_sizes: bool) -> dict[ir.Value, frozenset[ir.Value]]:
+    """The values that every reading segment computes, with the inputs whose sizes they depend on; see :func:`cut`."""
     repeated: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
     for node in graph:
         read = [value for value in node.inputs if value is not None]
@@ -45,46 +80,22 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
             sized_by = frozenset(read) if is_size else frozenset[ir.Value]().union(*(repeated[value] for value in read))
             if not sized_by or all(map(_may_hold_sizes, node.outputs)):
                 repeated |= dict.fromkeys(node.outputs, sized_by)
-                continue
-        stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
-        while stage >= len(segments):
-            segments.append([])
-            outputs.append([])
-        if node.domain == MEETING_DOMAIN:
-            part, whole = node.inputs[0], node.outputs[0]
-            assert part is not None
-            whole.name = part.name = f"{_KINDS[node.op_type]}{len(meetings)}"
-            outputs[stage].append(part)
-            meetings.append(node)
-            stage += 1
-        else:
-            segments[stage].append(node)
-        stages |= dict.fromkeys(node.outputs, stage)
-    inputs = [
-        list({value: None for node in nodes for value in node.inputs if value and value.producer() not in nodes})
-        for nodes in map(dict.fromkeys, segments)
-    ]
-    inputs = [
-        list(dict.fromkeys(source for value in read for source in repeated.get(value, (value,)))) for read in inputs
-    ]
-    for value in dict.fromkeys([*(value for read in inputs for value in read), *graph.outputs]):
-        producer = value.producer()
-        if producer is not None and producer.domain != MEETING_DOMAIN:
-            outputs[stages[value]].append(value)
-            if not value.is_graph_output():
-                value.name = f"{CARRIED}{value.name}"
-    models = []
-    for at, (read, returned) in enumerate(zip(inputs, outputs, strict=True)):
-        segment = extract(graph, read, returned)
-        segment.name = f"segment_{at}"
-        segment.opset_imports.pop(MEETING_DOMAIN, None)
-        models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
-    return models
+    return repeated
 
 
 def _may_hold_sizes(value: ir.Value) -> bool:
     """Whether a value is an int64 tensor of fixed shape."""
     return value.dtype == ir.DataType.INT64 and value.shape is not None and value.shape.is_static()
+
+
+def _meetings_before(graph: ir.Graph) -> dict[ir.Node, int]:
+    """The nodes, in order, each with how many meetings of the ranks, one after another, its inputs depend on."""
+    stages: dict[ir.Node, int] = {}
+    reached: dict[ir.Value, int] = {}
+    for node in graph:
+        stages[node] = max((reached.get(value, 0) for value in node.inputs if value is not None), default=0)
+        reached |= dict.fromkeys(node.outputs, stages[node] + (node.domain == MEETING_DOMAIN))
+    return stages
 
 
 def use_collectives(model: ir.Model, ranks: int) -> None:
@@ -95,17 +106,11 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
     """
     passes.ShapeInferencePass()(model)  # later rewrites read the types and ranks of the new nodes
     graph = model.graph
-    stages: dict[ir.Value, int] = {}  # the number of meetings before each value
-    meetings: list[list[ir.Node]] = []
-    for node in graph:
-        stage = max((stages.get(value, 0) for value in node.inputs if value is not None), default=0)
+    meetings: dict[int, list[ir.Node]] = {}
+    for node, stage in _meetings_before(graph).items():
         if node.domain == MEETING_DOMAIN:
-            if stage == len(meetings):
-                meetings.append([])
-            meetings[stage].append(node)
-            stage += 1
-        stages |= dict.fromkeys(node.outputs, stage)
-    for nodes_met in meetings:
+            meetings.setdefault(stage, []).append(node)
+    for nodes_met in meetings.values():
         parts, wholes = [_part(node) for node in nodes_met], [node.outputs[0] for node in nodes_met]
         (kind,) = {node.op_type for node in nodes_met}
         if kind == "JoinOfRanks":

@@ -28,7 +28,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
-from specexport.exporter.checkpoints.outline import ModelOutline
+from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
@@ -216,9 +216,9 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
         sizes = [size for size in self.default_sizes if size < method.block_size] or [method.block_size - 1]
         return tuple(TokenTree.chain(size + 1) for size in sizes)
 
-    def meta_draft(self, options: DFlashOptions, target: str, outline: ModelOutline) -> MetaDraft:
+    def meta_draft(self, options: DFlashOptions, target: str, sizes: ModelSizes) -> MetaDraft:
         block = self.read(options.model).block_size - 1
-        return dataclasses.replace(super().meta_draft(options, target, outline), block=block)
+        return dataclasses.replace(super().meta_draft(options, target, sizes), block=block)
 
     def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
         return trace_dflash(draft, cache, kind)

@@ -12,7 +12,7 @@ from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
 from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
 from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
-from specexport.methods.dflash.train_options import DFlashOptions
+from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
 from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
@@ -24,7 +24,7 @@ _AT_ONCE = 32
 """Number of a window's blocks that are evaluated together."""
 
 
-def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
+def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in z-lab's layout, without the embedding and head, which are the target's.
 
     The record has ``accuracy``, for each drafted position the share of tokens that were the draft's candidate of each
@@ -57,7 +57,7 @@ def train_dflash(options: DFlashOptions, log: Log) -> dict[str, Any]:
     return run.record
 
 
-def new_draft(options: DFlashOptions, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
+def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
     """A draft with the attention heads of a target, drawn from torch's global generator.
 
     Its embedding and head are the target's and are not trained.

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Annotated
 
 from specexport.methods.dflash.spec import MAX_BLOCK
-from specexport.training.options import StatesDraftOptions, Training, draft_option, report_chain
+from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain
 
 
-class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True):
+class DFlashTraining(StatesDraftTraining, frozen=True, kw_only=True):
     """Options of ``specexport train dflash``.
 
     Attributes:
@@ -25,4 +25,4 @@ class DFlashOptions(StatesDraftOptions, frozen=True, kw_only=True):
     anchors: Annotated[int, draft_option("N", ge=1)] = 32
 
 
-TRAINING = Training("dflash", "Train a DFlash draft for a target.", DFlashOptions, partial(report_chain, "accuracy"))
+TRAINING = Training("dflash", "Train a DFlash draft for a target.", DFlashTraining, partial(report_chain, "accuracy"))

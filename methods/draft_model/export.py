@@ -1,4 +1,4 @@
-"""Export of draft models: the propose graph, and its comparison with the model."""
+"""Export of draft models: their checks, the propose graph, and its comparison with the model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ import numpy as np
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
+from specexport.contract.errors import BuildError
 from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
 from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_logits
-from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification, vocabulary
-from specexport.exporter.writing import load_draft, require_length, require_tokenizer, write_draft
+from specexport.exporter.checkpoints import parity
+from specexport.exporter.checkpoints.checkpoint import (
+    Checkpoint,
+    clamp_tokens,
+    load_checkpoint,
+    load_reference,
+    reference_logits,
+)
+from specexport.exporter.checkpoints.config import read_model_config
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
+from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
@@ -64,7 +75,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
 
-    def outline(self, options: DraftModelOptions, target: TargetOutline) -> DraftModel:
+    def resolve(self, options: DraftModelOptions, target: TargetInfo) -> DraftModel:
         require_length(options.model, target.max_seq_len)
         return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, target.vocab))
 
@@ -78,6 +89,46 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
         (draft,) = method.models.values()
         vocab = vocabulary(run.bundle.manifest, draft)
         return self.compare_with(method, run, run.source(method), texts=run.texts, vocab=vocab, layers=None)
+
+
+def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
+    """Refuses a draft whose tokenizer differs from the target's."""
+    path = locate(source)
+    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
+
+
+def require_length(source: str, max_seq_len: int) -> None:
+    """Refuses a draft that was made for shorter texts, by its configuration: before the target is written."""
+    positions = getattr(read_model_config(locate(source)), "max_position_embeddings", None)
+    if isinstance(positions, int):
+        _require_positions(source, positions, max_seq_len)
+
+
+def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
+    if positions < max_seq_len:
+        raise BuildError(
+            f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
+            f"set it to at most {positions}, or choose another draft"
+        )
+
+
+def load_draft(source: str, build: Build) -> Checkpoint:
+    """Loads a draft and checks that our lowering computes the same.
+
+    Raises:
+        BuildError: it supports only shorter texts, or cannot be lowered.
+    """
+    with build.during("loading the draft"):
+        draft = load_checkpoint(source)
+    if draft.states and build.options.backend != "onnxruntime":
+        raise BuildError(
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
+            "yet; choose another draft, or build it with --backend onnxruntime"
+        )
+    _require_positions(source, draft.max_positions, build.plan.max_seq_len)
+    with build.during("checking the draft's lowering"):
+        parity.same_as_eager(draft, build.options.lowering)
+    return draft
 
 
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:

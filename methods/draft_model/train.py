@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.methods.draft_model.train_options import DraftOptions
+from specexport.methods.draft_model.train_options import DraftTraining
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
     acceptance_length,
@@ -27,7 +27,7 @@ _MEASURED_DEPTHS = range(1, 7)
 _REPORTED_DEPTH = 4
 
 
-def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
+def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
     ``acceptance`` in the record has the mean tokens a step for one to six draft tokens, before and after training.
@@ -69,7 +69,7 @@ def train_draft(options: DraftOptions, log: Log) -> dict[str, Any]:
     return run.record
 
 
-def _own_texts(run: Run[DraftOptions], draft: TrainingModel, number: int) -> Windows:
+def _own_texts(run: Run[DraftTraining], draft: TrainingModel, number: int) -> Windows:
     """A batch of texts sampled from the draft at this step."""
     rows = run.options.batch_size
     generator = seeded(run.options.seed, 700_000 + number)
@@ -103,14 +103,14 @@ def new_llama(
     )
 
 
-def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> TrainingModel:
+def _draft(options: DraftTraining, target: TrainingModel, place: Place) -> TrainingModel:
     """The draft to train: an existing model with the target's tokenizer, or a new one."""
     if options.draft is not None:
         draft = load_model(options.draft, place, frozen=False)
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
         require_same_tokenizer(ours, theirs, target.path, draft.path)
         return draft
-    assert options.layers is not None and options.hidden is not None  # DraftOptions.check requires them
+    assert options.layers is not None and options.hidden is not None  # DraftTraining.check requires them
     heads = -(-options.hidden // 64)
     vocab = int(target.model.get_output_embeddings().weight.shape[0])
     positions = min(target.max_positions, 1 << 17)
@@ -134,7 +134,7 @@ def _draft(options: DraftOptions, target: TrainingModel, place: Place) -> Traini
 class _Acceptance:
     """Measures how many draft tokens the target accepts in its own continuations of held-out prompts."""
 
-    def __init__(self, run: Run[DraftOptions], draft: Any) -> None:
+    def __init__(self, run: Run[DraftTraining], draft: Any) -> None:
         self._run, self._draft = run, draft
         generator = seeded(run.options.seed, 600_000)
         prompts = run.held_out.prompts(_MEASURED_TEXTS, run.prompt, generator).to(run.place.device)

@@ -16,7 +16,7 @@ from specexport.training.options import (
 )
 
 
-class DraftOptions(DraftRunOptions, frozen=True, kw_only=True):
+class DraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of ``specexport train draft``.
 
     Attributes:
@@ -43,7 +43,7 @@ class DraftOptions(DraftRunOptions, frozen=True, kw_only=True):
             raise TrainError(f"--draft was given together with {new[0]}, which is for a new draft")
         if self.draft is None and len(new) < 2:
             raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
-        if self.samples != "target" and self.texts != options(DraftOptions)["texts"].default:
+        if self.samples != "target" and self.texts != options(DraftTraining)["texts"].default:
             raise TrainError(
                 f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
             )
@@ -59,4 +59,4 @@ def _report(record: dict[str, Any]) -> Report:
     yield table
 
 
-TRAINING = Training("draft", "Distil a target into a draft model.", DraftOptions, _report, " --layers 4 --hidden 512")
+TRAINING = Training("draft", "Distil a target into a draft model.", DraftTraining, _report, " --layers 4 --hidden 512")

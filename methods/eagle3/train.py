@@ -15,7 +15,7 @@ from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
 from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
-from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
 from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
@@ -24,7 +24,7 @@ from specexport.training.options import within
 from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
 
 
-def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
+def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in EAGLE's layout, without the embedding, which is the target's.
 
     The record has ``accuracy``, for each drafted position after correct drafts the share of tokens that were the
@@ -53,7 +53,7 @@ def train_eagle3(options: Eagle3Options, log: Log) -> dict[str, Any]:
     return run.record
 
 
-def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
+def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
     """A draft with the attention heads of a target, drawn from torch's global generator.
 
     Its embedding is the target's and is not trained. Its head is initialized with the target's, or fixed to it. A
@@ -78,7 +78,7 @@ def new_draft(options: Eagle3Options, target: TrainingModel, states: tuple[int, 
     return draft
 
 
-def initial_draft(options: Eagle3Options, target: TrainingModel) -> tuple[Eagle3Draft, tuple[int, ...]]:
+def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle3Draft, tuple[int, ...]]:
     """The draft to start from, and the layer counts after which it reads the target's states.
 
     A narrower MLP keeps the units whose three weight rows have the largest product of norms.

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Annotated
 
 from specexport.contract.errors import TrainError
-from specexport.training.options import StatesDraftOptions, Training, dashed, draft_option, report_chain
+from specexport.training.options import StatesDraftTraining, Training, dashed, draft_option, report_chain
 
 
-class Eagle3Options(StatesDraftOptions, frozen=True, kw_only=True):
+class Eagle3Training(StatesDraftTraining, frozen=True, kw_only=True):
     """Options of ``specexport train eagle3``.
 
     Attributes:
@@ -31,4 +31,4 @@ class Eagle3Options(StatesDraftOptions, frozen=True, kw_only=True):
                 raise TrainError(f"--draft was given together with {dashed(name)}, which is of a draft that is new")
 
 
-TRAINING = Training("eagle3", "Train an EAGLE-3 draft for a target.", Eagle3Options, partial(report_chain, "accuracy"))
+TRAINING = Training("eagle3", "Train an EAGLE-3 draft for a target.", Eagle3Training, partial(report_chain, "accuracy"))

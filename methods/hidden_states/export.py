@@ -19,10 +19,10 @@ from specexport.contract.tensors import Tensor
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_logits
-from specexport.exporter.checkpoints.config import outline_of
-from specexport.exporter.checkpoints.outline import ModelOutline
+from specexport.exporter.checkpoints.config import sizes_of
+from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.method import Agreement, MetaDraft, TargetOutline, Verification
+from specexport.exporter.method import Agreement, MetaDraft, TargetInfo, Verification
 from specexport.exporter.writing import write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
@@ -73,7 +73,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
     def method_for(self, options: P, outline: Any, **fields: Any) -> S:
         """The method for these options and this checkpoint; ``fields`` are common to all such drafts."""
 
-    def outline(self, options: P, target: TargetOutline) -> S:
+    def resolve(self, options: P, target: TargetInfo) -> S:
         outline = self.read(self.source(options, str(target.path)))
         outline.require_fit(hidden=target.hidden, vocab=target.vocab, layers=target.layers)
         return self.method_for(
@@ -87,7 +87,7 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
             candidates=min(MAX_CANDIDATES, outline.draft_vocab),
         )
 
-    def plan(self, options: P, target: TargetOutline) -> S:
+    def plan(self, options: P, target: TargetInfo) -> S:
         planned = super().plan(options, target)
         return msgspec.structs.replace(planned, rows=1 + max(tree.depth for tree in planned.token_trees()))
 
@@ -106,15 +106,15 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 
-    def meta_draft(self, options: P, target: str, outline: ModelOutline) -> MetaDraft:
+    def meta_draft(self, options: P, target: str, sizes: ModelSizes) -> MetaDraft:
         source = self.source(options, target)
         read = self.read(source)
-        read.require_fit(hidden=outline.hidden, vocab=outline.vocab, layers=outline.layers)
-        draft = read.make(outline.layers)
+        read.require_fit(hidden=sizes.hidden, vocab=sizes.vocab, layers=sizes.layers)
+        draft = read.make(sizes.layers)
         with torch.device("meta"):
             cache = read.cache(draft)
         row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
-        meta = dataclasses.replace(outline_of(draft, read.layer), row=row)
+        meta = dataclasses.replace(sizes_of(draft, read.layer), row=row)
         return MetaDraft(f"{source}, {options.name}", meta)
 
     # --- verify -------------------------------------------------------------------------------------------------------

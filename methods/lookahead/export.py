@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import MAX_NODES, TokenTree
-from specexport.exporter.method import MethodExporter, TargetOutline
+from specexport.exporter.method import MethodExporter, TargetInfo
 from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, lookahead_method
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
     """Exports no graph, as the window runs within the target's own steps."""
 
-    def outline(self, options: LookaheadOptions, target: TargetOutline) -> Lookahead:
+    def resolve(self, options: LookaheadOptions, target: TargetInfo) -> Lookahead:
         """See :class:`MethodExporter`.
 
         Raises:

@@ -31,7 +31,7 @@ from specexport.exporter.method import (
     Agreement,
     Array,
     MethodExporter,
-    TargetOutline,
+    TargetInfo,
     Verification,
     vocabulary,
 )
@@ -275,7 +275,7 @@ class HeadsExporter(MethodExporter[O, H]):
 class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
     """Exports heads as part of the target."""
 
-    def outline(self, options: MedusaOptions, target: TargetOutline) -> Medusa:
+    def resolve(self, options: MedusaOptions, target: TargetInfo) -> Medusa:
         folder = expanded(options.model)
         heads = read_outline(folder)
         return Medusa(

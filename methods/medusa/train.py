@@ -20,7 +20,7 @@ from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, save_compatible, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.medusa.train_options import MedusaOptions
+from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
 from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
@@ -32,7 +32,7 @@ _NOISE = 0.01
 """Standard deviation of the initial weights of heads with several blocks."""
 
 
-def train_medusa(options: MedusaOptions, log: Log) -> dict[str, Any]:
+def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
     """Trains heads, or a model with heads."""
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
@@ -131,7 +131,7 @@ def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads
     return heads.to(lm_head.device)
 
 
-def _train_jointly(run: Run[MedusaOptions], heads: MedusaHeads, steps: int) -> None:
+def _train_jointly(run: Run[MedusaTraining], heads: MedusaHeads, steps: int) -> None:
     """Medusa-2: the model and its heads learn L_LM + λ · L_heads (sections 2.2.2 and 2.3.2); adapters are merged."""
     options, model, place = run.options, run.target.model, run.place
     kind = options.lm_loss or ("kl" if options.self_distill else "ce")
@@ -190,7 +190,7 @@ def _without_adapters(adapted: Any, model: Any) -> Any:
 
 
 @torch.no_grad()
-def _lm_loss(run: Run[MedusaOptions]) -> float:
+def _lm_loss(run: Run[MedusaTraining]) -> float:
     """The target's mean cross-entropy in nats over the held-out tokens to learn."""
     total, count = 0.0, 0
     for rows in run.held_out.in_order(4):

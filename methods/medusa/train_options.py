@@ -13,7 +13,7 @@ _STAGE_2 = "together with the model (--stage 2)"
 _heads, _together = (partial(option, group=group) for group in ("heads", _STAGE_2))
 
 
-class MedusaOptions(HiddenStateOptions, frozen=True, kw_only=True):
+class MedusaTraining(HiddenStateOptions, frozen=True, kw_only=True):
     """Options of ``specexport train medusa``.
 
     Attributes:
@@ -60,4 +60,4 @@ def _report(record: dict[str, Any]) -> Report:
         yield f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token"
 
 
-TRAINING = Training("medusa", "Train Medusa heads for a target, alone or together with it.", MedusaOptions, _report)
+TRAINING = Training("medusa", "Train Medusa heads for a target, alone or together with it.", MedusaTraining, _report)

@@ -16,11 +16,12 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.checkpoints.config import meta_model
-from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
+from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.writing import load_draft, require_length, require_tokenizer, write_draft
+from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
+from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
 from specexport.methods.medusa.export import HeadsExporter, count_parameters, heads_of, read_outline, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
@@ -36,7 +37,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
 
-    def outline(self, options: MedusaDraftOptions, target: TargetOutline) -> MedusaDraft:
+    def resolve(self, options: MedusaDraftOptions, target: TargetInfo) -> MedusaDraft:
         require_length(options.model, target.max_seq_len)
         folder = expanded(options.medusa)
         head = meta_model(options.model).get_output_embeddings().weight

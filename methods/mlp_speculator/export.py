@@ -22,7 +22,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
-from specexport.exporter.method import Agreement, MethodExporter, TargetOutline, Verification
+from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
@@ -46,7 +46,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     stage: ClassVar[str | None] = "speculator"
 
-    def outline(self, options: MlpSpeculatorOptions, target: TargetOutline) -> MlpSpeculator:
+    def resolve(self, options: MlpSpeculatorOptions, target: TargetInfo) -> MlpSpeculator:
         outline = read_speculator(options.model)
         require_fit(outline, hidden=target.hidden, vocab=target.vocab)
         return MlpSpeculator(

@@ -11,7 +11,7 @@ import torch
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
-from specexport.methods.mlp_speculator.train_options import SpeculatorOptions
+from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
 from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss
@@ -19,7 +19,7 @@ from specexport.training.options import within
 from specexport.training.run import Place, choose_place, load_model, open_run
 
 
-def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]:
+def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any]:
     """Trains a speculator and writes it in the layout of ``ibm-fms``.
 
     As with theirs, training has two stages: first on the data, then on texts sampled from the model.
@@ -58,7 +58,7 @@ def train_mlp_speculator(options: SpeculatorOptions, log: Log) -> dict[str, Any]
     return run.record
 
 
-def new_speculator(options: SpeculatorOptions, model: Any) -> SpeculatorStages:
+def new_speculator(options: SpeculatorTraining, model: Any) -> SpeculatorStages:
     """New stages for a model, initialized as in ``fms-extras`` from torch's global generator."""
     vocab, hidden = model.get_output_embeddings().weight.shape
     inner = options.inner_dim or hidden

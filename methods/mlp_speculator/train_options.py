@@ -12,7 +12,7 @@ from specexport.training.options import HiddenStateOptions, Training, report_cha
 _stages = partial(option, group="stages")
 
 
-class SpeculatorOptions(HiddenStateOptions, frozen=True, kw_only=True):
+class SpeculatorTraining(HiddenStateOptions, frozen=True, kw_only=True):
     """Options of ``specexport train mlp-speculator``.
 
     Attributes:
@@ -33,6 +33,6 @@ class SpeculatorOptions(HiddenStateOptions, frozen=True, kw_only=True):
 TRAINING = Training(
     "mlp-speculator",
     "Train an MLP speculator for a target.",
-    SpeculatorOptions,
+    SpeculatorTraining,
     partial(report_chain, "stage_accuracy"),
 )

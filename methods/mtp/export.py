@@ -27,8 +27,8 @@ from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.config import checkpoint_tensors, read_model_config
 from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.outline import MTP_COUNTS
 from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.sizes import MTP_COUNTS
 from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache
 from specexport.graphs.experts import EXPERTS_NAME

@@ -6,7 +6,7 @@ from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.method import Agreement, TargetOutline, Verification, vocabulary
+from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.writing import TracedGraph, trace_checkpoint
 from specexport.graphs.layers import first_layers
@@ -18,7 +18,7 @@ from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
 class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
     """Exports the draft together with the target."""
 
-    def outline(self, options: SelfDraftOptions, target: TargetOutline) -> SelfDraft:
+    def resolve(self, options: SelfDraftOptions, target: TargetInfo) -> SelfDraft:
         if options.layers >= target.layers:
             raise BuildError(
                 f"self_draft: layers is {options.layers}, but {target.path} has {target.layers} layers; expected 1 to "

@@ -9,10 +9,14 @@ import msgspec
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
-from specexport.exporter.method import Agreement, TargetOutline, Verification
-from specexport.exporter.writing import load_draft, require_length
+from specexport.exporter.method import Agreement, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.draft_model.export import ChainDraftExporter, write_propose_graph
+from specexport.methods.draft_model.export import (
+    ChainDraftExporter,
+    load_draft,
+    require_length,
+    write_propose_graph,
+)
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
 
@@ -25,7 +29,7 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, Universal
     stage: ClassVar[str | None] = "draft"
     default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
-    def outline(self, options: UniversalDraftOptions, target: TargetOutline) -> UniversalDraft:
+    def resolve(self, options: UniversalDraftOptions, target: TargetInfo) -> UniversalDraft:
         require_length(options.model, target.max_seq_len)
         return UniversalDraft(
             trees=(),

@@ -42,7 +42,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelOutline:
+class ModelSizes:
     """The sizes of a model.
 
     Attributes:
@@ -130,7 +130,7 @@ class UnknownSizesError(Exception):
     """A configuration does not determine all sizes."""
 
 
-def outline(source: str | Path) -> ModelOutline:
+def model_sizes(source: str | Path) -> ModelSizes:
     """The sizes of a checkpoint's model, from its configuration only; for an adapter, of its base model.
 
     Raises:
@@ -142,16 +142,16 @@ def outline(source: str | Path) -> ModelOutline:
         document = json.loads((folder / CONFIG).read_bytes())
         if not isinstance(document, dict):
             raise UnknownSizesError
-        return outline_from_config(document)
+        return sizes_from_config(document)
     except (UnknownSizesError, OSError, ValueError, RecursionError):
         # Imported here: torch takes seconds.
-        from specexport.exporter.checkpoints.config import meta_model, outline_of
+        from specexport.exporter.checkpoints.config import meta_model, sizes_of
 
         model = meta_model(folder)
-        return outline_of(model, model.config)
+        return sizes_of(model, model.config)
 
 
-def outline_from_config(document: Mapping[str, Any]) -> ModelOutline:
+def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
     """The sizes that a ``config.json`` determines.
 
     Raises:
@@ -166,7 +166,7 @@ def outline_from_config(document: Mapping[str, Any]) -> ModelOutline:
         raise UnknownSizesError
     sizes = _Sizes(document, family)
     kinds = document.get("layer_types") or ()
-    return ModelOutline(
+    return ModelSizes(
         parameters=tuple(_parameters(sizes, family)),
         hidden=sizes.hidden,
         intermediate=sizes.intermediate,
