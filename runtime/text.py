@@ -10,6 +10,10 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 _UNFINISHED = "\ufffd"
+_CHARACTER = 4
+"""Most bytes, and so tokens, of a character in UTF-8."""
+_HELD = 16
+"""Most tokens without text of their own: with more, not a character but the output is malformed."""
 _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictionary()
 _COMPOSED = 4
 """Most code points that canonical composition combines: the length of the longest full decomposition."""
@@ -38,11 +42,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._least, self._skip = least, skip_special_tokens
-        # Special tokens that stop texts contain: searched for although they are not in the output text.
-        self._hidden: dict[int, str] = {}
-        if stop:
-            special = special_tokens(tokenizer).items()
-            self._hidden = {token: text for token, text in special if any(text in stop_text for stop_text in stop)}
+        # Special tokens that are not in the output text; stop texts that contain them are found nevertheless.
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else {}
         self._pushed = 0
         # The tokens last decoded, then those without text yet: a token's text may depend on the tokens before it. (The
         # library's own DecodeStream fails if a token changes the text of earlier ones.)
@@ -54,21 +55,29 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that it releases. Sets :attr:`stopped` if it completes a stop text."""
-        self._window.append(token)
         self._pushed += 1
+        if token in self._hidden:
+            return self._release("", self._hidden_text(token))
+        self._window.append(token)
         text = self._decode(self._window)
-        hidden = self._hidden.get(token, "") if self._skip else ""
-        if len(text) <= len(self._decoded) or text.endswith(_UNFINISHED):
-            return self._release("", hidden) if hidden else ""
-        piece = text[len(self._decoded) :]
-        self._window = self._window[self._decoded_count :]
-        self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
-        return self._release(piece, hidden)
+        if len(text) > len(self._decoded) and not text.endswith(_UNFINISHED):
+            piece = text[len(self._decoded) :]
+            self._window = self._window[self._decoded_count :]
+            self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
+        elif len(self._window) > self._decoded_count + _HELD:
+            # These bytes are no character: only the last ones may become one. The first ones stay too, as a decoder
+            # may replace all bytes in a row if any of them are wrong.
+            piece = text.removesuffix(_UNFINISHED)[len(self._decoded) :]
+            self._window = self._window[: self._decoded_count + _CHARACTER] + self._window[-_CHARACTER:]
+            self._decoded = self._decode(self._window).removesuffix(_UNFINISHED)
+        else:
+            return ""
+        return self._release(piece)
 
     def end(self, token: int) -> str:
         """Adds the token that ends the output; it is not part of the text, but may complete a stop text."""
         self._pushed += 1
-        return self._release(self._flush(), self._hidden.get(token, ""))
+        return self._release(self._flush(), self._hidden_text(token))
 
     def finish(self) -> str:
         """The remaining text: pending text, and the decoded bytes of an unfinished character."""
@@ -76,6 +85,11 @@ class TextStream:
         if not self.stopped:
             text += self._pending.take(len(self._pending))
         return text
+
+    def _hidden_text(self, token: int) -> str:
+        """A special token's text, if a stop text contains it."""
+        text = special_tokens(self._tokenizer).get(token, "")
+        return text if any(text in stop for stop in self._stop) else ""
 
     def _flush(self) -> str:
         """Returns the window's text that is not released yet, and empties the window."""
