@@ -17,6 +17,7 @@ from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded, write_file
 from specexport.contract.options import Options, option
+from specexport.contract.values import counted
 from specexport.flags import add_flags, from_flags
 from specexport.frontend import Frontend
 from specexport.runtime import SamplingParams, Stats, Stream
@@ -245,7 +246,7 @@ class Session:
         if self._conversation.unread > unread:
             self._terminal.notice(
                 f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
-                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset starts over."
+                f"longer reads its first {counted(self._conversation.unread, 'turn')}. /reset starts over."
             )
         parts: list[str] = []
         reason = None
@@ -267,7 +268,7 @@ class Session:
 
     def _length_notice(self, stats: Stats) -> str:
         if stats.output_tokens == self._conversation.params.max_tokens:
-            return f"The answer ends here as it may have {_counted(stats.output_tokens, 'token')} (--max-tokens)."
+            return f"The answer ends here as it may have {counted(stats.output_tokens, 'token')} (--max-tokens)."
         return (
             f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
             "message the model reads the last turns only; /reset starts over."
@@ -303,7 +304,7 @@ class Session:
         self._terminal.notice(
             describe(self._last, engine.backend.fallback, engine.costs, engine.backend.kernels),
             f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._frontend.max_model_len} "
-            f"tokens; {_counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
+            f"tokens; {counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
         )
 
     def _choose_method(self, name: str) -> None:
@@ -341,7 +342,7 @@ class Session:
         except OSError as error:
             raise RequestError(f"/save {name}: {error.strerror or error}; name another file") from error
         self._saved.add(path.resolve())
-        self._terminal.notice(f"Saved {_counted(len(self._conversation.turns), 'turn')} to {path}")
+        self._terminal.notice(f"Saved {counted(len(self._conversation.turns), 'turn')} to {path}")
 
     def _quit(self, _: str) -> None:
         """Leave."""
@@ -361,13 +362,9 @@ def _label(chosen: Speculative) -> str:
     return _PLAIN if chosen.plain else chosen.method or _AUTO
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
 def _speed(stats: Stats) -> str:
     """An answer's speed and acceptance."""
-    text = f"{_counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
+    text = f"{counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
     if not stats.drafted:
         return f"{text}, none of them drafted."
     length = stats.output_tokens / stats.steps
