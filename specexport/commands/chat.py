@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, sampling, speculation
+from specexport.commands import SAMPLING, add_engine, add_sampling, add_speculation, engine_flags, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded, write_file
 from specexport.contract.options import Options, option
 from specexport.contract.values import counted
-from specexport.flags import add_flags, from_flags
+from specexport.flags import add_flags, flag_values, from_flags
 from specexport.frontend import Frontend
 from specexport.runtime import SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
@@ -160,7 +160,8 @@ def chat_command(arguments: argparse.Namespace) -> int:
     """
     command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
     with closing(Frontend.open_for_chat(**options)) as frontend:
-        params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
+        params = frontend.params(None, **flag_values(SamplingParams, arguments, SAMPLING))
+        chosen = frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, command.system)
         folder = cache_folder()

@@ -17,7 +17,7 @@ from specexport.commands import add_engine, add_sampling, add_speculation, engin
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, option
 from specexport.contract.values import counted
-from specexport.flags import add_flags, check_flags, flag_values, from_flags
+from specexport.flags import add_flags, flag_values, from_flags
 from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
@@ -85,7 +85,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     """
     command, engine_options = from_flags(_RunOptions, arguments), engine_flags(arguments)
     overrides = flag_values(SamplingParams, arguments)
-    check_flags(SamplingParams, overrides)
     for name, acceptance in _OF_ACCEPTANCE.items():
         if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
             raise RequestError(
