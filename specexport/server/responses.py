@@ -36,6 +36,8 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     """Answers an input."""
     if body.n != 1:
         raise RequestError(f"n is {body.n}; a response is one output", param="n")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise RequestError("stream_options: a response's usage comes with its last event", param="stream_options")
     model = service.require_model(body.model)
     messages = [] if body.instructions is None else [_message("system", body.instructions)]
     if isinstance(body.input, str):

@@ -347,3 +347,10 @@ class TokenizeRequest(TemplateOptions):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="Of a conversation.")
     add_generation_prompt: bool = Field(True, description="End a conversation with what introduces an answer.")
     add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")
+
+    @property
+    def without_effect(self) -> set[str]:
+        """Fields that are for the other kind of text."""
+        if self.messages is None:
+            return {*TemplateOptions.model_fields, "tools", "add_generation_prompt"}
+        return {"add_special_tokens"} if self.add_special_tokens else set()
