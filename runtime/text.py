@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
@@ -132,19 +132,12 @@ class _PendingText:
 
     def find(self, stop: str) -> int:
         """The start of a stop text; -1 if it is absent."""
-        at = self._whole.find(stop)
-        if self._text_is_whole:
-            return at
-        visible = self._text.find(stop)
-        places = [at] * (at >= 0) + ([self._visible[visible]] if visible >= 0 else [])
-        return min(places, default=-1)
+        return min((places[at] for text, places in self._readings() if (at := text.find(stop)) >= 0), default=-1)
 
     def beginning(self, stop: str) -> int:
         """The start of a possible stop text that is not complete; the end if there is none."""
-        at = len(self._whole) - overlap(self._whole, stop)
-        if self._text_is_whole or not (visible := overlap(self._text, stop)):
-            return at
-        return min(at, self._visible[-visible])
+        begun = ((places, overlap(text, stop)) for text, places in self._readings())
+        return min((places[-length] for places, length in begun if length), default=len(self._whole))
 
     def take(self, end: int) -> str:
         """Removes the text up to ``end``; returns its visible part."""
@@ -157,13 +150,11 @@ class _PendingText:
         """Removes all text."""
         self._whole, self._visible = "", []
 
-    @property
-    def _text_is_whole(self) -> bool:
-        return len(self._visible) == len(self._whole)
-
-    @property
-    def _text(self) -> str:
-        return "".join(self._whole[at] for at in self._visible)
+    def _readings(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The whole text and, if that differs, the visible one, with the place of each character."""
+        yield self._whole, range(len(self._whole))
+        if len(self._visible) < len(self._whole):
+            yield "".join(self._whole[at] for at in self._visible), self._visible
 
 
 def overlap(text: str, stop: str) -> int:
