@@ -95,7 +95,7 @@ class OnnxRuntimeLibrary(Library):
         self,
         graph: Model | ProgramGraph,
         engines: Sequence[CompiledEngine],
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> SessionExecutor:
         """Opens a graph; that of a model once, as every session has its own copy of the weights.
 
