@@ -204,8 +204,8 @@ class Frontend:
             count = len(encode_text(tokenizer, text[:size].rstrip(), add_special_tokens=False))
             if count > self.max_model_len + _SLACK:
                 raise ContextLengthError(
-                    f"{param}: a text of {len(text)} characters, of which the first {size} are {count} tokens; the "
-                    f"context holds {self.max_model_len}; shorten it",
+                    f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, and "
+                    f"its first {size} characters are {count}; shorten it",
                     param=param,
                 )
             size *= 4
