@@ -20,6 +20,7 @@ from specexport.contract.methods import Method, MethodOptions, decode_hook
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
@@ -114,8 +115,11 @@ def _read(path: Path) -> Manifest:
         manifest = msgspec.json.decode(raw, type=Manifest, dec_hook=decode_hook)
     except UNREADABLE as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
-    _check_references(path, manifest)
-    _check_shapes(path, manifest)
+    try:
+        _check_references(manifest)
+        _check_shapes(manifest)
+    except BundleError as error:
+        raise BundleError(f"{path}: {error}") from error
     return manifest
 
 
@@ -123,16 +127,21 @@ class _Version(msgspec.Struct):
     format_version: Annotated[int, Meta(ge=1)]
 
 
-def _check_references(path: Path, manifest: Manifest) -> None:
+def _wrong(what: str, again: str = "build") -> BundleError:
+    """An error in a manifest, with what to do."""
+    return BundleError(f"{what}; {again} the bundle again")
+
+
+def _check_references(manifest: Manifest) -> None:
     """Checks that every path is in the bundle, and that every used file is listed with its size and hash."""
     listed = set()
     for entry in manifest.files:
         pure = PurePosixPath(entry.path)
         plain = entry.path == str(pure) and not pure.is_absolute() and ".." not in pure.parts
         if not plain or "\\" in entry.path or ":" in entry.path:
-            raise BundleError(f"{path}: files: {entry.path!r} is not a plain path in the bundle; refusing to load it")
+            raise _wrong(f"files: {entry.path!r} is not a plain path in the bundle")
         if entry.path in listed:
-            raise BundleError(f"{path}: files: {entry.path!r} is listed twice")
+            raise _wrong(f"files: {entry.path!r} is listed twice")
         listed.add(entry.path)
     used = [manifest.tokenizer.file, *manifest.tokenizer.templates.values()]
     used += [file for method in manifest.methods for file in method.files]
@@ -143,43 +152,36 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     used += [name for engine in manifest.engines for name in (engine.file, engine.source, *engine.segments)]
     for name in used:
         if name not in listed:
-            raise BundleError(f"{path}: {name!r} is used but not listed under files; build the bundle again")
+            raise _wrong(f"{name!r} is used but not listed under files")
 
 
-def _check_shapes(path: Path, manifest: Manifest) -> None:
+def _check_shapes(manifest: Manifest) -> None:
     """Checks that all shapes the engine needs exist, and that none needs an absurd amount of memory."""
     names = [method.name for method in manifest.methods]
     roles = [role for method in manifest.methods for role in method.models]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
-        raise BundleError(f"{path}: methods: {', '.join(names)}; expected each once, and one with a draft at most")
+        raise _wrong(f"methods: {', '.join(names)}; expected each once, and one with a draft at most")
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
-            raise BundleError(f"{path}: {method.name}: its model is not there; build the bundle again")
+            raise _wrong(f"{method.name}: its model is not there")
     target = manifest.target
     beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
     if beyond:
-        raise BundleError(
-            f"{path}: tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}; build the bundle again"
-        )
+        raise _wrong(f"tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}")
     for rule, tokens in manifest.generation.rules.tokens.items():
         if (most := max(tokens, default=0)) >= target.vocab_size:
-            raise BundleError(
-                f"{path}: generation.rules.{rule}: {most} is no token of {target.vocab_size}; build the bundle again"
-            )
+            raise _wrong(f"generation.rules.{rule}: {most} is no token of {target.vocab_size}")
     if manifest.max_seq_len > target.max_positions:
-        raise BundleError(
-            f"{path}: max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}; build "
-            "the bundle again"
-        )
+        raise _wrong(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}")
     for name, method in zip(names, manifest.methods, strict=True):
         if isinstance(method, MethodOptions) and method.sizes:
-            raise BundleError(f"{path}: {name}: num_speculative_tokens is given beside trees; build the bundle again")
+            raise _wrong(f"{name}: num_speculative_tokens is given beside trees")
         for role, model in method.models.items():
             if model.embedding_size is not None:
-                raise BundleError(f"{path}: embedding_size of the {role}: expected null; build the bundle again")
+                raise _wrong(f"embedding_size of the {role}: expected null")
     verified = {1}
     for name, method in zip(names, manifest.methods, strict=True):
-        verified |= _tree_sizes(path, name, method)
+        verified |= _tree_sizes(name, method)
     proposing = {
         role
         for method in manifest.methods
@@ -188,63 +190,60 @@ def _check_shapes(path: Path, manifest: Manifest) -> None:
     }
     for role, model in manifest.models.items():
         points = model.graph.points
-        _check_ranks(path, role, model)
-        _check_points(path, role, points, role in proposing, manifest)
+        _check_ranks(role, model)
+        _check_points(role, points, role in proposing, manifest)
         width = sum(layer.heads * (layer.key_size + layer.value_size) for layer in model.cache)
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
         size += manifest.batch_sizes[-1] * sum(layer.nbytes for layer in model.states)
         if model.cache and not all(point.cache for point in points):
-            raise BundleError(f"{path}: a shape point of the {role} has no cache rows; build the bundle again")
+            raise _wrong(f"a shape point of the {role} has no cache rows")
         if size > _MAX_CACHE_BYTES:
-            raise BundleError(f"{path}: the {role}'s cache would take {size} bytes; refusing to load it")
+            raise _wrong(f"the {role}'s cache would take {size} bytes")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
         chunk = {(manifest.prefill_chunk, 0 if role in proposing else 1)} if model.cache else set()
         missing = (steps | chunk) - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
-            raise BundleError(
-                f"{path}: no shape point of the {role} has {min(missing)[0]} tokens; build the bundle again"
-            )
-        _check_batches(path, role, points, manifest)
+            raise _wrong(f"no shape point of the {role} has {counted(min(missing)[0], 'token')}")
+        _check_batches(role, points, manifest)
         caches, propose = {(point.batch, point.cache) for point in points}, any(point.drafts for point in points)
         for engine in model.engines:
             for profile in engine.profiles:
                 if (profile.batch, profile.cache) not in caches or bool(profile.drafts) != propose:
-                    raise BundleError(
-                        f"{path}: engine {engine.file}: no shape point of the {role} is like its profile {profile}; "
-                        "compile the bundle again"
+                    raise _wrong(
+                        f"engine {engine.file}: no shape point of the {role} is like its profile {profile}", "compile"
                     )
 
 
-def _check_ranks(path: Path, role: str, model: Model) -> None:
+def _check_ranks(role: str, model: Model) -> None:
     """Checks that only a target is split, each rank with equally many segments and a whole number of heads."""
     ranks = model.ranks
     if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
-        raise BundleError(
-            f"{path}: engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks; "
-            "compile the bundle again"
+        raise _wrong(
+            f"engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks", "compile"
         )
     for runtime in {engine.runtime for engine in model.engines}:
         counts = {len(engine.segments) for engine in model.engines if engine.runtime == runtime}
         if len(counts) > 1 or (min(counts) > 1) != (bool(ranks) and runtime not in COMPILERS):
-            raise BundleError(
-                f"{path}: engines of the {role} for {runtime}: expected as many segments of each rank for "
-                "onnxruntime-cuda, and none elsewhere; compile the bundle again"
+            raise _wrong(
+                f"engines of the {role} for {runtime}: expected as many segments of each rank for onnxruntime-cuda, "
+                "and none elsewhere",
+                "compile",
             )
     if not ranks:
         return
     uneven = any(layer.heads % len(ranks) for layer in model.cache)
     cut = len({len(rank.segments) for rank in ranks}) == 1 and len(ranks[0].segments) > 1
     if role != "target" or len(ranks) < 2 or uneven or not cut or model.states:
-        raise BundleError(
-            f"{path}: ranks of the {role}: expected two or more of a target, with as many segments each and an equal "
-            "share of its heads; build the bundle again"
+        raise _wrong(
+            f"ranks of the {role}: expected two or more of a target, with as many segments each and an equal share of "
+            "its heads"
         )
 
 
-def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
+def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
     """Checks that points are unique and fit the kind of graph, and that the cache holds the longest text and a step."""
     if not points:
-        raise BundleError(f"{path}: there is no shape point of the {role}; build the bundle again")
+        raise _wrong(f"there is no shape point of the {role}")
     cached = bool(manifest.models[role].cache)
     fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if role in method.models)]
     doubled = len(set(points)) != len(points)
@@ -253,23 +252,20 @@ def _check_points(path: Path, role: str, points: Sequence[ShapePoint], proposes:
         if proposes:
             fits = not point.rows and point.drafts > 0 and (not cached or point.tokens in fed)
         if doubled or not fits:
-            raise BundleError(
-                f"{path}: graph.points of the {role}: {point} is there twice, or is no shape of such a graph; build "
-                "the bundle again"
-            )
+            raise _wrong(f"graph.points of the {role}: {point} is there twice, or is no shape of such a graph")
     widest, rows = max(point.tokens for point in points), max(point.cache for point in points)
     if role == "target" and manifest.max_seq_len + widest > rows + 1:
-        raise BundleError(
-            f"{path}: max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a "
-            f"step of {widest} tokens behind it; build the bundle again"
+        raise _wrong(
+            f"max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a step "
+            f"of {widest} tokens behind it"
         )
 
 
-def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
+def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
     """Checks that every shape exists at every cache size and, but for prefill chunks, at every batch size."""
     sizes = manifest.batch_sizes
     if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
-        raise BundleError(f"{path}: batch_sizes are {list(sizes)}; expected them to ascend from 1")
+        raise _wrong(f"batch_sizes are {list(sizes)}; expected them to ascend from 1")
     caches = {point.cache for point in points}
     shapes = {(point.tokens, point.rows, point.drafts) for point in points}
     for tokens, rows, drafts in shapes:
@@ -278,26 +274,26 @@ def _check_batches(path: Path, role: str, points: Sequence[ShapePoint], manifest
         absent = {(batch, cache) for batch in batches for cache in caches} - present
         if absent:
             missing = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
-            raise BundleError(f"{path}: the {role} has no shape point {missing}; build the bundle again")
+            raise _wrong(f"the {role} has no shape point {missing}")
 
 
-def _tree_sizes(path: Path, name: str, method: Method) -> set[int]:
+def _tree_sizes(name: str, method: Method) -> set[int]:
     """Widths of a method's steps; checks that it can fill its trees."""
     sizes: set[int] = set()
     for choices in method.trees:
         try:
             tree = TokenTree.from_choices(choices)
         except SpecExportError as error:
-            raise BundleError(f"{path}: {name}: trees: {error}; build the bundle again") from error
+            raise _wrong(f"{name}: trees: {error}") from error
         if len(tree) in sizes or len(tree) == 1:
-            raise BundleError(f"{path}: {name}: trees: two have {len(tree) - 1} draft tokens, or one has none")
+            raise _wrong(f"{name}: trees: two have {counted(len(tree) - 1, 'draft token')}, or one has none")
         sizes.add(len(tree))
         if (reason := method.validate_tree(tree)) is not None:
-            raise BundleError(f"{path}: {name}: trees: {reason}")
+            raise _wrong(f"{name}: trees: {reason}")
     if not sizes:
-        raise BundleError(f"{path}: {name}: trees: there are none; build the bundle again")
+        raise _wrong(f"{name}: trees: there are none")
     if (reason := method.validate()) is not None:
-        raise BundleError(f"{path}: {name}: {reason}; build the bundle again")
+        raise _wrong(f"{name}: {reason}")
     return set(method.widths())
 
 

@@ -79,6 +79,11 @@ def require_text(text: str, name: str, param: str | None = None) -> None:
         ) from error
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 graph`` or ``2 graphs``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def shown(value: object) -> str:
     """A value for an error, shortened if it is long."""
     try:

@@ -13,7 +13,9 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
-"""Length of an n-gram; limited, as the index has an entry for each token and length."""
+"""Length of an n-gram; limited, as every look-up compares so many tokens."""
+_MOST = 256
+"""Most occurrences that a look-up compares, the latest first: others would hardly be better, and take time."""
 
 
 class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
@@ -54,15 +56,19 @@ TRUST = 2
 
 
 class NgramIndex:
-    """The latest end of every n-gram of a growing text.
+    """Earlier occurrences of the n-grams of a growing text, from ``shortest`` to ``longest`` tokens.
 
-    Adding a token takes an entry for each n, whatever the length of the text; so does a look-up.
+    It keeps the shortest n-grams alone, with the occurrence before each (hash chains, as in LZ77), so its size does not
+    depend on ``longest``; a look-up compares at most ``_MOST`` occurrences with the text's end.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._sizes = range(longest, shortest - 1, -1)
+        self._shortest, self._longest = shortest, longest
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+        self._latest: dict[tuple[int, ...], int] = {}
+        """Where the latest occurrence of each shortest n-gram ends."""
+        self._before: list[int] = []
+        """Where the occurrence before the one that ends at an index ends; 0 for none."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -71,19 +77,29 @@ class NgramIndex:
         text = self._tokens
         for token in tokens:
             # N-grams are added only when a token follows them, so that the text's end never matches itself.
-            end = len(text)
-            for n in self._sizes:
-                if n <= end:
-                    self._after[tuple(text[end - n :])] = end
+            end, before = len(text), 0
+            if end >= self._shortest:
+                key = tuple(text[end - self._shortest :])
+                before, self._latest[key] = self._latest.get(key, 0), end
+            self._before.append(before)
             text.append(token)
 
     def match(self) -> tuple[int, int] | None:
         """The longest n-gram at the text's end that occurred before: n, and the start of its latest continuation."""
-        end = len(self._tokens)
-        for n in self._sizes:
-            if n <= end and (start := self._after.get(tuple(self._tokens[end - n :]))) is not None:
-                return n, start
-        return None
+        text, size = self._tokens, len(self._tokens)
+        longest, start = 0, 0
+        end = self._latest.get(tuple(text[size - self._shortest :]), 0) if size >= self._shortest else 0
+        for _ in range(_MOST):
+            if not end or longest == self._longest:
+                break
+            if end > longest and text[end - longest - 1] == text[size - longest - 1]:  # it may be longer
+                n = self._shortest
+                while n < min(self._longest, end) and text[end - n - 1] == text[size - n - 1]:
+                    n += 1
+                if n > longest:
+                    longest, start = n, end
+            end = self._before[end]
+        return (longest, start) if longest else None
 
     def continuation(self, start: int, count: int) -> list[int]:
         """``count`` tokens of the text from ``start``, repeated periodically beyond its end."""

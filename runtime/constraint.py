@@ -15,7 +15,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,8 @@ Bools = npt.NDArray[np.bool_]
 
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
+_CACHED = 8
+"""Compiled grammars that are kept."""
 _MAX_REASON = 300
 """Characters of llguidance's message in an error."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
@@ -53,6 +55,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._vocabularies: dict[bool, llguidance.LLTokenizer] = {}
         self._lock = threading.Lock()
+        self._compiled = lru_cache(maxsize=_CACHED)(self._compile)
 
     def prepare(self) -> None:
         """Reads the tokenizer ahead of the first constrained output: with a large vocabulary that takes seconds."""
@@ -90,6 +93,11 @@ class Grammars:
         stop_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> Constraint:
+        matcher = self._compiled(text, kind, param, skip_special_tokens).deep_copy()
+        return Constraint(matcher, self._vocab_size, frozenset([*self._eos, *stop_token_ids]), kind, param)
+
+    def _compile(self, text: str, kind: str, param: str, skip_special_tokens: bool) -> llguidance.LLMatcher:
+        """A grammar before its first token; the latest are cached, as a request may have many outputs."""
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are computed
             raise RequestError(f"the {kind} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
         try:
@@ -117,8 +125,7 @@ class Grammars:
         if matcher.is_error():
             reason = _reason(matcher.get_error())
             raise RequestError(f"the {kind} cannot be used: {reason}", param=param)
-        ends = frozenset([*self._eos, *stop_token_ids])
-        return Constraint(matcher, self._vocab_size, ends, kind, param)
+        return matcher
 
     def _lark(self, grammar: str) -> str:
         """Lark with token ids instead of names, of which llguidance knows only some, and with bounded white space."""

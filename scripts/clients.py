@@ -54,10 +54,14 @@ def check_pet(text: str) -> None:
 # -------------------------------------
 
 
-def _openai_completions(url: str, model: str, _: str) -> None:
+def _client(url: str) -> Any:
     import openai
 
-    client = openai.OpenAI(base_url=url, api_key="x")
+    return openai.OpenAI(base_url=url, api_key="x")
+
+
+def _openai_completions(url: str, model: str, _: str) -> None:
+    client = _client(url)
     completion = client.completions.create(model=model, prompt="one two", n=2, logprobs=2, logit_bias={"5": 3}, seed=1)
     assert len(completion.choices) == 2
     parts = client.completions.create(model=model, prompt="one", stream=True, stream_options={"include_usage": True})
@@ -65,9 +69,7 @@ def _openai_completions(url: str, model: str, _: str) -> None:
 
 
 def _openai_chat(url: str, model: str, _: str) -> None:
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="x")
+    client = _client(url)
     completion = client.chat.completions.create(
         model=model,
         messages=CHAT,
@@ -89,18 +91,13 @@ def _openai_chat(url: str, model: str, _: str) -> None:
 
 
 def _openai_schema(url: str, model: str, _: str) -> None:
-    import openai
-
     form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
-    client = openai.OpenAI(base_url=url, api_key="x")
-    completion = client.chat.completions.create(model=model, messages=CHAT, response_format=form)
+    completion = _client(url).chat.completions.create(model=model, messages=CHAT, response_format=form)
     check_pet(completion.choices[0].message.content or "")
 
 
 def _openai_tools(url: str, model: str, _: str) -> None:
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="x")
+    client = _client(url)
     completion = client.chat.completions.create(
         model=model, messages=CHAT, tools=[TOOL], tool_choice="required"
     ).choices[0]
@@ -117,9 +114,7 @@ def _openai_tools(url: str, model: str, _: str) -> None:
 
 
 def _openai_responses(url: str, model: str, _: str) -> None:
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="x")
+    client = _client(url)
     response = client.responses.create(model=model, input="one two", instructions="be brief", max_output_tokens=8)
     assert response.output_text
     assert response.usage is not None
@@ -175,7 +170,6 @@ def _langchain_text(url: str, model: str, _: str) -> None:
 
 def _instructor_models(url: str, model: str, _: str) -> None:
     import instructor
-    import openai
     from pydantic import BaseModel, ConfigDict
 
     class Pet(BaseModel):
@@ -184,7 +178,7 @@ def _instructor_models(url: str, model: str, _: str) -> None:
         old: bool
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="x"), mode=mode)
+        client = instructor.from_openai(_client(url), mode=mode)
         # Prevents endless spaces too, as the model's configuration does not apply to every mode's schema.
         arguments: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
         pet: Any = client.chat.completions.create(response_model=Pet, **arguments)

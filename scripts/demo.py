@@ -7,9 +7,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from specexport.building import exporter, progress_bars
-from specexport.contract.errors import BundleError, SpecExportError
-from specexport.contract.reading import read_manifest
+from specexport.building import damage, exporter, progress_bars
+from specexport.contract.errors import SpecExportError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 
@@ -46,7 +45,7 @@ def main() -> None:
     name = _HELPERS[arguments.method]
     target, helper = arguments.models / "demo-target", arguments.models / name
     bundle = arguments.output or Path("build") / f"demo-{arguments.method.replace('_', '-')}"
-    if not _is_built(bundle):
+    if damage(bundle, check_hashes=False) is not None:
         if not target.is_dir() or not helper.is_dir():
             sys.exit(
                 f"{arguments.models}: no demo-target and {name}; run this in a clone of specexport, or pass --models"
@@ -65,15 +64,6 @@ def main() -> None:
                 print(chunk.text, end="", flush=True)
         print("\n")
         print(_compared(engine, arguments.prompt, sampled))
-
-
-def _is_built(bundle: Path) -> bool:
-    """Whether a bundle exists that this version reads; one of an older version is built again."""
-    try:
-        read_manifest(bundle)
-    except BundleError:
-        return False
-    return True
 
 
 def _compared(engine: Engine, prompt: str, params: SamplingParams) -> str:

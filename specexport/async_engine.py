@@ -12,6 +12,7 @@ from typing import Any
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.contract.options import keywords
+from specexport.contract.values import counted
 from specexport.frontend import Frontend
 from specexport.options import ServiceOptions
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
@@ -215,7 +216,9 @@ class AsyncEngine:
         if max(len(self._live), arriving) + outputs > most:
             wait = self._wait()
             raise QueueFullError(
-                f"{self.waiting} requests wait for {self.slots} slots already; try again in {wait} seconds", wait
+                f"the queue is full: {counted(self.waiting, 'request')} for {counted(self.slots, 'slot')}; "
+                f"try again in {counted(wait, 'second')}",
+                wait,
             )
 
     def _wait(self) -> int:

@@ -178,23 +178,23 @@ def cached_bundle(
     key = _digest(identity)
     name = f"{Path(str(options['target'])).name}-{key[:16]}"
     bundle = root / "bundles" / name
-    if _damage(bundle, check_hashes) is not None and not _is_usable(root):
+    if damage(bundle, check_hashes) is not None and not _is_usable(root):
         root = temporary_folder()
         bundle = root / "bundles" / name
-        if _damage(bundle, check_hashes) is not None:
+        if damage(bundle, check_hashes) is not None:
             warnings.warn(
                 "there is no writable home folder: the bundle is deleted when this process ends; set "
                 "SPECEXPORT_CACHE to a folder to keep it",
                 stacklevel=2,
             )
-    if _damage(bundle, check_hashes) is not None:
+    if damage(bundle, check_hashes) is not None:
         with writing(root):
             bundle.parent.mkdir(parents=True, exist_ok=True)
             with build_lock(bundle):
-                damage = _damage(bundle, check_hashes)
-                if damage is not None:
+                why = damage(bundle, check_hashes)
+                if why is not None:
                     if os.path.lexists(bundle):
-                        warnings.warn(f"{damage}; it is removed and built again", stacklevel=2)
+                        warnings.warn(f"{why}; it is removed and built again", stacklevel=2)
                         remove(bundle)
                     _sweep(root)
                     build(dict(options), bundle)
@@ -217,7 +217,7 @@ def build_lock(bundle: Path) -> AbstractContextManager[None]:
     return locked(bundle.parent / f".{bundle.name}.turn")
 
 
-def _damage(bundle: Path, check_hashes: bool) -> BundleError | None:
+def damage(bundle: Path, check_hashes: bool) -> BundleError | None:
     """Why a bundle is missing or damaged; None if it is intact."""
     try:
         check_bundle(bundle, read_manifest(bundle), hashes=check_hashes)

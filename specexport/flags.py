@@ -50,30 +50,25 @@ def add_flags(
             _add(group_of(parser, group or option.about.get("group")), option, help.get(name, option.help), text)
 
 
-def flag_values(kind: type[Options], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that the command line sets."""
-    return {name: getattr(arguments, name) for name in options(kind) if hasattr(arguments, name)}
-
-
-def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
-    """The options that a command line asks for; ``others`` are fields without a flag.
+def flag_values(
+    kind: type[Options], arguments: argparse.Namespace, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The options that the command line sets, those of ``names`` or all.
 
     Raises:
         SpecExportError: a value is out of range; names the flag.
     """
-    values = {**flag_values(kind, arguments), **others}
-    check_flags(kind, values)
-    return kind(**values)
+    declared = options(kind)
+    defaults = {name: option.default for name, option in declared.items()}
+    chosen = declared.keys() if names is None else declared.keys() & names
+    values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
+    checked(kind, {**defaults, **values}, lambda name: flag(declared[name]))
+    return values
 
 
-def check_flags(kind: type[Options], values: Mapping[str, Any]) -> None:
-    """Checks values of flags, for errors that name the flag.
-
-    Raises:
-        SpecExportError: one is out of range.
-    """
-    defaults = {name: option.default for name, option in options(kind).items()}
-    checked(kind, {**defaults, **values}, lambda name: flag(options(kind)[name]))
+def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
+    """The options that a command line asks for; ``others`` are fields without a flag. Errors: :func:`flag_values`."""
+    return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
 
 
 def flag(option: Option) -> str:

@@ -25,7 +25,12 @@ from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative
-from specexport.runtime.text import characters_per_token, encode_text
+from specexport.runtime.text import encode_text
+
+_LONG = 16
+"""Characters for each token of the context from which a text counts as long."""
+_SLACK = 64
+"""Tokens that the beginning of a text may have in addition to those of the whole text there."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,6 @@ class Frontend:
     speculative: Speculative = DEFAULT
     seed: int | None = None
     _count: Iterator[int] = field(default_factory=itertools.count)
-    _longest: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        most = characters_per_token(self.engine.tokenizer)
-        self._longest = None if most is None else most * self.max_model_len
 
     @classmethod
     @keywords(EngineOptions)
@@ -194,17 +194,22 @@ class Frontend:
         """The tokens of a text; may be called while requests run, without delaying them.
 
         Raises:
-            ContextLengthError: it has more characters than a full context can stand for; it is not encoded.
+            ContextLengthError: it is long, and its beginning fills more than the context; the rest is not encoded.
             RequestError: it is not valid UTF-8.
         """
         require_text(text, f"the {param}" if param == "prompt" else param, param)
-        if self._longest is not None and len(text) > self._longest:
-            raise ContextLengthError(
-                f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, which are "
-                f"at most {self._longest}; shorten it",
-                param=param,
-            )
-        return encode_text(self.engine.tokenizer, text, add_special_tokens=add_special_tokens)
+        tokenizer, size = self.engine.tokenizer, _LONG * self.max_model_len
+        while size < len(text):
+            # Without white space at its end, which what follows may remove.
+            count = len(encode_text(tokenizer, text[:size].rstrip(), add_special_tokens=False))
+            if count > self.max_model_len + _SLACK:
+                raise ContextLengthError(
+                    f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, and "
+                    f"its first {size} characters are {count}; shorten it",
+                    param=param,
+                )
+            size *= 4
+        return encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def streams(
         self,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from specexport.contract.errors import RequestError
 from specexport.contract.options import keywords
-from specexport.contract.values import is_sequence, plain, shown, token_ids
+from specexport.contract.values import counted, is_sequence, plain, shown, token_ids
 from specexport.frontend import Frontend, Logprob
 from specexport.options import EngineOptions
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, Stream
@@ -271,7 +271,7 @@ def _per_prompt(name: str, argument: Any, kinds: type | tuple[type, ...], count:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise RequestError(f"{name} is {shown(wrong)}; expected {expected}, one for all prompts or one each")
     if len(values) != count:
-        raise RequestError(f"{len(values)} {name} for {count} prompts; give one for all, or one each")
+        raise RequestError(f"{len(values)} {name} for {counted(count, 'prompt')}; give one for all, or one each")
     return list(values)
 
 

@@ -132,7 +132,7 @@ def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> N
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=2)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 2)]
-        with pytest.raises(QueueFullError, match="2 requests wait") as caught:
+        with pytest.raises(QueueFullError, match="2 requests for 1 slot") as caught:
             engine.generate(PROMPT, GREEDY)
         assert caught.value.retry_after >= 1
         await until(lambda: engine.running == engine.slots)

@@ -421,7 +421,7 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
             graph["points"] = [point for point in graph["points"] if point["tokens"] != tokens]
 
         rewritten(copy, remove)
-        refused(copy, f"no shape point of the target has {tokens} tokens")
+        refused(copy, f"no shape point of the target has {tokens} token{'s' * (tokens > 1)};")
         (copy / MANIFEST_NAME).write_bytes(whole)
     put(copy, "methods.0.draft.graph.points", [])
     refused(copy, "no shape point of the draft")
@@ -435,7 +435,7 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
     [
         ([[[0, 0]]], "the choice [0, 0] is there, but not [0]"),
         ([[[0], [0]]], "the choice [0] is given twice"),
-        ([[[0]], [[1]]], "two have 1 draft tokens"),
+        ([[[0]], [[1]]], "two have 1 draft token,"),
         ([[]], "or one has none"),
         ([], "there are none"),
         ([[[0], [64]]], "rank 64, with 12 candidates"),

@@ -93,7 +93,7 @@ def test_trees_of_methods_over_text(
     bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
-    assert "9 nodes with the root, depth 8" in capsys.readouterr().out
+    assert "9 nodes with the root, depth 8, 1 path\n" in capsys.readouterr().out
     for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
         assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
         assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err

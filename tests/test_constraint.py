@@ -104,6 +104,20 @@ def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: p
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
 
+def test_outputs_of_one_grammar_share_its_compilation(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory, compiled = grammars(engine("llama-near")), llguidance.LLMatcher
+    count = []
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: count.append(1) or compiled(*args, **more))
+    monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_lark", compiled.grammar_from_lark, raising=False)
+    first, second = (factory.lark("start: /[a-c]+/") for _ in range(2))
+    letters = [engine("llama-near").tokenizer.token_to_id(letter) for letter in "ab"]
+    first.advance(letters)
+    second.advance(letters[:1])
+    assert len(count) == 1
+    factory.lark("start: /[a-c]+/", skip_special_tokens=False)
+    assert len(count) == 2
+
+
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
 def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)  # type: ignore[arg-type]

@@ -1,16 +1,17 @@
-"""How many characters a token can stand for: a bound that is never wrong, or none."""
+"""Texts into tokens: long ones are refused early, and other threads run meanwhile."""
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from specexport.runtime.text import characters_per_token, encode_text
+from specexport.contract.errors import ContextLengthError
+from specexport.frontend import Frontend
+from specexport.runtime.text import encode_text
 
 BYTES = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -53,26 +54,20 @@ def unknown(fused: bool) -> Tokenizer:
 BOUNDED = {"bytes": bytewise("aaaa", "Ġaa"), "fallback": fallback(), "composing": composing(), "unk": unknown(False)}
 
 
+def frontend(tokenizer: Tokenizer) -> Frontend:
+    return Frontend(SimpleNamespace(tokenizer=tokenizer), "model", max_model_len=8)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_text_has_more_characters_than_its_tokens_can_stand_for(name: str) -> None:
-    tokenizer = BOUNDED[name]
-    most = characters_per_token(tokenizer)
-    assert most is not None
-    pieces = st.sampled_from(
-        ["a", "aaaa", " ", "  \n", "é", "e\u0301", "\u1f82", "<|end|>", "\x00", "\U0001f600", "각"]
+def test_of_a_text_that_is_too_long_the_beginning_alone_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(
+        "specexport.frontend.encode_text",
+        lambda tokenizer, text, **options: read.append(len(text)) or encode_text(tokenizer, text, **options),
     )
-
-    @given(st.lists(pieces | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join))
-    def holds(text: str) -> None:
-        for form in (text, normalizers.NFD().normalize_str(text)):
-            assert len(form) <= most * len(encode_text(tokenizer, form, add_special_tokens=False))
-
-    holds()
-
-
-def test_the_bound_is_that_of_the_longest_token() -> None:
-    assert characters_per_token(bytewise("abcdefgh")) == 8
-    assert characters_per_token(composing()) == 4 * len("<|end|>")
+    with pytest.raises(ContextLengthError, match="holds 8 tokens, and its first 128 characters are"):
+        frontend(BOUNDED[name]).encode("a b " * 25_000)
+    assert read == [127]
 
 
 def swallowing() -> dict[str, Tokenizer]:
@@ -92,11 +87,13 @@ def swallowing() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", swallowing())
-def test_no_bound_if_tokens_remove_text(name: str) -> None:
+def test_a_text_of_which_little_remains_is_read_at_any_length(name: str) -> None:
     tokenizer = swallowing()[name]
-    assert characters_per_token(tokenizer) is None
     text = " " * 1000 + ("<m>" if name == "lstrip" else "")
-    assert len(encode_text(tokenizer, text)) <= 1
+    assert len(frontend(tokenizer).encode(text)) <= 1
+    if name in ("strip", "spaces", "removed"):
+        with pytest.raises(ContextLengthError, match="its first 2048 characters are"):
+            frontend(tokenizer).encode(text + "a b " * 1000)
 
 
 def test_others_run_while_a_long_text_is_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_the_index_equals_a_scan(text: list[int], shortest: int, more: int, data
             expected = (n, ends[-1])
             break
     assert index.match() == expected
+
+
+def test_a_lookup_of_long_n_grams_takes_no_more_memory_and_bounded_time() -> None:
+    text = [int(token) for token in np.random.default_rng(3).integers(0, 50, 4000)]
+    sizes = []
+    for longest in (2, 32):
+        tracemalloc.start()
+        index = NgramIndex(2, longest)
+        index.extend(text)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert sizes[1] < 1.1 * sizes[0]
+    index.extend(text[500:600])
+    assert index.match() == (32, 600)
+    index = NgramIndex(1, 3)
+    index.extend([7, 8, *[5, 8] * 200, 1, 7, 8])
+    assert index.match() == (2, 2)
+    index.extend([*[5, 8] * 300, 1, 7, 8])
+    assert index.match() == (1, 1005)  # the 256 latest occurrences are preceded by 5
 
 
 @given(texts, st.integers(1, 12))

@@ -224,6 +224,8 @@ def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
         shown = capsys.readouterr().out
         assert line in shown and "fp32" in shown and "as built" in shown
+    assert main(["plan", str(bundle("qwen3-medusa")), "--device", "orin-nano-8gb", "--acceptance", "0.5"]) == 1
+    assert "--acceptance was given, but there is no model that drafts" in capsys.readouterr().err
 
 
 def test_a_bundle_is_no_model_to_draft_with(

@@ -22,6 +22,9 @@ import pytest
 
 from specexport.cli import main
 from specexport.contract.errors import BackendError
+from specexport.contract.options import options
+from specexport.exporter.options import BuildSettings
+from specexport.options import ListenOptions
 from specexport.runtime import Engine, SamplingParams
 from tests.serving import free_port, wait_for_server
 from tests.threads import JOIN, wait_until
@@ -45,6 +48,14 @@ def test_wrong_flags_are_named(
 ) -> None:
     assert main(["serve", str(bundle("llama-near")), "--ray", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_no_flag_is_ignored() -> None:
+    from specexport.server.ray import Settings
+
+    refused = {*options(BuildSettings), "tensor_parallel_size"}
+    elsewhere = {"model", "api_key", "host", "port", "log_level", "ray"}
+    assert options(ListenOptions).keys() - refused - elsewhere <= Settings.model_fields.keys()
 
 
 @pytest.mark.parametrize(

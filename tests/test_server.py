@@ -305,6 +305,10 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
     body = http.post("/tokenize", json={"prompt": PROMPT}).json()
     assert body == {"count": len(engine.encode(PROMPT)), "max_model_len": 512, "tokens": engine.encode(PROMPT)}
     assert http.post("/tokenize", json={"messages": CHAT}).json()["count"] > 5
+    for unused in ({"prompt": "a", "tools": [TOOL]}, {"messages": CHAT, "add_special_tokens": True}):
+        refused = http.post("/tokenize", json=unused)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, [*unused][1])
+    assert http.post("/tokenize", json={"messages": CHAT, "add_special_tokens": False}).status_code == 200
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
 
@@ -400,6 +404,18 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
         ),
         ("completions", {"prompt": "a", "speculative": {"k": 3}}, "speculative.k", "without a method"),
         ("completions", {"prompt": "\ud800"}, "prompt", "half a character"),
+        (
+            "responses",
+            {"input": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+            "with its last event",
+        ),
+        (
+            "responses",
+            {"input": "a", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "given with text.format",
+        ),
         ("responses", {"input": ["a"]}, "input.0", "should be a message, a function_call or"),
         ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0", "should be a message"),
         ("responses", {"input": [{"type": None}]}, "input.0.message.role", "required"),

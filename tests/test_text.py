@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -74,6 +75,40 @@ def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
 def test_byte_level_pieces_make_up_the_original_text(text: str) -> None:
     pieces, _ = streamed(TOKENIZERS["byte_level"], TOKENIZERS["byte_level"].encode(text).ids)
     assert "".join(pieces) == text
+
+
+@given(st.lists(st.integers(0, 255), max_size=80))
+def test_byte_level_pieces_make_up_malformed_text(content: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    pieces, _ = streamed(tokenizer, content)
+    assert "".join(pieces) == tokenizer.decode(content)
+
+
+class Counting:
+    """A tokenizer that records the most tokens it had to decode at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.most = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        self.most = max(self.most, len(tokens))
+        return str(self._tokenizer.decode(tokens, **options))
+
+
+@pytest.mark.parametrize("run", ["<bytes>", "<end>"])
+@every_tokenizer
+def test_a_long_run_without_characters_costs_as_much_a_token_as_a_short_one(tokenizer: Tokenizer, run: str) -> None:
+    empty = tokenizer.token_to_id("<end>" if run == "<end>" else "<0xA0>" if "<0xA0>" in tokenizer.get_vocab() else "ł")
+    tokens = [*tokenizer.encode("hello").ids, *[empty] * 1000, *tokenizer.encode("hello").ids]
+    counting = Counting(tokenizer)
+    stream = TextStream(counting, ["lo!"])  # type: ignore[arg-type]
+    pieces = [*map(stream.push, tokens), stream.finish()]
+    assert counting.most < 50
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert max(map(len, pieces)) < 50
 
 
 @every_tokenizer

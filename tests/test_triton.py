@@ -209,6 +209,19 @@ def test_a_request_is_answered_whole_or_in_parts(model: Any, expected_answers: d
         assert [outputs["finish_reason"][0] for outputs in responses[-2:]] == [b"", b"length"]
 
 
+def test_special_tokens_of_the_prompt_can_be_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    frontend, added = model._engine.frontend, []
+    encode = frontend.encode
+    monkeypatch.setattr(
+        frontend, "encode", lambda text, **options: added.append(options["add_special_tokens"]) or encode(text)
+    )
+    for parameters in ({}, {"add_special_tokens": False}):
+        request = Request(parameters={**PARAMETERS, **parameters})
+        model.execute([request])
+        request.texts()
+    assert added == [True, False]
+
+
 def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
     request = json.dumps(
         {"n": 3, "seed": 1, "temperature": 1, "max_tokens": 8, "speculative": {"num_speculative_tokens": 0}}

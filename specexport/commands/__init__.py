@@ -11,7 +11,7 @@ from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildSettings
-from specexport.flags import add_flags, check_flags, flag_values, group_of
+from specexport.flags import add_flags, flag_values, group_of
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
 from specexport.runtime.speculative import Speculative
@@ -97,9 +97,7 @@ def engine_flags(
     Raises:
         BuildError: a value is out of range.
     """
-    values = {name: value for name, value in flag_values(EngineOptions, arguments).items() if name in names}
-    check_flags(EngineOptions, values)
-    return values
+    return flag_values(EngineOptions, arguments, names)
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
@@ -111,13 +109,6 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")
     add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=most)
     add_flags(parser, SamplingParams, ("seed",), seed=seed)
-
-
-def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags of :func:`add_sampling` that were set, without the seed."""
-    values = {name: value for name, value in flag_values(SamplingParams, arguments).items() if name in SAMPLING}
-    check_flags(SamplingParams, values)
-    return values
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +125,8 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     Raises:
         RequestError: flags contradict each other.
     """
-    keys = flag_values(Speculative, arguments) | {name: value for name, value in extra.items() if value is not None}
-    check_flags(Speculative, keys)
+    keys = flag_values(Speculative, arguments, ("method", "num_speculative_tokens", "hypothesis_entropy"))
+    keys |= {name: value for name, value in extra.items() if value is not None}
     if not arguments.no_speculation:
         return keys
     if keys:

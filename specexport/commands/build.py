@@ -163,12 +163,8 @@ def train_command(arguments: argparse.Namespace) -> int:
             f"training needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}"
         )
     training: Training = arguments.training
-    try:
+    with needs_extra("training", "train"):
         module = part(method_type(arguments.method), "train")
-    except ImportError as error:
-        raise TrainError(
-            f"training needs the [train] extra ({error}); install it with: pip install 'specexport[train]'"
-        ) from error
     log = partial(print, file=sys.stderr)
     train = getattr(module, f"train_{training.command.replace('-', '_')}")
     record = train(from_flags(training.options, arguments), log)

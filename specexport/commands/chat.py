@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, sampling, speculation
+from specexport.commands import SAMPLING, add_engine, add_sampling, add_speculation, engine_flags, speculation
 from specexport.commands.run import describe
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded, write_file
 from specexport.contract.options import Options, option
-from specexport.flags import add_flags, from_flags
+from specexport.contract.values import counted
+from specexport.flags import add_flags, flag_values, from_flags
 from specexport.frontend import Frontend
 from specexport.runtime import SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
@@ -159,7 +160,8 @@ def chat_command(arguments: argparse.Namespace) -> int:
     """
     command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
     with closing(Frontend.open_for_chat(**options)) as frontend:
-        params, chosen = frontend.params(None, **sampling(arguments)), frontend.speculation(keys)
+        params = frontend.params(None, **flag_values(SamplingParams, arguments, SAMPLING))
+        chosen = frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, command.system)
         folder = cache_folder()
@@ -245,7 +247,7 @@ class Session:
         if self._conversation.unread > unread:
             self._terminal.notice(
                 f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
-                f"longer reads its first {_counted(self._conversation.unread, 'turn')}. /reset starts over."
+                f"longer reads its first {counted(self._conversation.unread, 'turn')}. /reset starts over."
             )
         parts: list[str] = []
         reason = None
@@ -267,7 +269,7 @@ class Session:
 
     def _length_notice(self, stats: Stats) -> str:
         if stats.output_tokens == self._conversation.params.max_tokens:
-            return f"The answer ends here as it may have {_counted(stats.output_tokens, 'token')} (--max-tokens)."
+            return f"The answer ends here as it may have {counted(stats.output_tokens, 'token')} (--max-tokens)."
         return (
             f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
             "message the model reads the last turns only; /reset starts over."
@@ -303,7 +305,7 @@ class Session:
         self._terminal.notice(
             describe(self._last, engine.backend.fallback, engine.costs, engine.backend.kernels),
             f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._frontend.max_model_len} "
-            f"tokens; {_counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
+            f"tokens; {counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
         )
 
     def _choose_method(self, name: str) -> None:
@@ -341,7 +343,7 @@ class Session:
         except OSError as error:
             raise RequestError(f"/save {name}: {error.strerror or error}; name another file") from error
         self._saved.add(path.resolve())
-        self._terminal.notice(f"Saved {_counted(len(self._conversation.turns), 'turn')} to {path}")
+        self._terminal.notice(f"Saved {counted(len(self._conversation.turns), 'turn')} to {path}")
 
     def _quit(self, _: str) -> None:
         """Leave."""
@@ -361,13 +363,9 @@ def _label(chosen: Speculative) -> str:
     return _PLAIN if chosen.plain else chosen.method or _AUTO
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
 def _speed(stats: Stats) -> str:
     """An answer's speed and acceptance."""
-    text = f"{_counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
+    text = f"{counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
     if not stats.drafted:
         return f"{text}, none of them drafted."
     length = stats.output_tokens / stats.steps

@@ -20,6 +20,7 @@ from specexport.contract.model import Model
 from specexport.contract.options import Options, option
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.runtime.backends.onnxruntime.kernels import kernels_described
 from specexport.tables import Table, show
 
@@ -66,7 +67,8 @@ def inspect_command(command: InspectOptions) -> int:
             if getattr(command, name):
                 raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
-        show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {len(tree.leaf_paths)} paths")
+        paths = counted(len(tree.leaf_paths), "path")
+        show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {paths}")
         return 0
     manifest = read_manifest(command.bundle)
     check_files(command.bundle, manifest, hashes=command.hashes)
@@ -164,15 +166,14 @@ def _speculation(method: Method) -> str:
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
     most = "up to " if method.own_widths or not method.needs_graph else ""
     width = method.widths()[0]
-    text = (
-        f"{method.describe()}: {most}{len(tree) - 1} draft tokens a step {shape}, verified {width} at a time; lossless"
-    )
+    drafted = counted(len(tree) - 1, "draft token")
+    text = f"{method.describe()}: {most}{drafted} a step {shape}, verified {width} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(tree) - 1 for tree in smaller))}" if smaller else "")
 
 
 def _cache(model: Model) -> str:
-    row = model.cache_row_bytes
-    return f"{len(model.cache)} layers, {bytes_text(row)} a token ({model.precision.cache})" if row else "none"
+    row, layers = model.cache_row_bytes, counted(len(model.cache), "layer")
+    return f"{layers}, {bytes_text(row)} a token ({model.precision.cache})" if row else "none"
 
 
 def _precision(model: Model) -> str:

@@ -100,6 +100,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
             )
         drafts, title = (method.name if method else None), f"{command.device}, {precision}, {context} tokens"
         without = ""
+    if drafts is None and hasattr(arguments, "acceptance"):
+        raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
         return 0 if estimate.fits else 1

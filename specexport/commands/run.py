@@ -16,7 +16,8 @@ import numpy.typing as npt
 from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, read_text, speculation
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, option
-from specexport.flags import add_flags, check_flags, flag_values, from_flags
+from specexport.contract.values import counted
+from specexport.flags import add_flags, flag_values, from_flags
 from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
 from specexport.runtime.costs import Costs
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
@@ -84,7 +85,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     """
     command, engine_options = from_flags(_RunOptions, arguments), engine_flags(arguments)
     overrides = flag_values(SamplingParams, arguments)
-    check_flags(SamplingParams, overrides)
     for name, acceptance in _OF_ACCEPTANCE.items():
         if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
             raise RequestError(
@@ -115,7 +115,8 @@ def run_command(arguments: argparse.Namespace) -> int:
                 print(flush=True)
                 by_default = not command.chat and "max_tokens" not in overrides
                 if by_default and stream.stats.output_tokens == params.max_tokens and sys.stderr.isatty():
-                    print(f"(ended after {params.max_tokens} tokens; --max-tokens sets how many)", file=sys.stderr)
+                    length = counted(stream.stats.output_tokens, "token")
+                    print(f"(ended after {length}; --max-tokens sets how many)", file=sys.stderr)
             if command.stats:
                 print(
                     describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
@@ -158,7 +159,7 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kerne
     per_step = 1e3 / max(1, stats.steps)
     lines = [
         f"tokens      {stats.prompt_tokens} in, {stats.cached_tokens} of them from the prefix cache, "
-        f"{stats.output_tokens} out in {stats.steps} steps: "
+        f"{stats.output_tokens} out in {counted(stats.steps, 'step')}: "
         f"acceptance length {stats.acceptance_length:.2f}",
         f"speed       {stats.tokens_per_second:.1f} tokens/s decoding; prefill {stats.prefill * 1e3:.1f} ms, "
         f"first token after {stats.first_token * 1e3:.1f} ms, total {stats.total * 1e3:.1f} ms",

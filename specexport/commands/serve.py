@@ -19,7 +19,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.options import Options, option, options
 from specexport.contract.reading import read_manifest
-from specexport.contract.values import require_text
+from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
 from specexport.flags import add_flags, flag_values, from_flags
 from specexport.options import ListenOptions, ServiceOptions
@@ -185,7 +185,7 @@ def export_command(command: ExportOptions) -> int:
             (folder / "README.md", _README.read_text(encoding="utf-8").format(name=name)),
         ):
             path.write_text(text, encoding="utf-8")
-    print(f"{command.output}: {name}, a model of {max(manifest.batch_sizes)} slots")
+    print(f"{command.output}: {name}, a model of {counted(max(manifest.batch_sizes), 'slot')}")
     return 0
 
 

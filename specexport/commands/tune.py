@@ -18,6 +18,7 @@ from specexport.commands.bench import read_lines
 from specexport.commands.inspect import about, svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.options import option
+from specexport.contract.values import counted
 from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
@@ -276,7 +277,7 @@ def _by_slots(costs: Sequence[Cost]) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds by tokens, for each number of slots."""
     series: dict[str, list[tuple[float, float]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.batch, cost.tokens)):
-        series.setdefault(f"{cost.batch} slot{'s' * (cost.batch > 1)}", []).append((cost.tokens, cost.seconds * 1e3))
+        series.setdefault(counted(cost.batch, "slot"), []).append((cost.tokens, cost.seconds * 1e3))
     return series
 
 

@@ -192,6 +192,8 @@ def create_app(
         service.require_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
+        if unused := body.model_fields_set & body.without_effect:
+            raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
         if body.messages is not None:
             tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
             tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)

@@ -27,7 +27,7 @@ from specexport.server.answers import (
     TopLogprob,
     Usage,
 )
-from specexport.server.fields import ANY_OBJECT, ChatMessage
+from specexport.server.fields import ChatMessage
 from specexport.server.schema import ChatRequest, JsonSchema, TemplateOptions
 from specexport.server.service import Service, least, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
@@ -46,14 +46,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         variables["tools"] = template_tools(body.offered)
     prompt = await chat_tokens(service, body, body.messages, variables, body.add_generation_prompt)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    bound = {} if calls is None else calls.bound()
-    if body.response_format is not None and body.response_format.type != "text":
-        if bound:
-            raise RequestError("response_format: given with tools; give one of them", param="response_format")
-        shape = body.response_format
-        schema = json.dumps(shape.json_schema.schema_) if isinstance(shape, JsonSchema) else ANY_OBJECT
-        bound = {"json_schema": schema}
-    params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, bound)
+    shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
+    params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
     scored = streams[0] if body.prompt_logprobs is not None else None
     form = _Format(service, head, calls, scored, body.include_steps)

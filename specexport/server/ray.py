@@ -13,12 +13,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from ray import serve
@@ -37,8 +38,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BackendError, BuildError, QueueFullError
+from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
-from specexport.options import ServerOptions
+from specexport.exporter.options import BuildSettings
+from specexport.options import ServerOptions, ServiceOptions
 from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
 from specexport.server.fields import model_of
@@ -54,18 +57,15 @@ _BACKOFF = 0.05
 """Most seconds between two attempts to find a free replica, which may be idle meanwhile."""
 _KEYED = 512
 """Characters of a prompt's beginning that determine its replica."""
-_ENGINE = (
-    *("speculative_config", "calibrate", "max_model_len", "seed", "gpu_memory_utilization", "backend", "max_queue"),
-)
-_SERVER = (
-    *("served_model_name", "timeout", "shutdown_timeout", "cors", "page", "max_body_bytes", "replicas"),
-    "max_replicas",
-)
+_OWN = {*options(BuildSettings), "model", "bundle", "threads", "tensor_parallel_size", "api_key"}
+"""Options that replicas do not have, or have in another form."""
+_FIELDS = [name for name in options(ServerOptions) if name not in _OWN]
+_ENGINE = [name for name in options(ServiceOptions) if name not in _OWN]
 
 if TYPE_CHECKING:
     _Fields: Any
 else:
-    _Fields = model_of(BaseModel, ServerOptions, (*_ENGINE, *_SERVER))
+    _Fields = model_of(BaseModel, ServerOptions, _FIELDS)
 
 
 class Settings(_Fields):  # type: ignore[misc]
@@ -211,8 +211,7 @@ class Front:
                 whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     whole.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value)
-        registry = CollectorRegistry()
-        registry.register(_Collector(list(families.values())))
+        registry: Any = SimpleNamespace(collect=families.values)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -220,16 +219,6 @@ _SENT = {
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers"),
     *("client", "server"),
 }
-
-
-class _Collector:
-    """A collector of given metrics, as prometheus_client needs it."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Sequence[Metric]:
-        return self._metrics
 
 
 def _client_error(error: Exception) -> ApiError:

@@ -26,8 +26,8 @@ from specexport.server.answers import (
 )
 from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
-from specexport.server.fields import ANY_OBJECT, CalledFunction, ChatMessage, Content, ToolCall
-from specexport.server.schema import InputCall, InputItem, InputMessage, ResponseRequest, SchemaFormat
+from specexport.server.fields import CalledFunction, ChatMessage, Content, ToolCall
+from specexport.server.schema import InputCall, InputItem, InputMessage, ResponseRequest
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools
 
@@ -36,6 +36,8 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     """Answers an input."""
     if body.n != 1:
         raise RequestError(f"n is {body.n}; a response is one output", param="n")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise RequestError("stream_options: a response's usage comes with its last event", param="stream_options")
     model = service.require_model(body.model)
     messages = [] if body.instructions is None else [_message("system", body.instructions)]
     if isinstance(body.input, str):
@@ -46,17 +48,11 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     effort = None if body.reasoning is None else body.reasoning.effort
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     calls = service.calling(body)
-    bound: dict[str, Any] = {}
     if calls is not None:
         variables["tools"] = template_tools(body.offered)
-        bound = calls.bound()
     prompt = await chat_tokens(service, body, messages, variables)
-    form = None if body.text is None else body.text.format
-    if form is not None and form.type != "text":
-        if bound:
-            raise RequestError("text.format: given with tools; give one of them", param="text.format")
-        bound["json_schema"] = json.dumps(form.schema_) if isinstance(form, SchemaFormat) else ANY_OBJECT
-    params = service.params(body, body.max_output_tokens, None, bound)
+    shape = None if body.text is None else body.text.format
+    params = service.params(body, body.max_output_tokens, None, calls, shape)
     (stream,) = await service.start([prompt], params, body)
     response = _Response(model, body, params, stream, len(prompt))
     output = Output(calls)

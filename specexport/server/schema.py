@@ -5,7 +5,8 @@ Unknown fields are refused, and so are known ones that ask for something unsuppo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -95,15 +96,13 @@ class GenerationRequest(_Sampling):
         None, gt=0, le=86400, description="Seconds, including the wait; at most the server's."
     )
 
+    format_field: ClassVar[str] = ""
+    """The field with the output's format, if there is one."""
+
     @property
     def hypothesis(self) -> str | None:
         """The expected output."""
         return None
-
-    @property
-    def bound_by(self) -> str:
-        """The field that constrains the output."""
-        return "structured_outputs"
 
 
 class CompletionRequest(GenerationRequest):
@@ -173,8 +172,46 @@ class TemplateOptions(RequestModel):
         return ({} if self.documents is None else {"documents": self.documents}) | self.chat_template_kwargs
 
 
-class ChatRequest(GenerationRequest, TemplateOptions):
+class SchemaFormat(NamedSchema):
+    """A JSON schema, as responses have it."""
+
+    type: Literal["json_schema"]
+
+
+class ResponseTool(Function):
+    """A tool, as responses have it."""
+
+    type: Literal["function"]
+
+
+class ChosenFunction(FunctionName):
+    """The tool to call, as responses have it."""
+
+    type: Literal["function"]
+
+
+class ConversationRequest(GenerationRequest, TemplateOptions):
+    """The common fields of chats and responses."""
+
+    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
+    tools: Sequence[Tool | ResponseTool] = []
+    tool_choice: ToolMode | ChosenTool | ChosenFunction | None = None
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that may be called."""
+        return [tool.function if isinstance(tool, Tool) else tool for tool in self.tools]
+
+    @property
+    def choice(self) -> ToolMode | FunctionName | None:
+        """Whether a function is called, and which."""
+        return self.tool_choice.function if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
+
+
+class ChatRequest(ConversationRequest):
     """``POST /v1/chat/completions``."""
+
+    format_field = "response_format"
 
     messages: Messages
     max_completion_tokens: Count | None = Field(None, description="None for what the context holds.")
@@ -188,7 +225,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     prediction: Prediction | None = Field(None, description="The expected answer, verified as a draft.")
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="What may be called.")
     tool_choice: ToolMode | ChosenTool | None = Field(None, description="Whether one is called; auto if there are any.")
-    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="A variable of the model's chat template."
     )
@@ -199,28 +235,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     @property
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
-
-    @property
-    def bound_by(self) -> str:
-        if self.structured_outputs is not None and self.structured_outputs.bounds():
-            return "structured_outputs"
-        return "tools" if self.tools and self.choice != "none" else "response_format"
-
-    @property
-    def offered(self) -> list[Function]:
-        """The functions that may be called."""
-        return [tool.function for tool in self.tools]
-
-    @property
-    def choice(self) -> ToolMode | FunctionName | None:
-        """Whether a function is called, and which."""
-        return self.tool_choice.function if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
-
-
-class SchemaFormat(NamedSchema):
-    """A JSON schema, as responses have it."""
-
-    type: Literal["json_schema"]
 
 
 class TextConfig(RequestModel):
@@ -287,20 +301,10 @@ InputItem = Annotated[
 ]
 
 
-class ResponseTool(Function):
-    """A tool, as responses have it."""
-
-    type: Literal["function"]
-
-
-class ChosenFunction(FunctionName):
-    """The tool to call, as responses have it."""
-
-    type: Literal["function"]
-
-
-class ResponseRequest(GenerationRequest, TemplateOptions):
+class ResponseRequest(ConversationRequest):
     """``POST /v1/responses``."""
+
+    format_field = "text.format"
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: Text | None = Field(None, description="A system message before the input.")
@@ -310,7 +314,6 @@ class ResponseRequest(GenerationRequest, TemplateOptions):
     conversation: Unsupported = None
     include_steps: Annotated[Any, Only((False,))] = None
     max_tool_calls: Unsupported = None
-    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls.")
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
     tool_choice: ToolMode | ChosenFunction | None = Field(
@@ -320,22 +323,6 @@ class ResponseRequest(GenerationRequest, TemplateOptions):
         [], description="What may be called."
     )
     top_logprobs: Annotated[Any, Only((0,))] = None
-
-    @property
-    def bound_by(self) -> str:
-        if self.structured_outputs is not None and self.structured_outputs.bounds():
-            return "structured_outputs"
-        return "tools" if self.tools and self.choice != "none" else "text.format"
-
-    @property
-    def offered(self) -> list[ResponseTool]:
-        """The functions that may be called."""
-        return self.tools
-
-    @property
-    def choice(self) -> ToolMode | FunctionName | None:
-        """Whether a function is called, and which."""
-        return self.tool_choice
 
 
 class TokenizeRequest(TemplateOptions):
@@ -347,3 +334,10 @@ class TokenizeRequest(TemplateOptions):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="Of a conversation.")
     add_generation_prompt: bool = Field(True, description="End a conversation with what introduces an answer.")
     add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")
+
+    @property
+    def without_effect(self) -> set[str]:
+        """Fields that are for the other kind of text."""
+        if self.messages is None:
+            return {*TemplateOptions.model_fields, "tools", "add_generation_prompt"}
+        return {"add_special_tokens"} if self.add_special_tokens else set()

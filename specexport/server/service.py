@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -35,8 +36,16 @@ from specexport.server.answers import (
     Usage,
 )
 from specexport.server.errors import ApiError, api_error
+from specexport.server.fields import ANY_OBJECT
 from specexport.server.metrics import Metrics
-from specexport.server.schema import SAMPLING, ChatRequest, GenerationRequest, ResponseRequest, StreamOptions
+from specexport.server.schema import (
+    SAMPLING,
+    AnyFormat,
+    ConversationRequest,
+    GenerationRequest,
+    NamedSchema,
+    StreamOptions,
+)
 from specexport.server.tools import Calling, calling
 
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
@@ -108,7 +117,7 @@ class Service:
         model = self.require_model(body.model)
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def calling(self, body: ChatRequest | ResponseRequest) -> Calling | None:
+    def calling(self, body: ConversationRequest) -> Calling | None:
         """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
         template = self.engine.frontend.engine.chat_template
         source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
@@ -129,33 +138,38 @@ class Service:
         body: GenerationRequest,
         max_tokens: int | None,
         logprobs: int | None,
-        bound: Mapping[str, Any] | None = None,
+        calls: Calling | None = None,
+        shape: AnyFormat | NamedSchema | None = None,
     ) -> SamplingParams:
-        """A request's sampling parameters, by default the model's own. ``bound`` constrains the output.
+        """A request's sampling parameters, by default the model's own, for an output with calls or of a format.
 
         Raises:
-            RequestError: it is constrained in two ways.
+            RequestError: the output is constrained in two ways.
         """
-        frontend = self.engine.frontend
-        bounds = [] if body.structured_outputs is None else body.structured_outputs.bounds()
-        if bounds and bound:
-            raise RequestError(
-                "structured_outputs: given with tools or a response_format; give one of them",
-                param="structured_outputs",
-            )
+        structured = [] if body.structured_outputs is None else body.structured_outputs.bounds()
+        bounds: dict[str, Any] = {"structured_outputs": structured[0]} if structured else {}
+        if isinstance(shape, NamedSchema):
+            bounds[body.format_field] = {"json_schema": json.dumps(shape.schema_)}
+        elif shape is not None and shape.type != "text":
+            bounds[body.format_field] = {"json_schema": ANY_OBJECT}
+        if calls is not None:
+            bounds["tools"] = calls.bound()
+        if len(bounds) > 1:
+            name, other, *_ = bounds
+            raise RequestError(f"{name}: given with {other}; give one of them", param=name)
         overrides: dict[str, Any] = body.model_dump(include=set(SAMPLING), exclude_none=True)
         if body.model_fields_set & LENGTHS:
             overrides["max_tokens"] = max_tokens
         if body.stop is not None:
             overrides["stop"] = body.stop
-        return frontend.params(
+        return self.engine.frontend.params(
             max_tokens,
             stop_token_ids=tuple(body.stop_token_ids),
             n=body.n,
             seed=None if body.seed == -1 else body.seed,
             logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
             logprobs=logprobs,
-            **{**overrides, **(bounds[0] if bounds else bound or {})},
+            **{**overrides, **next(iter(bounds.values()), {})},
         )
 
     async def start(
@@ -180,7 +194,10 @@ class Service:
             except RequestError as error:
                 if error.param not in ("grammar", "json_schema"):
                     raise
-                raise RequestError(f"{body.bound_by}: {error}", param=body.bound_by) from error
+                field = "tools" if error.param == "grammar" else body.format_field
+                if body.structured_outputs is not None and body.structured_outputs.bounds():
+                    field = "structured_outputs"
+                raise RequestError(f"{field}: {error}", param=field) from error
 
         # A schema or a prediction may take long, so it is processed in a thread.
         return self.engine.start(await asyncio.to_thread(create), min(limits, default=None))

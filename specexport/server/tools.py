@@ -14,7 +14,7 @@ from specexport.runtime.text import overlap
 from specexport.server import parameters
 from specexport.server.answers import AssistantCall, FunctionCall
 from specexport.server.fields import Function, FunctionName, quoted
-from specexport.server.schema import ChatRequest, ResponseRequest
+from specexport.server.schema import ConversationRequest
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def template_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": tool} for tool in plain]
 
 
-def calling(request: ChatRequest | ResponseRequest, template: str) -> Calling | None:
+def calling(request: ConversationRequest, template: str) -> Calling | None:
     """How a request's answer may call tools; None if it may not.
 
     Raises:

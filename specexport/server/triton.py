@@ -114,7 +114,8 @@ class TritonPythonModel:
         else:
             begin = ""
         body = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
-        tokens = await asyncio.to_thread(self._engine.frontend.tokens, prompt)
+        encode = self._engine.frontend.tokens
+        tokens = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
         streams = await self._service.start([tokens], self._service.params(body, body.max_tokens, None), body)
         optional = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
         parts = _Parts(body.n, len(tokens), begin)

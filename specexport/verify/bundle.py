@@ -14,6 +14,7 @@ import msgspec
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
+from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
@@ -208,15 +209,14 @@ def _files(folder: Path, progress: Progress) -> Outcome:
 
     check_files(folder, manifest, hashes=True, progress=advance)
     count = len(manifest.files)
-    return True, f"{count} files have the sizes and hashes the manifest says", {"files": count, "bytes": total}
+    sentence = f"{counted(count, 'file')}, of the sizes and hashes that the manifest says"
+    return True, sentence, {"files": count, "bytes": total}
 
 
 def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
     count = check_graphs(bundle, lambda done, total: progress("graphs", done, total))
-    sentence = (
-        f"{count} graphs are valid ONNX, of standard operators only, with the inputs, outputs and shapes declared"
-    )
-    return True, sentence, {"graphs": count}
+    told = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
+    return True, f"{counted(count, 'graph')}: {told}", {"graphs": count}
 
 
 def _engines(bundle: Bundle, progress: Progress) -> Outcome:
@@ -231,14 +231,15 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
         lambda done, total: progress("engines", done, total),
     )
     numbers: Numbers = {"engines": result.engines, "shapes": result.shapes, "largest_difference_allowed": result.worst}
-    compared = f"{result.engines} engines of {library.runtime} {library.version} at {result.shapes} shapes"
-    if result.wrong:
-        return False, f"{compared}: {len(result.wrong)} differ from their ONNX graphs; {result.wrong[0]}", numbers
-    skipped = len(bundle.manifest.engines) - result.engines
-    sentence = (
-        f"{compared} compute what their ONNX graphs do, with at most {result.worst:.0%} of the allowed difference"
+    compared = (
+        f"{counted(result.engines, 'engine')} of {library.runtime} {library.version} at "
+        f"{counted(result.shapes, 'shape')}, compared with their ONNX graphs"
     )
-    return True, sentence + (f"; {skipped} are for other devices and were not run" if skipped else ""), numbers
+    if result.wrong:
+        return False, f"{compared}: {counted(len(result.wrong), 'difference')}; {result.wrong[0]}", numbers
+    skipped = len(bundle.manifest.engines) - result.engines
+    sentence = f"{compared}: at most {result.worst:.0%} of the allowed difference"
+    return True, sentence + (f"; not run, for other devices: {skipped}" if skipped else ""), numbers
 
 
 # --- against the original models --------------------------------------------------------------------------------------
@@ -343,11 +344,11 @@ def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progre
     if result.differences:
         first = result.differences[0]
         sentence = (
-            f"speculation changes greedy output: after {len(first.text)} tokens it goes on with token "
+            f"speculation changes greedy output: after {counted(len(first.text), 'token')} it goes on with token "
             f"{first.speculative} where plain decoding has {first.plain} ({len(result.differences)} such places)"
         )
     else:
-        sentence = f"greedy output is the same with speculation and without, {result.tokens} tokens"
+        sentence = f"greedy output is the same with speculation and without, {counted(result.tokens, 'token')}"
     sentence += f"; not promised bit for bit: {result.inexact}" if result.inexact else "; rows exact"
     seeded = "the same text twice" if result.repeated else "different texts"
     return not result.differences and result.repeated, f"{sentence}; a seed gives {seeded}", numbers

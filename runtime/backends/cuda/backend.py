@@ -111,7 +111,7 @@ class CudaBackend:
             )
         if model.ranks:
             return self._lead(model, slots, buffers)
-        return self._open(DeviceGraph, model, slots, buffers, lambda: self._library.model(model))
+        return self._open(DeviceGraph, model, slots, buffers, lambda: self._library.open(model))
 
     def _open(
         self, kind: type[T], model: Model, slots: int, buffers: Buffers, executor_of: Callable[[], Executor]
@@ -162,9 +162,7 @@ class CudaBackend:
 
                 followers.meeting.watch(lost)
                 part = model.of_rank(0)
-                leading = self._open(
-                    LeadingDeviceGraph, part, slots, buffers, lambda: library.rank(model, 0, communicator)
-                )
+                leading = self._open(LeadingDeviceGraph, part, slots, buffers, lambda: library.open(part, communicator))
                 leading.lead(followers, communicator)
                 followers.meeting.wait()
             except BackendError as error:
@@ -186,7 +184,7 @@ class CudaBackend:
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
         meeting.watch(lambda rank: os._exit(ORPHANED))
         part = model.of_rank(job.rank)
-        return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.rank(model, job.rank, communicator))
+        return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.open(part, communicator))
 
     def inexact(self, target: Graph) -> str:
         """See :class:`~specexport.runtime.backend.Backend`."""

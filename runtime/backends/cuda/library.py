@@ -108,18 +108,13 @@ class Library(ABC):
         engines = choose(self._bundle.manifest.target.of_rank(0).engines, self.name, self._device.cuda.device)
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
-    def model(self, model: Model) -> Executor:
-        """Opens a model's graph.
+    def open(self, graph: Model | ProgramGraph, communicator: Communicator | None = None) -> Executor:
+        """Opens a graph; the ranks of a split model combine their parts through the communicator.
 
         Raises:
             BackendError: there are no engines for this device, or they cannot be loaded.
         """
-        return self._open(model, choose(model.engines, self.name, self._device.cuda.device))
-
-    def rank(self, model: Model, rank: int, communicator: Communicator) -> Executor:
-        """Opens a rank's part of a split model; see :meth:`model`."""
-        part = model.of_rank(rank)
-        return self._open(part, choose(part.engines, self.name, self._device.cuda.device), communicator)
+        return self._open(graph, choose(graph.engines, self.name, self._device.cuda.device), communicator)
 
     def program(self) -> list[tuple[ProgramGraph, Executor]]:
         """Opens the graphs of the step program; bundles for plain decoding have none."""
@@ -129,8 +124,7 @@ class Library(ABC):
         try:
             for graph in self._bundle.manifest.program:
                 if graph.engines:
-                    chosen = choose(graph.engines, self.name, self._device.cuda.device)
-                    opened.append((graph, self._open(graph, chosen)))
+                    opened.append((graph, self.open(graph)))  # noqa: PERF401  # those before a failure must be closed
         except BackendError as error:
             for _, executor in opened:
                 executor.close()
@@ -143,10 +137,6 @@ class Library(ABC):
         self,
         graph: Model | ProgramGraph,
         engines: Sequence[CompiledEngine],
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> Executor:
-        """Opens engines of a graph; the ranks of a split model combine their parts through the communicator.
-
-        Raises:
-            BackendError: the library is missing or cannot load them.
-        """
+        """Opens these engines of a graph; see :meth:`open`."""

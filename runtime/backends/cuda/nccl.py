@@ -53,7 +53,7 @@ class Nccl:
     def unique_id(self) -> bytes:
         """The id of a new communicator, which all its ranks need, 128 bytes."""
         unique_id = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        _call(self._library, "ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
 
     def join(self, unique_id: bytes, rank: int, ranks: int) -> Communicator:
@@ -63,11 +63,9 @@ class Nccl:
             BackendError: NCCL cannot connect them; says why.
         """
         handle = ctypes.c_void_p()
-        self._call("ncclCommInitRank", ctypes.byref(handle), ranks, _UniqueId.from_buffer_copy(unique_id), rank)
+        rank_id = _UniqueId.from_buffer_copy(unique_id)
+        _call(self._library, "ncclCommInitRank", ctypes.byref(handle), ranks, rank_id, rank)
         return Communicator(self._library, handle)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        _call(self._library, name, *arguments)
 
 
 def _call(library: Any, name: str, *arguments: Any) -> None:

@@ -16,6 +16,7 @@ from specexport.contract.manifest import program_sizes
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, MEETINGS
+from specexport.contract.values import counted
 from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, aligned
 from specexport.runtime.backends.cuda.nccl import Communicator
@@ -94,7 +95,7 @@ class OnnxRuntimeLibrary(Library):
         self,
         graph: Model | ProgramGraph,
         engines: Sequence[CompiledEngine],
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> SessionExecutor:
         """Opens a graph; that of a model once, as every session has its own copy of the weights.
 
@@ -172,9 +173,9 @@ def on_device(path: Path, session: Any) -> None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(node.op_type for node in elsewhere).items())
         shown = ", ".join(node.name for node in elsewhere[:_SHOWN]) + (", ..." if len(elsewhere) > _SHOWN else "")
         raise BackendError(
-            f"{path}: onnxruntime would run {len(elsewhere)} nodes on the CPU ({kinds}): {shown}. Each would stop the "
-            "GPU in every step; a newer onnxruntime-gpu may have kernels for them, a bundle of another --lowering or "
-            "--precision may need none, and --backend onnxruntime runs on the CPU"
+            f"{path}: onnxruntime would run {counted(len(elsewhere), 'node')} on the CPU ({kinds}): {shown}. Each "
+            "would stop the GPU in every step; a newer onnxruntime-gpu may have kernels for them, a bundle of another "
+            "--lowering or --precision may need none, and --backend onnxruntime runs on the CPU"
         )
 
 

@@ -233,7 +233,7 @@ class EngineLibrary(Library):
         self,
         graph: Model | ProgramGraph,
         engines: Sequence[CompiledEngine],
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> EngineExecutor:
         trt = import_tensorrt(self.name)
         if self._kernels is not None:

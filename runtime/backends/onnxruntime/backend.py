@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specexport.contract.model import Model
+from specexport.contract.values import counted
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
 from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_build, kernels_described
@@ -64,10 +65,9 @@ class OnnxRuntimeBackend:
     @property
     def device(self) -> str:
         ranks = len(self._bundle.manifest.target.ranks)
-        threads = f"{self._threads} thread" + ("s" if self._threads != 1 else "")
-        processes = f", {ranks} ranks" if ranks else ""
         kernels = instruction_set()
-        return f"onnxruntime, {cpu_name()}, {threads}{processes}" + (f", {kernels} kernels" if kernels else "")
+        parts = ("onnxruntime", cpu_name(), counted(self._threads, "thread"))
+        return ", ".join([*parts, *[f"{ranks} ranks"] * bool(ranks), *[f"{kernels} kernels"] * bool(kernels)])
 
     @property
     def kernels(self) -> str:
