@@ -246,7 +246,7 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
                 x = taken[0][:, : ahead.shape[1]].reshape(-1, hidden)
                 y = torch.nn.functional.one_hot(ahead.reshape(-1), vocab).float()
                 gram = x.T @ x + 0.1 * torch.eye(hidden)
-                medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
+                medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)
     save_medusa(folder, medusa, head.weight, base=str(checkpoint), dtype=torch.float32)
     return folder
 
@@ -277,7 +277,7 @@ def make_speculator(
         for _ in range(steps):
             loss, _ = speculator_loss(speculator, states, windows.rows(torch.arange(len(ids))), 1.0)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     save_speculator(folder, speculator, dtype=torch.float32)
     return folder

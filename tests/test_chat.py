@@ -274,7 +274,6 @@ def test_a_template_is_bounded_in_time_and_memory(source: str, monkeypatch: pyte
 def test_its_process_is_started_again_if_the_system_ends_it() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render([{"role": "user", "content": "one"}]) == "one"
-    assert template._process is not None
     template._process.kill()  # as the system does where memory is short
     template._process.wait()
     assert template.render([{"role": "user", "content": "two"}]) == "two"
@@ -284,7 +283,6 @@ def test_its_process_ends_with_the_template() -> None:
     template = ChatTemplate("fine", {})
     template.render(CHAT)
     process = template._process
-    assert process is not None
     assert process.poll() is None
     del template
     gc.collect()

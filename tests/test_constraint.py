@@ -106,7 +106,7 @@ def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
 def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)
     fast, plain = (engine(name).generate(PROMPT, params, None if on else PLAIN) for on in (True, False))
     assert fast.token_ids == plain.token_ids
     assert fast.finish_reason == "stop"

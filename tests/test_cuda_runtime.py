@@ -231,7 +231,7 @@ def test_stale_addresses_are_noticed(device: Device) -> None:
     staged, memory = _staged(device, {"x": np.arange(4)})
     stream = device.stream
     captured = stream.capture(staged.upload)
-    memory.close()  # type: ignore[attr-defined]
+    memory.close()
     captured.launch()
     with pytest.raises(AssertionError, match="given back"):
         stream.synchronize()

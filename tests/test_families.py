@@ -346,7 +346,6 @@ def _weight_shape(node: ir.Node) -> tuple[int, ...] | None:
     stored = transpose.inputs[0] if transpose is not None and tied else weight
     if stored is None or not stored.is_initializer():
         return None
-    assert stored.const_value is not None
     shape = stored.const_value.numpy().shape
     return shape[::-1] if tied else shape
 

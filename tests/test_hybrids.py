@@ -30,7 +30,6 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
-from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
@@ -90,7 +89,7 @@ def test_kept_rows_are_those_of_the_last_tokens_that_stayed() -> None:
         for position in range(past - 3, past):
             np.testing.assert_array_equal(kept.arrays["past_conv.0"][1, position % 3], text[position][:5])
         seen = kept._seen[1]
-        assert seen % CELL == 0 and past - seen <= layers[1].recurrence.rows  # type: ignore[union-attr]
+        assert seen % CELL == 0 and past - seen <= layers[1].recurrence.rows
         for position in range(seen, past):
             row = kept.arrays["past_updates.1"][1, position % (CELL + 6)]
             np.testing.assert_array_equal(row, text[position][5:])
@@ -276,7 +275,6 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     """Every number of its tokens taken back, another token behind them; q is transformers' of the text that stayed."""
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
-    assert isinstance(method, DraftModel)
     draft = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
     backend = open_backend(opened, "onnxruntime", None, 1.0)
     proposer = open_proposer(method, Opening(opened, backend, 1))
@@ -288,7 +286,6 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
         while proposer.prefill(view):
             pass
         proposals = proposer.propose([view])[0]
-        assert proposals.q is not None
         drafted = proposals.tokens.tolist()
         with torch.no_grad():
             logits = draft(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]

@@ -38,7 +38,7 @@ def test_importing_it_loads_neither_engine_nor_exporter() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = specexport.Nothing  # type: ignore[attr-defined]
+        _ = specexport.Nothing
 
 
 @pytest.mark.parametrize("columns", [80, 0])
@@ -108,7 +108,6 @@ def test_n_outputs_differ_and_a_seed_reproduces_them(llm: LLM) -> None:
 def test_logprobs_are_by_token_with_their_text(llm: LLM) -> None:
     (output,) = llm.generate("one two", SamplingParams(seed=1, max_tokens=5, logprobs=2), use_tqdm=False)
     (completion,) = output.outputs
-    assert completion.logprobs is not None
     assert completion.cumulative_logprob == pytest.approx(
         sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
     )
@@ -160,7 +159,6 @@ def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
             [[5, 6, 7, 8], [5, 6]], [GREEDY.replace(prompt_logprobs=1, max_tokens=0), GREEDY], use_tqdm=False
         )
     assert plain.prompt_logprobs is None
-    assert scored.prompt_logprobs is not None
     first, *others = scored.prompt_logprobs
     assert first is None
     assert [token in (other or {}) for token, other in zip([6, 7, 8], others, strict=True)] == [True] * 3
@@ -303,7 +301,7 @@ def test_a_config_may_name_several_methods_the_default_first() -> None:
 def test_ngram_sizes_have_fitting_defaults(least: int | None, most: int | None, sizes: tuple[int, int]) -> None:
     fields = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
     (ngram,) = read_methods({"method": "ngram", **fields})
-    assert ngram.lookup_sizes == sizes  # type: ignore[attr-defined]
+    assert ngram.lookup_sizes == sizes
 
 
 def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
@@ -378,8 +376,8 @@ def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callabl
     fields = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
     with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1, calibrate=False) as first:
         methods = first._frontend.engine.methods
-        assert methods["suffix"].store_tokens == 400  # type: ignore[attr-defined]
-        assert methods["ngram"].prompt_lookup_max == 3  # type: ignore[attr-defined]
+        assert methods["suffix"].store_tokens == 400
+        assert methods["ngram"].prompt_lookup_max == 3
         stats = [first.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)[0].outputs[0].metrics for _ in range(2)]
         # The second time the store has the whole output; the draft model, the bundle's default, would always draft.
         assert stats[1].steps < stats[0].steps

@@ -211,7 +211,7 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
 
     with load("dice-mixed") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
-        target: Any = on_gpu.backend.graphs[0]  # type: ignore[attr-defined]
+        target: Any = on_gpu.backend.graphs[0]
         logits = {width.outputs.device[tensors.LOGITS].address for width in target._widths.values()}
         monkeypatch.setattr(api.Cuda, "copy", noted)
         on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
@@ -326,14 +326,14 @@ def test_unknown_backend_is_named(bundle: Callable[[str], Path]) -> None:
 
 def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = OnnxRuntimeGpu(StandIn())
-    monkeypatch.setitem(sys.modules, "onnxruntime", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "onnxruntime", module)
     monkeypatch.setattr(module, "__version__", "1.30.2", raising=False)
     with pytest.raises(BackendError, match=r"onnxruntime-gpu 1\.30\.2 is too old; expected 1\.31"):
         ort.import_onnxruntime()
     monkeypatch.setattr(module, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(BackendError, match="provide the same module, so install one: pip uninstall -y onnxruntime"):
         ort.import_onnxruntime()
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError, match="onnxruntime-gpu is not installed"):
         ort.import_onnxruntime()
     assert CUDA == ort.PROVIDER

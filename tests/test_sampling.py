@@ -497,5 +497,5 @@ def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> 
 
 
 def test_one_stop_text_needs_no_tuple() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

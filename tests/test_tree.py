@@ -122,7 +122,6 @@ def test_drawings_show_every_node_once_below_its_parent(tree: TokenTree) -> None
     path, seen = [0], [0]
     for line in lines:
         match = re.fullmatch(r"((?:│   |    )*)(?:├── |└── )(\d+)  rank (\d+)", line)
-        assert match is not None
         node, depth = int(match[2]), 1 + len(match[1]) // 4
         assert (tree.parents[node], tree.ranks[node]) == (path[depth - 1], int(match[3]))
         path[depth:] = [node]

@@ -164,8 +164,6 @@ def loaded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "specexport.server.triton", raising=False)
     spec = importlib.util.spec_from_file_location("model", repository / "tiny" / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     model = script.TritonPythonModel()
@@ -242,7 +240,6 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
 def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, message: str) -> None:
     model.execute([request_])
     (answer,) = request_.responses()
-    assert answer.error is not None
     assert answer.error.code == getattr(TritonError, code)
     assert message in answer.error.message
 
@@ -265,7 +262,6 @@ def test_unloading_lets_requests_finish(
     first = [request.sent.get(timeout=JOIN) for request in requests]
     model.finalize()
     for response, request in zip(first, requests, strict=True):
-        assert response is not None
         assert response.outputs["text_output"][0].decode() + "".join(request.texts()) == expected_answers["text"]
 
 

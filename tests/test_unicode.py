@@ -29,7 +29,7 @@ def command(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", **(env or {})}
     encoded = [os.fsencode(word) if isinstance(word, Path) else word for word in words]
     return subprocess.run(
-        [sys.executable, "-m", "specexport", *encoded],  # type: ignore[list-item]
+        [sys.executable, "-m", "specexport", *encoded],
         input=stdin,
         env=environment,
         capture_output=True,

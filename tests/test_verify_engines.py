@@ -51,7 +51,7 @@ _TYPES = {
 }
 
 
-class SourceRunner(BaseRunner):  # type: ignore[misc]
+class SourceRunner(BaseRunner):
     """Polygraphy's ``TrtRunner``, as far as it is used, over the ONNX graph of an engine."""
 
     def __init__(self, folder: Path, engine: CompiledEngine, spoil: Callable[[dict[str, Any]], None]) -> None:
@@ -268,7 +268,7 @@ def test_bfloat16_goes_in_and_out_as_bytes() -> None:
     model = onnx.parser.parse_graph(text.replace("past_key.0", "past_key").replace("present_key.0", "present_key"))
     model.input[0].name, model.output[0].name = "past_key.0", "present_key.0"
 
-    class Echo(BaseRunner):  # type: ignore[misc]
+    class Echo(BaseRunner):
         def infer_impl(self, feed_dict: Any, return_raw_buffers: bool) -> Any:
             self.inference_time = 0.0
             inputs = feed_dict["past_key.0"]

@@ -119,7 +119,7 @@ def _function(name: str, result: Any, types: dict[str, Any]) -> Any:
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(key, positional) for key in ("self", *types)]
-    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature(parameters)
     return function
 
 
@@ -134,17 +134,17 @@ def install(runtime: Runtime) -> Runtime:
 
     What null kernels leave where the number of accepted tokens belongs is any number: it is read as none.
     """
-    Cuda.load = classmethod(lambda cls, index=0: cls(runtime, index))  # type: ignore[method-assign, assignment]
+    Cuda.load = classmethod(lambda cls, index=0: cls(runtime, index))
     read = DeviceProgram._read
 
     def nothing_accepted(self: Any, variant: Any, part: Any) -> Any:
         self._steps[variant].outputs.host[tensors.NUM_ACCEPTED][:] = 0
         return read(self, variant, part)
 
-    DeviceProgram._read = nothing_accepted  # type: ignore[method-assign]
+    DeviceProgram._read = nothing_accepted
     return runtime
 
 
 def speculate_always() -> None:
     """Gives every request the tree it asks for from here on: in a full batch few would draft anything otherwise."""
-    SpeculationPolicy._share = lambda self, request, others: request.tree  # type: ignore[method-assign]
+    SpeculationPolicy._share = lambda self, request, others: request.tree
