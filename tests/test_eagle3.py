@@ -30,15 +30,7 @@ from tests.quantized import FORMATS
 pytestmark = pytest.mark.exporter
 
 H, LAYERS, KEPT = GROUPED["hidden_size"], GROUPED["num_hidden_layers"], 200
-LIKE: dict[str, Any] = {
-    "trees": (),
-    "model": "here",
-    "states": (0, 1, 2),
-    "hidden": H,
-    "draft_hidden": H,
-    "rows": 1,
-    "candidates": 64,
-}
+LIKE = {"trees": (), "model": "here", "states": (0, 1, 2), "hidden": H, "draft_hidden": H, "rows": 1, "candidates": 64}
 
 
 @pytest.fixture

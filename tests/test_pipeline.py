@@ -48,10 +48,7 @@ def test_passes_in_another_order_do_not() -> None:
 
 
 def test_stages_are_in_an_order_in_which_each_gets_what_it_needs() -> None:
-    lists: tuple[tuple[tuple[Stage[Any], ...], type, set[str]], ...] = (
-        (build.STAGES, Build, set()),
-        (target.STAGES, TargetBuild, set()),
-    )
+    lists = ((build.STAGES, Build, set()), (target.STAGES, TargetBuild, set()))
     for stages, state, known in lists:
         for stage in stages:
             assert {*stage.needs} <= known, stage.run

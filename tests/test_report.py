@@ -202,9 +202,7 @@ def test_terminal_output_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("largest", [0.0, 1e-7, 0.3, 1.0, 7.0, 123456.0])
 def test_charts_hold_their_points(largest: float) -> None:
     line = [(1.0, largest / 3), (2.0, largest / 2), (9.0, largest)]
-    drawn: Any = ElementTree.fromstring(
-        report.lines("x", "y", {f"line {n}": line for n in range(7)}, ("level", largest))
-    )
+    drawn = ElementTree.fromstring(report.lines("x", "y", {f"line {n}": line for n in range(7)}, ("level", largest)))
     _, _, width, height = map(float, drawn.attrib["viewBox"].split())
     svg = "{http://www.w3.org/2000/svg}"
     dots = [(float(element.get("cx")), float(element.get("cy"))) for element in drawn.iter(f"{svg}circle")]
