@@ -158,12 +158,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=_SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": VOCAB, "special_tokens": _SPECIAL, "initial_alphabet": letters, "show_progress": False}
+    trainer = trainers.BpeTrainer(**options)
     words, draw = _TEXT.split(), random.Random(0)
     trained.train_from_iterator((" ".join(draw.choices(words, k=12)) for _ in range(400)), trainer)
     bos, eos, pad = _SPECIAL

@@ -62,15 +62,11 @@ class Batch:
 
     def replace(self, count: int, params: SamplingParams = GREEDY) -> None:
         """Other requests take their place, of which nothing is known."""
-        self.requests = [
-            Request(
-                SlotView(slot, [1, 2, 3], params, np.random.default_rng(0), self._tree, (), self._method),
-                TextStream.__new__(TextStream),
-                10**6,
-                (),
-            )
+        views = [
+            SlotView(slot, [1, 2, 3], params, np.random.default_rng(0), self._tree, (), self._method)
             for slot in range(count)
         ]
+        self.requests = [Request(view, TextStream.__new__(TextStream), 10**6, ()) for view in views]
         for request in self.requests:
             request.history.unread = 0
 
@@ -525,10 +521,7 @@ def _steps_dear(slots: int, tokens: int) -> float:
     "name",
     [
         "llama-near-batch",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3-medusa-batch", "qwen3-medusa-draft-batch", "qwen3-lookup-batch")
-        ),
+        *(pytest.param(f"qwen3-{at}-batch", marks=pytest.mark.slow) for at in ("medusa", "medusa-draft", "lookup")),
     ],
 )
 def test_requests_use_the_models_defaults(

@@ -116,9 +116,7 @@ def test_single_valued_schemas_are_answered(request_type: type[GenerationRequest
     request = [
         (name, value)
         for name, field in request_type.model_fields.items()
-        for only in field.metadata
-        if isinstance(only, Only)
-        for value in only.values
+        for value in (value for only in field.metadata if isinstance(only, Only) for value in only.values)
     ]
     assert {("detokenize", True), ("priority", 0), ("best_of", 1)} <= set(map(_frozen, request))
     for name, value in request:

@@ -98,21 +98,16 @@ class Paper(Formulas):
         return cap * torch.tanh(text / cap) if cap else text
 
 
+PUBLISHED = {"published": "speculators", "draft_vocab": KEPT}
+
+
 @pytest.mark.parametrize(
     ("lowering", "options"),
     [
         ("native", {}),
         ("portable", {"windows": (True, False)}),
-        ("native", {"published": "speculators", "draft_vocab": KEPT, "layers": 1, "states": (0, 1, 2)}),
-        (
-            "native",
-            {
-                "published": "speculators",
-                "windows": (False, True),
-                "sliding_window_non_causal": True,
-                "draft_vocab": KEPT,
-            },
-        ),
+        ("native", {**PUBLISHED, "layers": 1, "states": (0, 1, 2)}),
+        ("native", {**PUBLISHED, "windows": (False, True), "sliding_window_non_causal": True}),
         ("portable", {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
     ],
 )

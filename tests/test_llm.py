@@ -76,14 +76,7 @@ def test_outputs_are_the_engines_in_order(llm: LLM, engine: Callable[[str], Engi
 
 @pytest.mark.parametrize(
     ("prompts", "count"),
-    [
-        ("one two", 1),
-        ([5, 6, 7], 1),
-        ([[5, 6], [7]], 2),
-        ({"prompt": "one"}, 1),
-        ([{"prompt_token_ids": [5]}], 1),
-        ([], 0),
-    ],
+    [("one", 1), ([5, 6, 7], 1), ([[5, 6], [7]], 2), ({"prompt": "one"}, 1), ([{"prompt_token_ids": [5]}], 1), ([], 0)],
 )
 def test_prompts_come_in_every_form(llm: LLM, prompts: Any, count: int) -> None:
     assert len(llm.generate(prompts, GREEDY.replace(max_tokens=2), use_tqdm=False)) == count

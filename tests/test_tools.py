@@ -86,15 +86,8 @@ def answered(client: openai.OpenAI, **arguments: Any) -> tuple[str, str, list[tu
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lo.s-e_2"}}])
 def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
     for more in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
-        request_fields = {
-            "model": NAME,
-            "messages": CHAT,
-            "tools": TOOLS,
-            "tool_choice": choice,
-            "max_tokens": 250,
-            **more,
-        }
-        text, thoughts, calls, finish = answered(client, **request_fields, parallel_tool_calls=False)
+        asked = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 250, **more}
+        text, thoughts, calls, finish = answered(client, **asked, parallel_tool_calls=False)
         assert (text, thoughts, finish) == ("", "", "tool_calls")
         ((name, arguments),) = calls
         assert name in (("keep", "lo.s-e_2") if choice == "required" else ("lo.s-e_2",))
@@ -129,11 +122,8 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     first = client.chat.completions.create(**arguments, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
     message = first.choices[0].message
     result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
-    client.chat.completions.create(
-        **arguments | {"tool_choice": "none"},
-        messages=[*CHAT, message.model_dump(exclude_none=True), result],
-        max_tokens=1,
-    )
+    chat = [*CHAT, message.model_dump(exclude_none=True), result]
+    client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
 
 
 def one_by_one(values: dict[str, str]) -> str:

@@ -227,13 +227,8 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     assert "--target DIR" in _check(report, "logits").sentence
     assert "--source draft_model.model=DIR" in _check(report, "draft_model").sentence
 
-    checks = verify(
-        copy,
-        target=str(checkpoints["target"]),
-        sources={"draft_model.model": str(checkpoints["draft"])},
-        prompts=PROMPTS[:1],
-        max_tokens=2,
-    )
+    target, sources = str(checkpoints["target"]), {"draft_model.model": str(checkpoints["draft"])}
+    checks = verify(copy, target=target, sources=sources, prompts=PROMPTS[:1], max_tokens=2)
     assert checks.verdict == "passed"
 
 
