@@ -111,10 +111,8 @@ def test_figures_that_contradict_each_other_are_named(
     monkeypatch.setattr(Result, "add", beside_another)
     assert main([*words, "--json"]) == 0
     output = capsys.readouterr()
-    assert (
-        output.err.count("tokens a step: another process ran beside plain decoding; measure again on an idle machine")
-        == 3
-    )
+    idle = "tokens a step: another process ran beside plain decoding; measure again on an idle machine"
+    assert output.err.count(idle) == 3
     results = json.loads(output.out)["rows"][0]["workloads"]
     assert all(result["contradictory"] for result in results.values())
 

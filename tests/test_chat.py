@@ -114,10 +114,8 @@ def test_roles_may_be_read_in_different_forms() -> None:
     chat_template = ChatTemplate(FIRST_OF_SYSTEM, {})
     user, system = {"role": "user", "content": PARTS}, {"role": "system", "content": "Be brief."}
     assert chat_template.render([system, user]) == "<Be brief.>see the file\nimport os"
-    assert (
-        chat_template.render([{**system, "content": _parts("Be", "brief.")}, user])
-        == "<Be\nbrief.>see the file\nimport os"
-    )
+    text = chat_template.render([{**system, "content": _parts("Be", "brief.")}, user])
+    assert text == "<Be\nbrief.>see the file\nimport os"
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "ipython"])
@@ -310,11 +308,7 @@ def test_half_a_character_is_no_text() -> None:
     half, chat_template = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
     for messages, variables, place in (
         ([{"content": half}], {}, "messages.0.content"),
-        (
-            [{"content": [{"type": "text", "text": "b"}, {"type": "text", "text": half}]}],
-            {},
-            "messages.0.content.1.text",
-        ),
+        ([{"content": [{"type": "text", "text": text} for text in ("b", half)]}], {}, "messages.0.content.1.text"),
         ([{"content": "", half: 1}], {}, "a key of messages.0"),
         ([{"content": ""}], {"tools": [{"function": {"description": half}}]}, "tools.0.function.description"),
     ):

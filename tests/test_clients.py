@@ -293,10 +293,8 @@ def test_responses_equal_chat_completions(client: openai.OpenAI) -> None:
         response = client.responses.create(input=fields, **arguments)
         assert response.output_text == chat.choices[0].message.content
     assert response.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
-    assert (response.usage.input_tokens, response.usage.output_tokens) == (
-        chat.usage.prompt_tokens,
-        chat.usage.completion_tokens,
-    )
+    counted = (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    assert (response.usage.input_tokens, response.usage.output_tokens) == counted
     events = list(client.responses.create(input="one two", stream=True, **arguments))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (

@@ -608,11 +608,7 @@ def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
 
 
 LENGTH_DEPENDENT: dict[str, tuple[str, dict[str, Any], int]] = {
-    "dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-        MAX_POSITIONS,
-    ),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4}}, MAX_POSITIONS),
     "longrope": (
         "phi3",
         {

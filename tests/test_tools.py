@@ -158,11 +158,8 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
     assert bound._matcher.is_accepting()
     for size in (1, 5, len(text)):
         reader = CallReader(calling)
-        pieces = [
-            piece
-            for at in range(0, len(text), size)
-            for piece in reader.push(text[at : at + size], at + size >= len(text))[1]
-        ]
+        cuts = range(0, len(text), size)
+        pieces = [piece for at in cuts for piece in reader.push(text[at : at + size], at + size >= len(text))[1]]
         (call,) = whole_calls(pieces)
         assert (call.function.name, call.function.arguments) == ("lo.s-e_2", arguments)
 
@@ -239,10 +236,8 @@ def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
 
 
 def test_strict_changes_no_prompt() -> None:
-    (with_it, without) = (
-        template_tools([Function.model_validate({"name": "f", "parameters": {}, **more})])
-        for more in ({"strict": True}, {})
-    )
+    fields = {"name": "f", "parameters": {}}
+    with_it, without = (template_tools([Function.model_validate(fields | more)]) for more in ({"strict": True}, {}))
     assert with_it == without
 
 

@@ -129,11 +129,8 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
     changed_options = options(**settings)
     record = train_medusa(changed_options, silent)
     before, after = load_checkpoint(changed_options.target), load_checkpoint(str(changed_options.output))
-    moved = [
-        name
-        for (name, old), new in zip(before.model.named_parameters(), after.model.parameters(), strict=True)
-        if not torch.equal(old, new)
-    ]
+    pairs = zip(before.model.named_parameters(), after.model.parameters(), strict=True)
+    moved = [name for (name, old), new in pairs if not torch.equal(old, new)]
     assert moved
     # The model is held to what it said before.
     divergences = [entry["lm kl"][0] for entry in record["joint"]["history"]]

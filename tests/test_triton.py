@@ -216,10 +216,8 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
     model.execute([whole, parts])
     (answer,) = whole.responses()
     assert len(set(answer.outputs["text_output"])) == 3
-    joined = [
-        b"".join(texts)
-        for texts in zip(*(response.outputs["text_output"] for response in parts.responses()), strict=True)
-    ]
+    texts = (response.outputs["text_output"] for response in parts.responses())
+    joined = [b"".join(of_one) for of_one in zip(*texts, strict=True)]
     assert joined == answer.outputs["text_output"]
 
 

@@ -138,10 +138,8 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
     path.write_bytes(content)
     report = verify(copy)
     assert not report.passed
-    assert _results(report) == {
-        "files": "failed",
-        **dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run"),
-    }
+    others = dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run")
+    assert _results(report) == {"files": "failed", **others}
     assert "weights.bin" in report.checks[0].sentence
     assert "altered" in report.checks[0].sentence
     assert "verdict: failed" in _shown(report)
@@ -166,10 +164,8 @@ def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path
     """Weights eight times as large: the same rounding turns nearly every choice."""
     broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
     weights = load_file(broken / "model.safetensors")
-    save_file(
-        {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()},
-        broken / "model.safetensors",
-    )
+    larger = {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    save_file(larger, broken / "model.safetensors")
     folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
     report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)
     quality = _check(report, "quality")
@@ -212,16 +208,12 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     (method,) = manifest.methods
     gone = str(tmp_path / "gone")
     moved = msgspec.structs.replace(method.draft, source=gone)
-    _rewrite(
-        copy,
-        target=msgspec.structs.replace(manifest.target, source=gone),
-        methods=(msgspec.structs.replace(method, draft=moved, model=gone),),
-    )
+    replace = msgspec.structs.replace
+    methods = (replace(method, draft=moved, model=gone),)
+    _rewrite(copy, target=replace(manifest.target, source=gone), methods=methods)
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
-    assert _results(report) == {
-        **dict.fromkeys(NAMES, "passed"),
-        **dict.fromkeys(["logits", "quality", "draft_model"], "not run"),
-    }
+    expected = dict.fromkeys(NAMES, "passed") | dict.fromkeys(["logits", "quality", "draft_model"], "not run")
+    assert _results(report) == expected
     assert report.passed
     assert report.verdict == "passed what could be checked"
     assert "--target DIR" in _check(report, "logits").sentence

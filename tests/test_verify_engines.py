@@ -113,10 +113,8 @@ def compiled(
         ready = name in RECIPES
         folder = Path(shutil.copytree((bundle if ready else uncompiled)(name), tmp_path / name))
         batches = (1, 4) if name in BATCHED else (1,)
-        compile_bundle(
-            folder,
-            CompileOptions("tensorrt-rtx", "fp16", compute_capability=((8, 6), (8, 9)), engine_batch_sizes=batches),
-        )
+        options = {"compute_capability": ((8, 6), (8, 9)), "engine_batch_sizes": batches}
+        compile_bundle(folder, CompileOptions("tensorrt-rtx", "fp16", **options))
         return folder
 
     return get
