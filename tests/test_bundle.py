@@ -266,36 +266,30 @@ def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
     refused(copy, "unknown field `surprise`", *json_places(place.rstrip(".")))
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("backend", "tensorflow"),
-        ("backend", None),
-        ("max_seq_len", "512"),
-        ("max_seq_len", 512.5),
-        ("max_seq_len", 0),
-        ("prefill_chunk", -64),
-        ("batch_sizes", 1),
-        ("target.vocab_size", True),
-        ("target.precision.weights", "fp4"),
-        ("target.graph.points.0.tokens", 0),
-        ("target.graph.points.0.cache", -1),
-        ("methods.0.method", 3),
-        ("methods.0.trees", None),
-        ("methods.0.trees.0.0.0", -1),
-        ("methods.0.trees.0.0.0", 128),
-        ("methods.0.trees.0.0.0", "0"),
-        ("methods.0.candidates", 0),
-        ("tokenizer.eos_token_ids", [-1]),
-        ("tokenizer.special_tokens", {"bos_token": 3}),
-        ("generation.top_p", 0),
-        ("generation.temperature", -1),
-        ("files.0.size", -1),
-        ("files.0.sha256", "0" * 63),
-        ("files.0.sha256", "G" * 64),
-        ("files.0.path", 3),
-    ],
-)
+WRONG_KINDS: dict[str, tuple[Any, ...]] = {
+    "backend": ("tensorflow", None),
+    "max_seq_len": ("512", 512.5, 0),
+    "prefill_chunk": (-64,),
+    "batch_sizes": (1,),
+    "target.vocab_size": (True,),
+    "target.precision.weights": ("fp4",),
+    "target.graph.points.0.tokens": (0,),
+    "target.graph.points.0.cache": (-1,),
+    "methods.0.method": (3,),
+    "methods.0.trees": (None,),
+    "methods.0.trees.0.0.0": (-1, 128, "0"),
+    "methods.0.candidates": (0,),
+    "tokenizer.eos_token_ids": ([-1],),
+    "tokenizer.special_tokens": ({"bos_token": 3},),
+    "generation.top_p": (0,),
+    "generation.temperature": (-1,),
+    "files.0.size": (-1,),
+    "files.0.sha256": ("0" * 63, "G" * 64),
+    "files.0.path": (3,),
+}
+
+
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place in WRONG_KINDS for value in WRONG_KINDS[place]])
 def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, value: Any) -> None:
     put(copy, place, value)
     refused(copy, MANIFEST_NAME, "not a valid manifest", *json_places(place.removesuffix(".method")))

@@ -245,9 +245,7 @@ def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]
         texts = [random.integers(3, vocab, min(size, longest)).tolist() for size in (2, 11, 30, 5, 19, 8, 24, 3, 9, 13)]
         limits = [4, 24, 9, 17, 24, 2, 24, 11, 6, 20]
         params = [GREEDY.replace(max_tokens=limit) for limit in limits]
-        alone = [
-            model.generate(text, speculation, PLAIN).token_ids for text, speculation in zip(texts, params, strict=True)
-        ]
+        alone = [model.generate(text, way, PLAIN).token_ids for text, way in zip(texts, params, strict=True)]
         streams = started(map(model.stream, texts, params))
         together = [tokens_of(stream) for stream in streams]
     assert together == alone

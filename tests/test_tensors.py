@@ -17,9 +17,7 @@ def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:
     from scripts.docs import TENSOR_TABLES
 
     assert all(tensor.meaning for tensor in DECLARED.values())
-    assert {
-        str(tensor) for tensors_of_table in TENSOR_TABLES.values() for tensor in tensors_of_table
-    } == DECLARED.keys()
+    assert {str(tensor) for table in TENSOR_TABLES.values() for tensor in table} == DECLARED.keys()
 
 
 def test_a_tensor_is_its_name() -> None:
