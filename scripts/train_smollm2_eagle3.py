@@ -29,7 +29,7 @@ from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.train import train_eagle3
-from specexport.methods.eagle3.train_options import Eagle3Options
+from specexport.methods.eagle3.train_options import Eagle3Training
 
 Kind = Literal["chat", "code", "edit", "summary"]
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -333,7 +333,7 @@ def main() -> None:
     llm.close()
     if args.texts_only:
         return
-    options = Eagle3Options(
+    options = Eagle3Training(
         target=args.target,
         data=[learnt],
         held_out=str(some_of_each_kind(held_out, 12)),

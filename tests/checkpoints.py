@@ -158,12 +158,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=_SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": VOCAB, "special_tokens": _SPECIAL, "initial_alphabet": letters, "show_progress": False}
+    trainer = trainers.BpeTrainer(**options)
     words, draw = _TEXT.split(), random.Random(0)
     trained.train_from_iterator((" ".join(draw.choices(words, k=12)) for _ in range(400)), trainer)
     bos, eos, pad = _SPECIAL
@@ -246,7 +243,7 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
                 x = taken[0][:, : ahead.shape[1]].reshape(-1, hidden)
                 y = torch.nn.functional.one_hot(ahead.reshape(-1), vocab).float()
                 gram = x.T @ x + 0.1 * torch.eye(hidden)
-                medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)  # type: ignore[index]
+                medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)
     save_medusa(folder, medusa, head.weight, base=str(checkpoint), dtype=torch.float32)
     return folder
 
@@ -277,7 +274,7 @@ def make_speculator(
         for _ in range(steps):
             loss, _ = speculator_loss(speculator, states, windows.rows(torch.arange(len(ids))), 1.0)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     save_speculator(folder, speculator, dtype=torch.float32)
     return folder

@@ -75,7 +75,7 @@ def fixed_number_of_draft_tokens(tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEXPORT_CACHE", str(_shared(tmp_path_factory) / "cache"))
         for name in ("calibrate", "cache_graphs"):
-            patch.setitem(Engine.load.__func__.__kwdefaults__, name, False)  # type: ignore[attr-defined]
+            patch.setitem(Engine.load.__func__.__kwdefaults__, name, False)
         yield
 
 

@@ -54,9 +54,9 @@ def _build(name: str, root: Path) -> None:
             str(target),
             root / name,
             methods=methods,
-            precision=precision,  # type: ignore[arg-type]
-            draft_precision=precision,  # type: ignore[arg-type]
-            lowering=lowering,  # type: ignore[arg-type]
+            precision=precision,
+            draft_precision=precision,
+            lowering=lowering,
             max_seq_len=192,
             max_batch_size=4 if method == "batch" else 1,
             backend="tensorrt-rtx",

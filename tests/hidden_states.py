@@ -83,9 +83,7 @@ class TwoSlots:
         self._states, self._write_ids = states, write_ids
         self._outputs = [tensor.name for tensor in self._session.get_outputs()]
         caches = [tensor for tensor in self._session.get_inputs() if tensor.name.startswith(tensors.CACHES)]
-        self._caches = {
-            cache.name: np.zeros((2, cache.shape[1], _ROWS, cache.shape[3]), np.float32) for cache in caches
-        }
+        self._caches = {kept.name: np.zeros((2, kept.shape[1], _ROWS, kept.shape[3]), np.float32) for kept in caches}
 
     def run(
         self, width: int, drafts: int, pasts: tuple[int, int], counts: tuple[int, int], **more: Any

@@ -146,7 +146,7 @@ def in_a_follower(bundle: str) -> None:
     if "specexport.runtime.backends.follower" in sys.orig_argv:
         cuda = StandIn()
         module = TensorRT(cuda, Path(bundle))
-        api.Cuda.load = lambda: api.Cuda(cuda)  # type: ignore[method-assign,assignment,misc]
-        trt.import_tensorrt = lambda runtime: module  # type: ignore[assignment]
+        api.Cuda.load = lambda: api.Cuda(cuda)
+        trt.import_tensorrt = lambda runtime: module
         ort.import_onnxruntime = lambda: OnnxRuntimeGpu(cuda)
-        backend.Nccl = lambda: Nccl(cuda)  # type: ignore[misc,assignment]
+        backend.Nccl = lambda: Nccl(cuda)

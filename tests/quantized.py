@@ -70,20 +70,14 @@ def gptq(name: str, weight: torch.Tensor, stored: Tensors, *, bits: int = 4, ord
 
 
 def packed(
-    name: str,
-    weight: torch.Tensor,
-    stored: Tensors,
-    *,
-    bits: int = 4,
-    group: int | None = GROUP,
-    symmetric: bool = True,
+    name: str, weight: torch.Tensor, to: Tensors, *, bits: int = 4, group: int | None = GROUP, symmetric: bool = True
 ) -> torch.Tensor:
     integers, scale, zero, _ = _affine(weight, group or weight.shape[1], bits, symmetric=symmetric)
-    stored[f"{name}.weight_packed"] = _words(integers, bits, 1)
-    stored[f"{name}.weight_scale"] = scale.bfloat16()
-    stored[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+    to[f"{name}.weight_packed"] = _words(integers, bits, 1)
+    to[f"{name}.weight_scale"] = scale.bfloat16()
+    to[f"{name}.weight_shape"] = torch.tensor(weight.shape)
     if not symmetric:
-        stored[f"{name}.weight_zero_point"] = _words(zero, bits, 0)
+        to[f"{name}.weight_zero_point"] = _words(zero, bits, 0)
     wide = scale.bfloat16().float().repeat_interleave(group or weight.shape[1], 1)
     return (integers - zero.repeat_interleave(group or weight.shape[1], 1)) * wide
 
@@ -174,21 +168,12 @@ def make_quantized(folder: Path, layout: str, family: str = "llama", **overrides
 def make_mxfp4(folder: Path) -> tuple[Path, Path]:
     """A gpt-oss whose experts are MXFP4, and its plain twin."""
     sizes = {**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    return _rewrite(
-        folder,
-        "gpt_oss",
-        sizes,
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
-        _experts,
-    )
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return _rewrite(folder, "gpt_oss", sizes, quantization, _experts)
 
 
 def _rewrite(
-    folder: Path,
-    family: str,
-    sizes: dict[str, Any],
-    quantization: dict[str, Any],
-    quantize: Callable[[Tensors, Tensors], None],
+    folder: Path, family: str, sizes: Any, quantization: Any, quantize: Callable[[Tensors, Tensors], None]
 ) -> tuple[Path, Path]:
     plain = make_checkpoint(folder / "plain", family, **sizes)
     quantized = make_checkpoint(folder / "quantized", family, **sizes)

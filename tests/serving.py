@@ -85,6 +85,12 @@ class Served:
         port = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
 
+    def answer(self, path: str, **body: Any) -> Any:
+        """What a request is answered with, unless it is an error."""
+        answer = httpx.post(self.url + path, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def idle(self) -> None:
         """Waits until no request holds a slot or waits for one."""
         engine = self.service.engine

@@ -261,7 +261,6 @@ class ExecutionContext:
         self.memory = memory, size
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        assert self.memory is not None
         assert self.memory[1] >= self._engine.get_device_memory_size_for_profile_v2(profile_index)
         self._shapes = self._engine.shapes[profile_index]
         self._kernels = f"{self._engine.file} {profile_index}"

@@ -74,12 +74,7 @@ def params_of(seed: int) -> SamplingParams:
 
 
 def feed(
-    tree: TokenTree,
-    logits: np.ndarray,
-    tokens: np.ndarray,
-    q: Distributions,
-    params: SamplingParams,
-    uniform: np.ndarray,
+    tree: TokenTree, logits: np.ndarray, tokens: np.ndarray, q: Distributions, params: SamplingParams, uniform: Any
 ) -> dict[str, np.ndarray]:
     """One slot's inputs, without the batch axis."""
     return {

@@ -124,10 +124,8 @@ def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> No
     weights = load_file(folder / "adapter_model.safetensors")
     save_file({name: -tensor for name, tensor in weights.items()}, folder / "adapter_model.safetensors")
     assert torch.equal(logits_of(folder), first)  # twice negative
-    save_file(
-        {name: -tensor if "lora_A" in name else tensor for name, tensor in weights.items()},
-        folder / "adapter_model.safetensors",
-    )
+    negated = {name: -tensor if "lora_A" in name else tensor for name, tensor in weights.items()}
+    save_file(negated, folder / "adapter_model.safetensors")
     assert not torch.allclose(logits_of(folder), first)
     del model
 

@@ -111,7 +111,6 @@ def test_when_to_come_again_follows_the_queue(frontend: Frontend) -> None:
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
         await until(lambda: engine.running == engine.slots)
         for request in engine._live:
-            assert request.started is not None
             request.started -= 10
         assert engine._wait() in (10, 11)
         streams += [engine.generate(PROMPT, LONG) for _ in range(3 * engine.slots)]
@@ -193,7 +192,6 @@ def test_a_deadline_is_said_even_if_the_request_ends_at_once(
             cancel(cancelled)
             # Threads of requests cancel theirs too, once a test's loop is closed.
             if cancelled is stream._request.stream and threading.current_thread() is threading.main_thread():
-                assert stream._request.work is not None
                 wait([stream._request.work], 60)
 
         monkeypatch.setattr(Stream, "cancel", cancel_and_wait)
@@ -206,10 +204,10 @@ def test_a_deadline_is_said_even_if_the_request_ends_at_once(
 def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
-        before = len(asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+        before = len(asyncio.get_running_loop()._scheduled)
         assert len(await tokens_of(engine.generate(PROMPT, GREEDY, timeout=1000))) == 16
         await until(lambda: engine.running == 0)
-        scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        scheduled = asyncio.get_running_loop()._scheduled
         assert len([timer for timer in scheduled if not timer.cancelled()]) <= before
 
     run(work)
@@ -286,7 +284,7 @@ class Broken:
 def test_errors_reach_waiting_threads(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
-        (stream,) = engine.start([Broken()])  # type: ignore[list-item]
+        (stream,) = engine.start([Broken()])
         assert (await anext(stream)).text == "a"
         with pytest.raises(RuntimeError, match="the backend is gone"):
             await tokens_of(stream)

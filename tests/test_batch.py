@@ -15,7 +15,6 @@ import pytest
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
-from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
@@ -111,7 +110,7 @@ class Caches:
 
 def test_running_slots_stay_close_and_caches_are_exact() -> None:
     caches, draw = Caches(), random.Random(0)
-    slots = Slots(caches, reuse=True)  # type: ignore[arg-type]
+    slots = Slots(caches, reuse=True)
     running: dict[int, list[int]] = {}
     saved = 0
     for _ in range(3000):
@@ -267,9 +266,7 @@ def test_single_drafts_catch_up_while_drafting(
 ) -> None:
     engine = generous("llama-near-batch")
     program = engine._scheduler._program
-    assert isinstance(program, HostProgram)
     proposer = program.proposer("draft_model")
-    assert isinstance(proposer, DraftModelProposer)
     run, runs = proposer.graph.run, list[int]()
     text = [int(token) for token in np.random.default_rng(0).integers(0, 96, 90)]
 

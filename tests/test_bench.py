@@ -25,7 +25,6 @@ def test_the_workloads_are_there(engine: Engines) -> None:
     tasks = built_in_tasks(engine(NAME).encode, 2, 60)
     assert [task.workload for task in tasks] == ["completion", "edit", "completion", "edit", "text", "text"]
     edit = tasks[1]
-    assert edit.hypothesis is not None
     assert edit.prompt[:60] == edit.prompt[60:] + edit.hypothesis  # the copy that has begun, and the rest of it
     assert all(len(task.prompt) == 60 for task in tasks if task.workload != "edit")
 
@@ -49,7 +48,7 @@ def test_bench(
     bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The default is compared where costs are measured, as they are outside these tests.
-    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     folder = str(bundle(NAME))
     words = ["bench", folder, "--methods", "all", "--prompts", "1", "--prompt-tokens", "64", "-n", "24"]
     assert main([*words, "--json"]) == 0
@@ -112,10 +111,8 @@ def test_figures_that_contradict_each_other_are_named(
     monkeypatch.setattr(Result, "add", beside_another)
     assert main([*words, "--json"]) == 0
     output = capsys.readouterr()
-    assert (
-        output.err.count("tokens a step: another process ran beside plain decoding; measure again on an idle machine")
-        == 3
-    )
+    idle = "tokens a step: another process ran beside plain decoding; measure again on an idle machine"
+    assert output.err.count(idle) == 3
     results = json.loads(output.out)["rows"][0]["workloads"]
     assert all(result["contradictory"] for result in results.values())
 
@@ -139,7 +136,7 @@ def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> N
     assert draft.memory(files, manifest.max_seq_len) == weights + cache
     medusa = read_manifest(bundle("qwen3-medusa"))
     (heads,) = medusa.methods
-    assert heads.memory({}, medusa.max_seq_len) == heads.parameters * 4  # type: ignore[attr-defined]
+    assert heads.memory({}, medusa.max_seq_len) == heads.parameters * 4
 
 
 @pytest.mark.exporter

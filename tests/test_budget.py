@@ -62,15 +62,11 @@ class Batch:
 
     def replace(self, count: int, params: SamplingParams = GREEDY) -> None:
         """Other requests take their place, of which nothing is known."""
-        self.requests = [
-            Request(
-                SlotView(slot, [1, 2, 3], params, np.random.default_rng(0), self._tree, (), self._method),
-                TextStream.__new__(TextStream),
-                10**6,
-                (),
-            )
+        views = [
+            SlotView(slot, [1, 2, 3], params, np.random.default_rng(0), self._tree, (), self._method)
             for slot in range(count)
         ]
+        self.requests = [Request(view, TextStream.__new__(TextStream), 10**6, ()) for view in views]
         for request in self.requests:
             request.history.unread = 0
 
@@ -184,7 +180,7 @@ def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -
     for params, kept in ((GREEDY, 4), (hot, 0)):
         batch.replace(1, params)
         for _ in range(30):
-            batch.step(lambda depth, kept=kept: min(depth, kept))  # type: ignore[misc]
+            batch.step(lambda depth, kept=kept: min(depth, kept))
     batch.replace(1)
     assert batch.step(lambda _: 0) == [5]
     batch.replace(1, warm)
@@ -303,7 +299,7 @@ def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> Non
     batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
     request: list[bool] = []
     choose = batch.budget._choose
-    batch.budget._choose = lambda *inputs: (request.append(True), choose(*inputs))  # type: ignore[method-assign, assign, func-returns-value]
+    batch.budget._choose = lambda *inputs: (request.append(True), choose(*inputs))
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
     assert 100 / (MAX_PLAIN_STEPS + 1) <= len(request) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
@@ -379,7 +375,6 @@ def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> N
 
 def test_decoding_refines_measured_costs(bundle: Bundles, remembered: Path) -> None:
     with Engine.load(bundle("dice-near-batch"), threads=1, calibrate=True) as engine:
-        assert engine.costs is not None
         points, before = [(1, 1, 128), (1, 5, 128)], Costs(engine.costs.curve)
         engine.generate([5, 6, 7] * 8, GREEDY)
         engine.generate([5, 6, 7] * 8, GREEDY, PLAIN)
@@ -419,7 +414,6 @@ def test_a_bundle_is_measured_once_on_a_machine(
     assert method.read > 0
     before = file.read_bytes()
     with Engine.load(folder, threads=1, calibrate=True) as second:
-        assert second.costs is not None
         assert [second.costs.step(*at, 1) for at in ((1, 9), (8, 2))] == [
             next(step_.seconds for step_ in curve.steps if (step_.batch, step_.tokens) == at) for at in ((1, 9), (8, 2))
         ]
@@ -527,10 +521,7 @@ def _steps_dear(slots: int, tokens: int) -> float:
     "name",
     [
         "llama-near-batch",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3-medusa-batch", "qwen3-medusa-draft-batch", "qwen3-lookup-batch")
-        ),
+        *(pytest.param(f"qwen3-{at}-batch", marks=pytest.mark.slow) for at in ("medusa", "medusa-draft", "lookup")),
     ],
 )
 def test_requests_use_the_models_defaults(

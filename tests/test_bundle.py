@@ -266,36 +266,30 @@ def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
     refused(copy, "unknown field `surprise`", *json_places(place.rstrip(".")))
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("backend", "tensorflow"),
-        ("backend", None),
-        ("max_seq_len", "512"),
-        ("max_seq_len", 512.5),
-        ("max_seq_len", 0),
-        ("prefill_chunk", -64),
-        ("batch_sizes", 1),
-        ("target.vocab_size", True),
-        ("target.precision.weights", "fp4"),
-        ("target.graph.points.0.tokens", 0),
-        ("target.graph.points.0.cache", -1),
-        ("methods.0.method", 3),
-        ("methods.0.trees", None),
-        ("methods.0.trees.0.0.0", -1),
-        ("methods.0.trees.0.0.0", 128),
-        ("methods.0.trees.0.0.0", "0"),
-        ("methods.0.candidates", 0),
-        ("tokenizer.eos_token_ids", [-1]),
-        ("tokenizer.special_tokens", {"bos_token": 3}),
-        ("generation.top_p", 0),
-        ("generation.temperature", -1),
-        ("files.0.size", -1),
-        ("files.0.sha256", "0" * 63),
-        ("files.0.sha256", "G" * 64),
-        ("files.0.path", 3),
-    ],
-)
+WRONG_KINDS: dict[str, tuple[Any, ...]] = {
+    "backend": ("tensorflow", None),
+    "max_seq_len": ("512", 512.5, 0),
+    "prefill_chunk": (-64,),
+    "batch_sizes": (1,),
+    "target.vocab_size": (True,),
+    "target.precision.weights": ("fp4",),
+    "target.graph.points.0.tokens": (0,),
+    "target.graph.points.0.cache": (-1,),
+    "methods.0.method": (3,),
+    "methods.0.trees": (None,),
+    "methods.0.trees.0.0.0": (-1, 128, "0"),
+    "methods.0.candidates": (0,),
+    "tokenizer.eos_token_ids": ([-1],),
+    "tokenizer.special_tokens": ({"bos_token": 3},),
+    "generation.top_p": (0,),
+    "generation.temperature": (-1,),
+    "files.0.size": (-1,),
+    "files.0.sha256": ("0" * 63, "G" * 64),
+    "files.0.path": (3,),
+}
+
+
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place in WRONG_KINDS for value in WRONG_KINDS[place]])
 def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, value: Any) -> None:
     put(copy, place, value)
     refused(copy, MANIFEST_NAME, "not a valid manifest", *json_places(place.removesuffix(".method")))
@@ -402,14 +396,21 @@ def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
     refused(copy, "'extra' is used but not listed")
 
 
-def test_a_chat_template_without_a_name_is_none(copy: Path) -> None:
-    put(copy, "tokenizer.chat_template", "")
-    refused(copy, "'' is used but not listed")
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("files", "listed twice"),
+        ("methods", "methods: draft_model, draft_model"),
+        ("target.graph.points", "graph.points of the target: b1.t1"),
+    ],
+)
+def test_what_is_listed_twice_is_refused(copy: Path, place: str, reason: str) -> None:
+    def doubled(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key].append(holder[key][0])
 
-
-def test_a_file_listed_twice_is_refused(copy: Path) -> None:
-    rewritten(copy, lambda document: document["files"].append(document["files"][0]))
-    refused(copy, "listed twice")
+    rewritten(copy, doubled)
+    refused(copy, reason)
 
 
 def test_missing_shape_points_are_refused(copy: Path) -> None:
@@ -428,35 +429,6 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
     (copy / MANIFEST_NAME).write_bytes(whole)
     put(copy, "methods.0.trees", [[[0] * n for n in range(1, 7)]])
     refused(copy, "no shape point of the target has 7 tokens")
-
-
-@pytest.mark.parametrize(
-    ("trees", "reason"),
-    [
-        ([[[0, 0]]], "the choice [0, 0] is there, but not [0]"),
-        ([[[0], [0]]], "the choice [0] is given twice"),
-        ([[[0]], [[1]]], "two have 1 draft token,"),
-        ([[]], "or one has none"),
-        ([], "there are none"),
-        ([[[0], [64]]], "rank 64, with 12 candidates"),
-        ([[[0], [1], [1, 0]]], "only the most probable token of each depth can have children"),
-    ],
-)
-def test_trees_must_be_ones_the_method_can_fill(copy: Path, trees: list[list[list[int]]], reason: str) -> None:
-    put(copy, "methods.0.trees", trees)
-    refused(copy, "draft_model: trees", reason)
-
-
-def test_unknown_methods_are_named_with_the_known_ones(copy: Path) -> None:
-    put(copy, "methods.0.method", "magic")
-    refused(
-        copy, "method is 'magic'; expected one of dflash, draft_model", "install the package that adds it", "methods[0]"
-    )
-
-
-def test_duplicate_methods_are_refused(copy: Path) -> None:
-    rewritten(copy, lambda document: document["methods"].append(document["methods"][0]))
-    refused(copy, "methods: draft_model, draft_model")
 
 
 @pytest.mark.parametrize(
@@ -500,6 +472,15 @@ def relisted(folder: Path, document: Document) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [
+        ("methods.0.method", "magic", "method is 'magic'; expected one of dflash, draft_model ... - at `$.methods[0]`"),
+        ("methods.0.trees", [[[0, 0]]], "draft_model: trees ... the choice [0, 0] is there, but not [0]"),
+        ("methods.0.trees", [[[0], [0]]], "draft_model: trees ... the choice [0] is given twice"),
+        ("methods.0.trees", [[[0]], [[1]]], "draft_model: trees ... two have 1 draft tokens"),
+        ("methods.0.trees", [[]], "or one has none"),
+        ("methods.0.trees", [], "there are none"),
+        ("methods.0.trees", [[[0], [64]]], "rank 64, with 12 candidates"),
+        ("methods.0.trees", [[[0], [1], [1, 0]]], "only the most probable token of each depth can have children"),
+        ("tokenizer.chat_template", "", "'' is used but not listed"),
         ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is no token of 12"),
         ("generation.rules", {"bad_words_ids": [[3, 99]]}, "generation.rules.bad_words_ids: 99 is no token of 12"),
         ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions 63"),
@@ -514,7 +495,7 @@ def relisted(folder: Path, document: Document) -> None:
 )
 def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: Any, reason: str) -> None:
     put(copy, place, value)
-    refused(copy, MANIFEST_NAME, reason)
+    refused(copy, MANIFEST_NAME, *reason.split(" ... "))
 
 
 def test_options_that_older_versions_wrote_are_read_where_they_are_null(copy: Path) -> None:
@@ -523,23 +504,40 @@ def test_options_that_older_versions_wrote_are_read_where_they_are_null(copy: Pa
     assert method.name == "draft_model"
 
 
-def test_a_method_that_only_reads_text_has_trees_or_sizes(bundle: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")
-    put(folder, "methods.0.num_speculative_tokens", 4)
-    refused(folder, MANIFEST_NAME, "num_speculative_tokens is given beside trees")
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("dice-ngram", {"num_speculative_tokens": 4}, "num_speculative_tokens is given beside trees"),
+        ("dice-ngram", {"prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup_max, which is 4"),
+        ("dice-ngram", {"prompt_lookup_max": 33}, "not a valid manifest"),
+        ("dice-ngram", {"prompt_lookup_min": 0}, "not a valid manifest"),
+        ("dice-ngram", {"candidates": 1}, "unknown field `candidates`"),
+        ("dice-suffix", {"max_spec_factor": 0}, "not a valid manifest"),
+        ("dice-suffix", {"min_token_prob": 1.5}, "not a valid manifest"),
+        ("dice-ngram", {"trees": [[[0], [1]]]}, "ngram: trees: the one of 2 draft tokens is not a chain"),
+        ("dice-suffix", {"trees": [[[1]]]}, "suffix: trees: the one of 1 draft tokens is not a chain"),
+        ("dice-suffix", {"trees": [[[0]], [[0]]]}, "suffix: trees: two have 1 draft tokens"),
+        ("dice-ngram", {"trees": [[]]}, "or one has none"),
+        ("dice-ngram", {"trees": [[[0] * n for n in range(1, 7)]]}, "no shape point of the target has 7 tokens"),
+        ("qwen3-lookahead", {"trees": [[[0], [0, 0]]]}, "is not made of chains of 3 off the root"),
+        ("qwen3-lookahead", {"ngram": 5}, "is not made of chains of 4 off the root"),
+        ("qwen3-lookahead", {"window": 1}, "window 1, with n-grams of 4; the window fills only with 2"),
+        ("qwen3-lookahead", {"window": 100}, "312 nodes a step, at most 128 are verified"),
+        ("qwen3-lookahead", {"window": 6}, "no shape point of the target has"),
+        ("qwen3-lookahead", {"ngram": 1}, "not a valid manifest"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(
+    bundle: Callable[[str], Path], tmp_path: Path, name: str, change: Document, reason: str
+) -> None:
+    folder = shutil.copytree(bundle(name), tmp_path / "bundle")
+    rewritten(folder, lambda document: document["methods"][0].update(change))
+    refused(folder, reason)
 
 
-def test_a_point_listed_twice_and_a_cache_too_small_are_refused(copy: Path) -> None:
-    rewritten(
-        copy, lambda document: document["target"]["graph"]["points"].append(document["target"]["graph"]["points"][0])
-    )
-    refused(copy, "graph.points of the target", "is there twice")
-
-    def longer(document: Document) -> None:
-        document["target"]["graph"]["points"].pop()
-        document["max_seq_len"] = document["target"]["max_positions"] = 100
-
-    rewritten(copy, longer)
+def test_a_cache_too_small_is_refused(copy: Path) -> None:
+    put(copy, "target.max_positions", 100)
+    put(copy, "max_seq_len", 100)
     refused(copy, "max_seq_len is 100, and the largest cache of 128 rows has no room for a step of 64 tokens")
 
 

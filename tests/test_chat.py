@@ -114,10 +114,8 @@ def test_roles_may_be_read_in_different_forms() -> None:
     chat_template = ChatTemplate(FIRST_OF_SYSTEM, {})
     user, system = {"role": "user", "content": PARTS}, {"role": "system", "content": "Be brief."}
     assert chat_template.render([system, user]) == "<Be brief.>see the file\nimport os"
-    assert (
-        chat_template.render([{**system, "content": _parts("Be", "brief.")}, user])
-        == "<Be\nbrief.>see the file\nimport os"
-    )
+    text = chat_template.render([{**system, "content": _parts("Be", "brief.")}, user])
+    assert text == "<Be\nbrief.>see the file\nimport os"
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "ipython"])
@@ -274,7 +272,6 @@ def test_a_template_is_bounded_in_time_and_memory(source: str, monkeypatch: pyte
 def test_its_process_is_started_again_if_the_system_ends_it() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render([{"role": "user", "content": "one"}]) == "one"
-    assert template._process is not None
     template._process.kill()  # as the system does where memory is short
     template._process.wait()
     assert template.render([{"role": "user", "content": "two"}]) == "two"
@@ -284,7 +281,6 @@ def test_its_process_ends_with_the_template() -> None:
     template = ChatTemplate("fine", {})
     template.render(CHAT)
     process = template._process
-    assert process is not None
     assert process.poll() is None
     del template
     gc.collect()
@@ -312,11 +308,7 @@ def test_half_a_character_is_no_text() -> None:
     half, chat_template = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
     for messages, variables, place in (
         ([{"content": half}], {}, "messages.0.content"),
-        (
-            [{"content": [{"type": "text", "text": "b"}, {"type": "text", "text": half}]}],
-            {},
-            "messages.0.content.1.text",
-        ),
+        ([{"content": [{"type": "text", "text": text} for text in ("b", half)]}], {}, "messages.0.content.1.text"),
         ([{"content": "", half: 1}], {}, "a key of messages.0"),
         ([{"content": ""}], {"tools": [{"function": {"description": half}}]}, "tools.0.function.description"),
     ):

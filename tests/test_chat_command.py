@@ -172,7 +172,7 @@ def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
     words = ["chat", str(folder), *GREEDY, "-n", "24", "--show-drafts"]
     with typed(words, NO_COLOR="1", SPECEXPORT_CACHE=str(tmp_path)) as chat:
         text = ask(chat, "one two three")
-        drafted = int(re.search(r"(\d+) of \d+ draft tokens", text)[1])  # type: ignore[index]
+        drafted = int(re.search(r"(\d+) of \d+ draft tokens", text)[1])
         leave(chat)
     underlined = re.findall(r"\x1b\[4m(.*?)\x1b\[24m", chat.raw, re.DOTALL)
     assert 0 < len(underlined) <= drafted  # a token may hold no whole character

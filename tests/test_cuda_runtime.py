@@ -51,10 +51,8 @@ def test_stand_ins_have_the_signatures_of_the_real_package(kind: type) -> None:
         assert arguments is not None, declared
         expected = [re.split(r"[ :]+", part.strip()) for part in arguments[1].split(",") if part.strip()]
         # "size_t count" and "kind: cudaMemcpyKind" alike
-        names = [
-            part[0] if ":" in whole else part[-1]
-            for part, whole in zip(expected, arguments[1].split(","), strict=False)
-        ]
+        pairs = zip(expected, arguments[1].split(","), strict=False)
+        names = [part[0] if ":" in whole else part[-1] for part, whole in pairs]
         assert [n.lstrip("*") for n in names] == list(inspect.signature(getattr(kind, name)).parameters)[1:], name
 
 
@@ -231,7 +229,7 @@ def test_stale_addresses_are_noticed(device: Device) -> None:
     staged, memory = _staged(device, {"x": np.arange(4)})
     stream = device.stream
     captured = stream.capture(staged.upload)
-    memory.close()  # type: ignore[attr-defined]
+    memory.close()
     captured.launch()
     with pytest.raises(AssertionError, match="given back"):
         stream.synchronize()
@@ -324,10 +322,8 @@ def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
     for name, window in caches.cache.tensors(caches.cache.rows, range(1, 3)).items():
         np.testing.assert_array_equal(fake.array(window.address, window.dtype, window.shape), before[name][1:])
     alone = range(2, 3)
-    new = {
-        name: fake.array(tensor.address, tensor.dtype, tensor.shape)
-        for name, tensor in caches.cache.new_rows(FED, alone).items()
-    }
+    rows = caches.cache.new_rows(FED, alone).items()
+    new = {name: fake.array(tensor.address, tensor.dtype, tensor.shape) for name, tensor in rows}
     new = caches.write(new, 5)
     caches.cache.move(2, 1, [0, 2], NewRows(FED, alone))
     caches.cache.copy(2, 0, 3)

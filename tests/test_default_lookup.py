@@ -77,7 +77,7 @@ def test_it_is_measured_when_it_is_first_opened(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
-    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     with Engine.load(folder, threads=1) as engine:
         assert engine.costs is not None
         assert engine.costs.curve.steps

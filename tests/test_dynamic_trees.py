@@ -75,7 +75,7 @@ def test_greedy_text_is_plain_decoding_s(
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1, calibrate=False) as engine:
         proposer = engine.loaded_methods[name].proposer
         assert "dynamic trees" in engine.methods[name].describe()
-        proposal = proposer._proposal  # type: ignore[attr-defined]
+        proposal = proposer._proposal
 
         def watched(*arguments: Any) -> Any:
             proposed = proposal(*arguments)

@@ -30,15 +30,7 @@ from tests.quantized import FORMATS
 pytestmark = pytest.mark.exporter
 
 H, LAYERS, KEPT = GROUPED["hidden_size"], GROUPED["num_hidden_layers"], 200
-LIKE: dict[str, Any] = {
-    "trees": (),
-    "model": "here",
-    "states": (0, 1, 2),
-    "hidden": H,
-    "draft_hidden": H,
-    "rows": 1,
-    "candidates": 64,
-}
+LIKE = {"trees": (), "model": "here", "states": (0, 1, 2), "hidden": H, "draft_hidden": H, "rows": 1, "candidates": 64}
 
 
 @pytest.fixture
@@ -62,9 +54,7 @@ class Paper(Formulas):
         self.epsilon = self.layer["rms_norm_eps"]
         self.theta = self.layer.get("rope_parameters", {}).get("rope_theta", 10000.0)
         state = load_file(folder / "model.safetensors")
-        self.weights = {
-            name.replace("midlayer.", "").replace("layers.0.", ""): tensor for name, tensor in state.items()
-        }
+        self.weights = {name.replace("midlayer.", "").replace("layers.0.", ""): value for name, value in state.items()}
         if "embed_tokens.weight" not in self.weights:
             self.weights["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         self.keys: list[torch.Tensor] = []

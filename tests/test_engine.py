@@ -392,11 +392,8 @@ def test_a_closed_engine_refuses_requests(bundle: Callable[[str], Path]) -> None
     with Engine.load(bundle(NAME), threads=1) as loaded:
         prepared = loaded.stream(PROMPT, GREEDY)
         assert len(loaded.generate(PROMPT, GREEDY).token_ids) == 24
-    for refused in (
-        lambda: loaded.generate(PROMPT, GREEDY),
-        lambda: loaded.stream(PROMPT, GREEDY),
-        lambda: next(prepared),
-    ):
+    asks = (lambda: loaded.generate(PROMPT, GREEDY), lambda: loaded.stream(PROMPT, GREEDY), lambda: next(prepared))
+    for refused in asks:
         with pytest.raises(RequestError, match="closed"):
             refused()
     loaded.close()

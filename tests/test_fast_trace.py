@@ -59,9 +59,8 @@ def _said(module: torch.nn.Module, x: torch.Tensor, shapes: Any) -> Callable[[to
     """Runs the graph of a module, which is traced for inputs like ``x``."""
     with fast_trace():
         program = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=shapes, verbose=False)
-    assert program is not None
     session = ort.InferenceSession(program.model_proto.SerializeToString())
-    return lambda x: session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]  # type: ignore[no-any-return]
+    return lambda x: session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
 def test_decomposing_would_change_nothing(

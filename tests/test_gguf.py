@@ -44,11 +44,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _built(source: Path, output: Path, precision: StoredAs | None = None, **options: Any) -> Path:
-    return build(
-        BuildOptions(
-            target=str(source), output=output, precision=precision, max_batch_size=1, max_seq_len=128, **options
-        )
-    )
+    sizes = {"max_batch_size": 1, "max_seq_len": 128}
+    return build(BuildOptions(target=str(source), output=output, precision=precision, **sizes, **options))
 
 
 def _require_same_text(file: Path, bundle: Path, tokens: int = 24) -> None:

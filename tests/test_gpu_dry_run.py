@@ -62,14 +62,8 @@ def test_dry_run(
     """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others."""
     calls, text = tmp_path / "calls.log", tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.null_cuda.dry_run", str(dry_run_bundle(name)), str(slots), str(text)]
-    done = subprocess.run(
-        command,
-        env={**null_gpu, "NULL_CUDA_LOG": str(calls)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_SECONDS,
-    )
+    environment = {**null_gpu, "NULL_CUDA_LOG": str(calls)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     document = json.loads(text.read_text(encoding="utf-8"))
     (report,) = log.reports(log.read(calls))

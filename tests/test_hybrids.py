@@ -30,7 +30,6 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
-from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
@@ -90,7 +89,7 @@ def test_kept_rows_are_those_of_the_last_tokens_that_stayed() -> None:
         for position in range(past - 3, past):
             np.testing.assert_array_equal(kept.arrays["past_conv.0"][1, position % 3], text[position][:5])
         seen = kept._seen[1]
-        assert seen % CELL == 0 and past - seen <= layers[1].recurrence.rows  # type: ignore[union-attr]
+        assert seen % CELL == 0 and past - seen <= layers[1].recurrence.rows
         for position in range(seen, past):
             row = kept.arrays["past_updates.1"][1, position % (CELL + 6)]
             np.testing.assert_array_equal(row, text[position][5:])
@@ -246,9 +245,7 @@ def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]
         texts = [random.integers(3, vocab, min(size, longest)).tolist() for size in (2, 11, 30, 5, 19, 8, 24, 3, 9, 13)]
         limits = [4, 24, 9, 17, 24, 2, 24, 11, 6, 20]
         params = [GREEDY.replace(max_tokens=limit) for limit in limits]
-        alone = [
-            model.generate(text, speculation, PLAIN).token_ids for text, speculation in zip(texts, params, strict=True)
-        ]
+        alone = [model.generate(text, way, PLAIN).token_ids for text, way in zip(texts, params, strict=True)]
         streams = started(map(model.stream, texts, params))
         together = [tokens_of(stream) for stream in streams]
     assert together == alone
@@ -276,7 +273,6 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     """Every number of its tokens taken back, another token behind them; q is transformers' of the text that stayed."""
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
-    assert isinstance(method, DraftModel)
     draft = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
     backend = open_backend(opened, "onnxruntime", None, 1.0)
     proposer = open_proposer(method, Opening(opened, backend, 1))
@@ -288,7 +284,6 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
         while proposer.prefill(view):
             pass
         proposals = proposer.propose([view])[0]
-        assert proposals.q is not None
         drafted = proposals.tokens.tolist()
         with torch.no_grad():
             logits = draft(torch.tensor([[*text, *drafted[:-1]]]), use_cache=False).logits[0, len(text) - 1 :]

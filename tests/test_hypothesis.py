@@ -229,12 +229,8 @@ def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
         "one", gate.replace(ignore_eos=False), {"hypothesis": [5, 6, 1, 7], "hypothesis_entropy": 0.0}
     )
     assert (ended.token_ids, ended.finish_reason) == ((5, 6, 1), "stop")
-    for params, entropy in (
-        (gate.replace(logprobs=0), 0.1),
-        (gate, 0.7),
-        (gate, None),
-        (gate.replace(entropy_threshold=None), 0.0),
-    ):
+    unlogged, ungated = gate.replace(logprobs=0), gate.replace(entropy_threshold=None)
+    for params, entropy in ((unlogged, 0.1), (gate, 0.7), (gate, None), (ungated, 0.0)):
         assert loaded.generate("one", params, {"hypothesis": text, "hypothesis_entropy": entropy}).stats.steps > 0
     # Without the opt-in it is verified, however sure it is.
     lossless = gate.replace(acceptance="lossless")

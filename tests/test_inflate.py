@@ -110,7 +110,7 @@ def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, me
     """Of the same text: it sees the layers of the enlarged target that do what those of the small one did."""
     exporter: Any = part(method_type(method), "export").EXPORTER
     make = make_eagle3 if method == "eagle3" else make_dflash
-    make(tmp_path / "small", source, states=(1, 2), size=8)  # type: ignore[operator]
+    make(tmp_path / "small", source, states=(1, 2), size=8)
     large, text, drafted = tmp_path / "large", PROMPTS[0], [5, 9, 2]
     inflate(source, large, shape=Shape(96, 16, 8, 16, 5, 96, 64, bool(Shape.of(_config(source)).tied)))
     inflate_states_draft(tmp_path / "small", tmp_path / "grown", source, large)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,20 +48,10 @@ def make(tmp_path: Path) -> Make:
     """Builds a bundle; the hashes of its files."""
 
     def made(name: str, target: Path, *methods: dict[str, Any], precision: Any = "fp32") -> dict[str, str]:
-        return hashes(
-            build(
-                BuildOptions(
-                    target=str(target), output=tmp_path / name, methods=methods, precision=precision, max_seq_len=64
-                )
-            )
-        )
+        where: dict[str, Any] = {"target": str(target), "output": tmp_path / name}
+        return hashes(build(BuildOptions(**where, methods=methods, precision=precision, max_seq_len=64)))
 
     return made
-
-
-def small(folder: Path, **sizes: Any) -> Path:
-    """A checkpoint of one layer, which is traced in half the time."""
-    return make_checkpoint(folder, "llama", num_hidden_layers=1, **sizes)
 
 
 def altered(folder: Path, to: Path, name: str) -> Path:
@@ -98,7 +90,7 @@ def test_loops_are_the_same_from_a_file(tmp_path: Path, kept: Path, traced: list
 def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
     tmp_path: Path, kept: Path, traced: list[str], make: Make
 ) -> None:
-    target = small(tmp_path / "target", vocab_size=4096)
+    target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, vocab_size=4096)
     make("first", target)
     assert traced == ["StepModule"]
     other = altered(target, tmp_path / "embeds", "embed_tokens.weight")
@@ -111,28 +103,50 @@ def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
     assert make("anew", other) == from_file and len(traced) == 3
 
 
-def test_damaged_files_are_rewritten(tmp_path: Path, kept: Path, traced: list[str], make: Make) -> None:
-    target = small(tmp_path / "target")
-    first = make("first", target)
+class Small:
+    """A module whose graph adds its only weight; counts how often it is traced."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Module()
+        self.module.weight = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.times = 0
+
+    def graph(self, *about: object) -> bytes:
+        return ir.to_proto(kept_traces.kept_trace(self.module, about, self._trace)).SerializeToString()
+
+    def _trace(self) -> ir.Model:
+        self.times += 1
+        return ir.from_onnx_text(
+            '<ir_version: 10, opset_import: ["" : 23]> g (float[4] x) => (float[4] y)'
+            " <float[4] weight = {0, 1, 2, 3}> { y = Add(x, weight) }"
+        )
+
+
+def test_damaged_files_are_rewritten(kept: Path) -> None:
+    small = Small()
+    first = small.graph()
     (path,) = kept.glob("*.onnx")
     whole = path.read_bytes()
+    assert small.graph() == first and small.times == 1
     for number, harmed in enumerate((whole[:-9], b"", b"0" + whole[1:]), start=2):
         path.write_bytes(harmed)
-        assert make(f"build {number}", target) == first and len(traced) == number
+        assert small.graph() == first and small.times == number
         assert path.read_bytes() == whole
 
 
-def test_nothing_is_kept_where_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traced: list[str], make: Make
-) -> None:
-    (tmp_path / "cache").write_text("a file", encoding="utf-8")
-    monkeypatch.setattr(kept_traces, "cache_folder", lambda: tmp_path / "cache")
-    target = small(tmp_path / "target")
-    assert make("first", target) == make("second", target) and len(traced) == 2
+def test_nothing_is_kept_where_nothing_can_be_written(kept: Path) -> None:
+    kept.parent.write_text("a file", encoding="utf-8")
+    small = Small()
+    assert small.graph() == small.graph() and small.times == 2
 
 
-def test_the_oldest_go_first(tmp_path: Path, kept: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_go_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_traces, "MOST", 2)
-    for size in (32, 64, 96):
-        make(f"b{size}", small(tmp_path / f"c{size}", intermediate_size=size))
-    assert len(list(kept.glob("*.onnx"))) == 2
+    small = Small()
+    for about in (1, 2, 3):
+        small.graph(about)
+        time.sleep(0.01)  # times of files are as coarse as the kernel's clock
+    small.graph(3), small.graph(2)
+    assert small.times == 3
+    small.graph(1)
+    assert small.times == 4 and len(list(kept.glob("*.onnx"))) == 2

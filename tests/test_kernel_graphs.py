@@ -190,12 +190,8 @@ def test_inputs_that_do_not_fit_are_an_error_of_one_line(tmp_path: Path, name: s
 
 def test_numbers_that_are_none_stay_in_their_row(tmp_path: Path) -> None:
     weights = normal(64, 40)
-    session = open_session(
-        save(tmp_path / "model.onnx", "y = MatMul(x, k)", {"x": normal(3, 64)}, {"k": weights}, True),
-        1,
-        "native",
-        "fp32",
-    )
+    path = save(tmp_path / "model.onnx", "y = MatMul(x, k)", {"x": normal(3, 64)}, {"k": weights}, True)
+    session = open_session(path, 1, "native", "fp32")
     x = normal(3, 64)
     (expected,) = session.run(None, {"x": x})
     x[1, 5] = np.nan

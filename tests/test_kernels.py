@@ -69,7 +69,6 @@ def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[st
     words = [sys.executable, "-m", "specexport", "serve", str(bundle("llama-near")), "--port", "0", "--no-calibrate"]
     environment = {**os.environ, "SPECEXPORT_KERNELS": "0"}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
         lines = []
         for line in process.stderr:
             lines.append(line)

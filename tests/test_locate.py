@@ -74,10 +74,8 @@ def test_only_needed_files_are_downloaded(model: Path, fetched: set[str], tiny: 
     folder = locate("owner/model")
     assert of(fetched, "model") == SETTINGS | TOKENIZER | templates | {"model.safetensors"}
     assert load_checkpoint("owner/model").parameters == load_checkpoint(str(tiny)).parameters
-    assert load_tokenizer(folder).chat_templates == {
-        "default": "chat_template.jinja",
-        "rag": "additional_chat_templates/rag.jinja",
-    }
+    files = {"default": "chat_template.jinja", "rag": "additional_chat_templates/rag.jinja"}
+    assert load_tokenizer(folder).chat_templates == files
 
 
 def test_of_a_model_in_shards_those_of_the_index_are_fetched(model: Path, fetched: set[str]) -> None:

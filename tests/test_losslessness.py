@@ -238,11 +238,8 @@ def assert_distributed(texts: list[Text], exact: dict[Text, float]) -> None:
 
 # --- sampling: every setting, through the acceptance function ---------------------------------------------------------
 
-FILTERS = (
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=7),
-    SamplingParams(temperature=1.3, top_p=0.85, min_p=0.05),
-)
+SHARP, CUT = SamplingParams(temperature=0.7, top_k=7), SamplingParams(temperature=1.3, top_p=0.85, min_p=0.05)
+FILTERS = (SamplingParams(), SHARP, CUT)
 DRAFTS = ("bad", "near", "equal")
 ALL_SETTINGS = tuple(
     Setting(draft, K, FILTERS[(row + column) % 3])
@@ -457,10 +454,8 @@ def test_biased_acceptance_has_its_bias(bias: str, share: float) -> None:
 
 def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
     def rows(p: npt.NDArray[np.float64]) -> list[losslessness.Row]:
-        return [
-            losslessness.Row("ngram, chain", "alone", "T 1.0", "", 1, column.tolist(), 1, 1, [1, 0, 0], {}, 0.0)
-            for column in p
-        ]
+        row = ("ngram, chain", "alone", "T 1.0", "", 1)
+        return [losslessness.Row(*row, column.tolist(), 1, 1, [1, 0, 0], {}, 0.0) for column in p]
 
     uniform = np.random.default_rng(0).random((60, 3))
     assert losslessness.summary(rows(uniform))["overall"] > 0.05

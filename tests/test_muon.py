@@ -25,10 +25,8 @@ def test_steps_are_those_of_torch() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(32, 48), [torch.randn(32, 48) for _ in range(4)]
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizers = (
-        Muon([ours], lr=0.02, weight_decay=0.1),
-        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-    )
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    optimizers = (Muon([ours], lr=0.02, weight_decay=0.1), reference)
     for gradient in gradients:
         for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
             parameter.grad = gradient.clone()

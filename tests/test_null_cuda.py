@@ -179,10 +179,8 @@ def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_rep
         with pytest.raises(BackendError, match="cudaErrorStreamCaptureWrongThread"):
             pool.submit(cuda.end_capture, stream.handle).result()
         cuda.abandon_capture(stream.handle)
-    assert [call.illegal for call in read_report().illegal] == [
-        "another thread began its capture",
-        "its capture is broken",
-    ]
+    illegal = [call.illegal for call in read_report().illegal]
+    assert illegal == ["another thread began its capture", "its capture is broken"]
 
 
 def test_work_that_goes_past_the_capture_is_named(
@@ -224,10 +222,8 @@ def test_out_of_bounds_accesses_are_named(
     stream.synchronize()
     cuda.copy_rows(memory.device, 1, memory.device, 1, 1, 4, stream.handle)
     stream.synchronize()
-    assert [call.illegal for call in read_report().illegal] == [
-        "reaches behind an allocation",
-        "copies between rows that overlap",
-    ]
+    illegal = [call.illegal for call in read_report().illegal]
+    assert illegal == ["reaches behind an allocation", "copies between rows that overlap"]
     with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
         cuda.free(memory.device + 4)
 

@@ -62,7 +62,7 @@ def test_flags_set_the_fields_of_their_names() -> None:
     assert flags("a.txt") == Cake(recipe=Path("a.txt"), notes="warm")
     words = ["-e", "2", "--sugar", "0.1", "--fruits", "fig", "--fruits", "plum", "--heights", "1", "3", "--no-baked"]
     assert flags("b", *words, "--glazed", "--size", "18", "--minutes", "7", "--shape", "square") == Cake(
-        recipe="b",  # type: ignore[arg-type]  # a path may be a text
+        recipe="b",  # a path may be a text
         eggs=2,
         sugar=0.1,
         fruits=("fig", "plum"),
@@ -101,7 +101,7 @@ def test_wrong_values_are_refused_in_words(name: str, value: object, expected: s
 
 
 def test_numbers_may_be_numpys() -> None:
-    cake = Cake(recipe=Path("x"), eggs=np.int64(4), sugar=np.float32(0.5), heights=np.array([1, 2]))  # type: ignore[arg-type]
+    cake = Cake(recipe=Path("x"), eggs=np.int64(4), sugar=np.float32(0.5), heights=np.array([1, 2]))
     assert (cake.eggs, cake.sugar, cake.heights) == (4, 0.5, (1, 2))
     assert type(cake.eggs) is int
 
@@ -201,6 +201,6 @@ def test_contradictions_name_the_parameter() -> None:
         ({"max_tokens": 1, "min_tokens": 2}, "min_tokens is "),
     ):
         with pytest.raises(RequestError) as caught:
-            SamplingParams(**given)  # type: ignore[arg-type]
+            SamplingParams(**given)
         assert caught.value.param == message.split()[0]
         assert str(caught.value).startswith(message)

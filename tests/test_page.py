@@ -134,14 +134,7 @@ def test_steps_of_tool_calls_are_reported(bundle: Callable[[str], Path], tmp_pat
     assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
 
 
-def test_steps_are_reported_only_if_possible(tiny: Served) -> None:
-    for path, body, why in (
-        ("/v1/completions", {"prompt": "a"}, "include_steps: given without stream"),
-        ("/v1/responses", {"input": "a", "stream": True}, "not supported"),
-    ):
-        answer = httpx.post(tiny.url + path, json=body | {"include_steps": True})
-        assert answer.status_code == 400
-        assert why in answer.json()["error"]["message"]
+def test_steps_are_reported_only_where_they_are_asked_for(tiny: Served) -> None:
     assert "step" not in streamed(tiny, "/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
 
 
@@ -173,11 +166,8 @@ def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
 
 def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Callable[[str], Path]) -> None:
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
-        assert [httpx.get(running.url + path).status_code for path in ("/", "/page.js", "/v1/models")] == [
-            200,
-            200,
-            401,
-        ]
+        paths = ("/", "/page.js", "/v1/models")
+        assert [httpx.get(running.url + path).status_code for path in paths] == [200, 200, 401]
     with served(bundle("llama-near"), page=False) as running:
         assert [httpx.get(running.url + path).status_code for path in ("/", "/page.js", "/page.css")] == [404] * 3
     for flags, shown in ([], True), (["--no-page"], False):
@@ -334,11 +324,8 @@ def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Callable[[str], 
             assert window.run("find('key-form').hidden") is hidden
             assert hidden or window.run("find('key-note').textContent") == "The server does not accept this key."
         # Without a chat template it is a text that is continued.
-        assert window.run("[find('mode').value, find('modes').hidden, find('run').textContent]") == [
-            "text",
-            True,
-            "Run",
-        ]
+        shown = window.run("[find('mode').value, find('modes').hidden, find('run').textContent]")
+        assert shown == ["text", True, "Run"]
         assert window.run("getComputedStyle(find('system')).display") == "none"
         run(window, PROMPT)
         window.until("find('status').textContent.startsWith('Done')")

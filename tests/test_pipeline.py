@@ -48,10 +48,7 @@ def test_passes_in_another_order_do_not() -> None:
 
 
 def test_stages_are_in_an_order_in_which_each_gets_what_it_needs() -> None:
-    lists: tuple[tuple[tuple[Stage[Any], ...], type, set[str]], ...] = (
-        (build.STAGES, Build, set()),
-        (target.STAGES, TargetBuild, set()),
-    )
+    lists = ((build.STAGES, Build, set()), (target.STAGES, TargetBuild, set()))
     for stages, state, known in lists:
         for stage in stages:
             assert {*stage.needs} <= known, stage.run
@@ -62,10 +59,8 @@ def test_stages_are_in_an_order_in_which_each_gets_what_it_needs() -> None:
 
 def test_stages_run_in_turn_and_report_theirs() -> None:
     seen: list[Any] = []
-    stages = (
-        Stage[list[int]](lambda state: state.append(1), title="one"),
-        Stage[list[int]](lambda state: state.append(2)),
-    )
+    first = Stage[list[int]](lambda state: state.append(1), title="one")
+    stages = (first, Stage[list[int]](lambda state: state.append(2)))
     assert run_stages([], stages, lambda *report: seen.append(report)) == [1, 2]
     assert seen == [("one", 0, 1), ("one", 1, 1)]
 

@@ -179,7 +179,7 @@ def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureF
 def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, object], reason: str) -> None:
     arguments: dict[str, object] = {"precision": "int4", "context": CONTEXT, "acceptance": 0.5, **change}
     with pytest.raises(BuildError, match=reason):
-        plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)  # type: ignore[arg-type]
+        plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)
 
 
 def test_invalid_configurations_are_named(tmp_path: Path) -> None:

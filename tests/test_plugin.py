@@ -31,12 +31,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
     sources = [ROOT / "kernels" / name for name in ("plugin.cc", "ort_graph.cc", "mapped_file.cc")]
     try:
-        build["build"](
-            folder / "plain.so",
-            ROOT / "build" / "kernels",
-            ["-O0"],
-            [*sources, ROOT / "kernels" / "tests" / "plain_program.cc"],
-        )
+        sources.append(ROOT / "kernels" / "tests" / "plain_program.cc")
+        build["build"](folder / "plain.so", ROOT / "build" / "kernels", ["-O0"], sources)
     except build["CompilerError"] as error:
         pytest.skip(str(error))
     return folder / "plain.so"

@@ -85,13 +85,10 @@ def test_portable_steps_equal_native_ones(name: str, bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_texts_and_proposals_are_those_of_native_bundles(
-    name: str, temperature: float, engine: Callable[[str], Engine]
-) -> None:
+def test_texts_and_proposals_are_those_of_native_bundles(name: str, engine: Callable[[str], Engine]) -> None:
     """The prompt is longer than a chunk, and the text makes the cache grow."""
     prompt = np.random.default_rng(7).integers(3, VOCAB, 230).tolist()
-    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3, max_tokens=50, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=50, ignore_eos=True)
     native, portable = (engine(twin).generate(prompt, params) for twin in (name, f"{name}-portable"))
     assert portable.token_ids == native.token_ids
     assert (portable.stats.drafted, portable.stats.accepted) == (native.stats.drafted, native.stats.accepted)
@@ -135,7 +132,6 @@ def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
     target = read_manifest(folder).target
     assert target.precision.weights == "int8"
     assert target.precision.block_size is None
-    assert target.precision.quality is not None
     assert 0.001 < target.precision.quality.logits_rms_error < 0.15
     model = onnx.load(folder / target.graph.master, load_external_data=False)
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}

@@ -116,7 +116,7 @@ async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
 
     replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
     request: Any = SimpleNamespace(args=[ForwardedRequest(scope={}, body=b"", key=key)])
-    ranks = await PrefixRouter.choose_replicas(SimpleNamespace(), replicas, request)  # type: ignore[arg-type]
+    ranks = await PrefixRouter.choose_replicas(SimpleNamespace(), replicas, request)
     return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 
 

@@ -466,36 +466,26 @@ def test_numpy_drafts_equal_the_graphs(
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", -1),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "warm"),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_k", -2),
-        ("top_k", 2.0),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("acceptance", "loose"),
-        ("posterior_threshold", 1.5),
-        ("posterior_alpha", math.nan),
-        ("seed", -1),
-        ("seed", 0.5),
-        ("stop", ("",)),
-        ("stop", ("a", 3)),
-    ],
-)
+OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (-1, 1.5, True),
+    "temperature": (-0.1, math.nan, math.inf, "warm"),
+    "top_p": (0.0, 1.01),
+    "top_k": (-2, 2.0),
+    "min_p": (-0.1, 1.1),
+    "acceptance": ("loose",),
+    "posterior_threshold": (1.5,),
+    "posterior_alpha": (math.nan,),
+    "seed": (-1, 0.5),
+    "stop": (("",), ("a", 3)),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name in OUT_OF_RANGE for value in OUT_OF_RANGE[name]])
 def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{field} is "):
         SamplingParams(**{field: value})
 
 
 def test_one_stop_text_needs_no_tuple() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

@@ -69,9 +69,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not out.exists():
             methods = ({"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3},)
             options: dict[str, Any] = {"max_seq_len": 192, "max_batch_size": 2, "precision": precision}
-            build(
-                BuildOptions(str(root / "target"), out, methods, 2, backend="tensorrt-rtx", **options)  # type: ignore[arg-type]
-            )
+            build(BuildOptions(str(root / "target"), out, methods, 2, backend="tensorrt-rtx", **options))
         return out
 
     return make

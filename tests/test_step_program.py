@@ -24,6 +24,8 @@ from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same,
 from tests.tensorrt_stand_in import TensorRT, installed
 
 pytestmark = pytest.mark.exporter  # it traces the step program's graphs
+READ_AGAIN = ("dice-eagle3", "dice-dflash", "dice-mtp-cuda")
+"""Bundles that read a cached prompt again, for the target's states at its end."""
 
 
 @pytest.fixture
@@ -50,8 +52,9 @@ class Load(Protocol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["dice-self", "dice-medusa-draft", "dice-eagle3", "dice-mtp-cuda"])
 def test_texts_equal_the_cpus(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+    """Of methods that propose for one request alone; the others' batches are compared below."""
     # Both new, as heads propose nothing where the whole prompt is in the cache.
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
@@ -59,28 +62,16 @@ def test_texts_equal_the_cpus(name: str, load: Load, bundle: Callable[[str], Pat
             says_what_it_says(on_gpu, cpu, WAYS[name], "graph per step")
 
 
-@pytest.mark.parametrize(
-    ("name", "read_again"),
-    [
-        ("dice-near", 0),
-        ("dice-mixed", 0),
-        ("dice-medusa", 0),
-        ("dice-mlp", 0),
-        ("dice-eagle3", 1),
-        ("dice-dflash", 1),
-        ("dice-mtp-cuda", 1),
-    ],
-)
-def test_a_step_is_one_launch_and_one_wait(name: str, read_again: int, load: Load, gpu: TensorRT) -> None:
+@pytest.mark.parametrize("name", ["dice-mixed", "dice-medusa", "dice-mlp", *READ_AGAIN])
+def test_a_step_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
     with load(name) as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         gpu.cuda.calls.clear()
         with gpu.cuda.sealed():
-            # Of the prompt nothing is to be read again, but for the sake of the target's states at its end.
             done = on_gpu.generate([5, 6, 7, 8], GREEDY)
         assert done.stats.steps > 1
-        assert gpu.cuda.calls.count("cudaGraphLaunch") == done.stats.steps + read_again
-        assert gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps + read_again
+        assert gpu.cuda.calls.count("cudaGraphLaunch") == done.stats.steps + (name in READ_AGAIN)
+        assert gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps + (name in READ_AGAIN)
         assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
 
 

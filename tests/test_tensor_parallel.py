@@ -51,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         if not bundle.exists():
             methods = ({"method": "draft_model", "model": str(root / f"{family}-draft"), "num_speculative_tokens": 3},)
             options = {"max_seq_len": 256, "max_batch_size": 2, "precision": precision}
-            build(BuildOptions(str(target), bundle, methods, tensor_parallel=ranks, **options))  # type: ignore[arg-type]
+            build(BuildOptions(str(target), bundle, methods, tensor_parallel=ranks, **options))
         return bundle
 
     return make
@@ -118,7 +118,7 @@ def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> N
     options = {"max_seq_len": 128, "max_batch_size": 1}
     texts = []
     for ranks in (1, 2):
-        build(BuildOptions(str(tmp_path / "mixture"), tmp_path / str(ranks), tensor_parallel=ranks, **options))  # type: ignore[arg-type]
+        build(BuildOptions(str(tmp_path / "mixture"), tmp_path / str(ranks), tensor_parallel=ranks, **options))
         with Engine.load(tmp_path / str(ranks), threads=1, calibrate=False) as engine:
             texts.append(engine.generate(PROMPTS[0], GREEDY).token_ids)
     assert texts[0] == texts[1]
@@ -158,8 +158,6 @@ def test_ranks_end_with_the_first(built: Built) -> None:
     for ending in (None, signal.SIGKILL):
         pipe = subprocess.PIPE
         first = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
-        assert first.stdout is not None
-        assert first.stdin is not None
         assert first.stdout.readline() == "there\n"
         processes = followers(first.pid)
         assert len(processes) == 3
@@ -168,7 +166,7 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         first.stdin.close()
         first.wait(JOIN)
         for folder in (Path(f"/proc/{process}") for process in processes):
-            wait_until(lambda folder=folder: not folder.exists(), "a rank is left")  # type: ignore[misc]
+            wait_until(lambda folder=folder: not folder.exists(), "a rank is left")
         first.stdout.close()
 
 
@@ -206,7 +204,7 @@ def test_unsplittable_models_are_refused(built: Built, tmp_path: Path) -> None:
         ({"target": str(hybrid), "tensor_parallel": 2}, "it has layers without attention"),
     ):
         with pytest.raises(BuildError, match=words):
-            build(BuildOptions(output=tmp_path / "out", **options))  # type: ignore[arg-type]
+            build(BuildOptions(output=tmp_path / "out", **options))
         assert not (tmp_path / "out").exists()
 
 

@@ -17,9 +17,7 @@ def test_every_tensor_has_a_meaning_and_is_on_the_page() -> None:
     from scripts.docs import TENSOR_TABLES
 
     assert all(tensor.meaning for tensor in DECLARED.values())
-    assert {
-        str(tensor) for tensors_of_table in TENSOR_TABLES.values() for tensor in tensors_of_table
-    } == DECLARED.keys()
+    assert {str(tensor) for table in TENSOR_TABLES.values() for tensor in table} == DECLARED.keys()
 
 
 def test_a_tensor_is_its_name() -> None:
@@ -51,7 +49,7 @@ def test_buffers_hold_valid_inputs_from_the_start() -> None:
 @pytest.mark.parametrize(("rule", "noise"), [("greedy", None), ("lossless", (1, 4)), ("typical", (1, 1))])
 def test_accept_graphs_take_what_their_rule_reads(rule: str, noise: tuple[int, ...] | None) -> None:
     sizes = {"B": 1, "N": 4, "N-1": 3, "V": 9}
-    arrays: dict[Tensor, np.ndarray] = {t: t.array(sizes) for t in accept_signature(rule, 2).inputs}  # type: ignore[arg-type]
+    arrays: dict[Tensor, np.ndarray] = {t: t.array(sizes) for t in accept_signature(rule, 2).inputs}
     assert arrays[tensors.PARENTS].tolist() == [[-1, 0, 1, 2]]
     assert (arrays[tensors.UNIFORM].shape if tensors.UNIFORM in arrays else None) == noise
     if rule == "lossless":

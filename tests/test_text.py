@@ -68,20 +68,8 @@ def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text).ids
     pieces, stopped = streamed(tokenizer, tokens)
     assert "".join(pieces) == tokenizer.decode(tokens)
+    assert tokenizer is not TOKENIZERS["byte_level"] or "".join(pieces) == text
     assert not stopped
-
-
-@given(hard_texts)
-def test_byte_level_pieces_make_up_the_original_text(text: str) -> None:
-    pieces, _ = streamed(TOKENIZERS["byte_level"], TOKENIZERS["byte_level"].encode(text).ids)
-    assert "".join(pieces) == text
-
-
-@given(st.lists(st.integers(0, 255), max_size=80))
-def test_byte_level_pieces_make_up_malformed_text(content: list[int]) -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    pieces, _ = streamed(tokenizer, content)
-    assert "".join(pieces) == tokenizer.decode(content)
 
 
 class Counting:
@@ -104,7 +92,7 @@ def test_a_long_run_without_characters_costs_as_much_a_token_as_a_short_one(toke
     empty = tokenizer.token_to_id("<end>" if run == "<end>" else "<0xA0>" if "<0xA0>" in tokenizer.get_vocab() else "ł")
     tokens = [*tokenizer.encode("hello").ids, *[empty] * 1000, *tokenizer.encode("hello").ids]
     counting = Counting(tokenizer)
-    stream = TextStream(counting, ["lo!"])  # type: ignore[arg-type]
+    stream = TextStream(counting, ["lo!"])
     pieces = [*map(stream.push, tokens), stream.finish()]
     assert counting.most < 50
     assert "".join(pieces) == tokenizer.decode(tokens)

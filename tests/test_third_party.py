@@ -117,7 +117,6 @@ def test_it_is_served(python: Path, built: Path) -> None:
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
-        assert server.stderr is not None
         url = next(match[0] for line in server.stderr if (match := re.search(r"http://127\.0\.0\.1:\d+", line)))
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         texts = [

@@ -76,7 +76,7 @@ def streamed(client: openai.OpenAI, **request: Any) -> tuple[str, str, list[tupl
 def answered(client: openai.OpenAI, **arguments: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """The same of a whole answer, which says the same as the streamed one."""
     (choice,) = client.chat.completions.create(**arguments).choices
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     thoughts = getattr(choice.message, "reasoning_content", None) or ""
     whole = (choice.message.content or "", thoughts, calls, choice.finish_reason)
     assert streamed(client, **arguments) == whole
@@ -86,21 +86,14 @@ def answered(client: openai.OpenAI, **arguments: Any) -> tuple[str, str, list[tu
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lo.s-e_2"}}])
 def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
     for more in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
-        request_fields = {
-            "model": NAME,
-            "messages": CHAT,
-            "tools": TOOLS,
-            "tool_choice": choice,
-            "max_tokens": 250,
-            **more,
-        }
-        text, thoughts, calls, finish = answered(client, **request_fields, parallel_tool_calls=False)
+        asked = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 250, **more}
+        text, thoughts, calls, finish = answered(client, **asked, parallel_tool_calls=False)
         assert (text, thoughts, finish) == ("", "", "tool_calls")
         ((name, arguments),) = calls
         assert name in (("keep", "lo.s-e_2") if choice == "required" else ("lo.s-e_2",))
         document = json.loads(arguments)
-        assert document["kind"] in PET["properties"]["kind"]["enum"]  # type: ignore[index]
-        assert document["words"] in PET["properties"]["words"]["enum"]  # type: ignore[index]
+        assert document["kind"] in PET["properties"]["kind"]["enum"]
+        assert document["words"] in PET["properties"]["words"]["enum"]
 
 
 def test_a_model_calls_by_itself(family: Family, running: Served, client: openai.OpenAI) -> None:
@@ -110,7 +103,6 @@ def test_a_model_calls_by_itself(family: Family, running: Served, client: openai
             client.chat.completions.create(**arguments)
         return
     vocabulary = running.service.engine.frontend.engine.tokenizer
-    assert family.mark is not None
     begins = "<|channel|>commentary to" if family is GPT_OSS else family.mark
     bias = {str(token): 60.0 for token in vocabulary.encode(begins, add_special_tokens=False).ids}
     text, _, calls, finish = answered(client, **arguments, logit_bias=bias, parallel_tool_calls=False)
@@ -129,13 +121,9 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     arguments: dict[str, Any] = {"model": NAME, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
     first = client.chat.completions.create(**arguments, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
     message = first.choices[0].message
-    assert message.tool_calls is not None
     result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
-    client.chat.completions.create(
-        **arguments | {"tool_choice": "none"},
-        messages=[*CHAT, message.model_dump(exclude_none=True), result],
-        max_tokens=1,
-    )
+    chat = [*CHAT, message.model_dump(exclude_none=True), result]
+    client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
 
 
 def one_by_one(values: dict[str, str]) -> str:
@@ -170,11 +158,8 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
     assert bound._matcher.is_accepting()
     for size in (1, 5, len(text)):
         reader = CallReader(calling)
-        pieces = [
-            piece
-            for at in range(0, len(text), size)
-            for piece in reader.push(text[at : at + size], at + size >= len(text))[1]
-        ]
+        cuts = range(0, len(text), size)
+        pieces = [piece for at in cuts for piece in reader.push(text[at : at + size], at + size >= len(text))[1]]
         (call,) = whole_calls(pieces)
         assert (call.function.name, call.function.arguments) == ("lo.s-e_2", arguments)
 
@@ -251,10 +236,8 @@ def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
 
 
 def test_strict_changes_no_prompt() -> None:
-    (with_it, without) = (
-        template_tools([Function.model_validate({"name": "f", "parameters": {}, **more})])
-        for more in ({"strict": True}, {})
-    )
+    fields = {"name": "f", "parameters": {}}
+    with_it, without = (template_tools([Function.model_validate(fields | more)]) for more in ({"strict": True}, {}))
     assert with_it == without
 
 

@@ -117,10 +117,8 @@ def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: 
     words = "the cat sat on the mat"
     (tmp_path / "long.txt").write_text(words)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": words}) + "\n")
-    for name, message in (
-        ("long.txt", "22 bytes; expected at most 20"),
-        ("long.jsonl", r"long\.jsonl:2: a line of more than 20 bytes"),
-    ):
+    long_line = r"long\.jsonl:2: a line of more than 20 bytes"
+    for name, message in (("long.txt", "22 bytes; expected at most 20"), ("long.jsonl", long_line)):
         with pytest.raises(TrainError, match=message):
             read_windows([tmp_path / name], with_template(None), seq_len=16, seed=0)
 

@@ -167,7 +167,7 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     fields = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
     with pytest.raises(SpecExportError, match=expected):
-        train_draft(DraftTraining(**(fields | changed)), silent)  # type: ignore[arg-type]
+        train_draft(DraftTraining(**(fields | changed)), silent)
 
 
 def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:

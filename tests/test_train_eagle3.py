@@ -65,7 +65,6 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     states = torch.cat([noted[count] for count in STATES], -1)
     expected = torch.zeros(())
     known = draft.target_ids
-    assert known is not None
     for step in range(steps):
         drafted, losses = iter(texts[step]), []
         for row in range(2):
@@ -109,7 +108,6 @@ def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Tr
     windows.learn[:, 0] = False
     loaded = load_model(str(target), CPU, frozen=True)
     draft = new_draft(options(draft_vocab_size=64), loaded, STATES, windows)
-    assert draft.target_ids is not None
     # Those that are never learnt follow by their numbers.
     assert draft.target_ids.tolist() == [*range(63), 300]
     assert torch.equal(draft.lm_head.weight, loaded.model.get_output_embeddings().weight[draft.target_ids])

@@ -164,8 +164,6 @@ def loaded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "specexport.server.triton", raising=False)
     spec = importlib.util.spec_from_file_location("model", repository / "tiny" / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     model = script.TritonPythonModel()
@@ -231,10 +229,8 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
     model.execute([whole, parts])
     (answer,) = whole.responses()
     assert len(set(answer.outputs["text_output"])) == 3
-    joined = [
-        b"".join(texts)
-        for texts in zip(*(response.outputs["text_output"] for response in parts.responses()), strict=True)
-    ]
+    texts = (response.outputs["text_output"] for response in parts.responses())
+    joined = [b"".join(of_one) for of_one in zip(*texts, strict=True)]
     assert joined == answer.outputs["text_output"]
 
 
@@ -255,7 +251,6 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
 def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, message: str) -> None:
     model.execute([request_])
     (answer,) = request_.responses()
-    assert answer.error is not None
     assert answer.error.code == getattr(TritonError, code)
     assert message in answer.error.message
 
@@ -278,7 +273,6 @@ def test_unloading_lets_requests_finish(
     first = [request.sent.get(timeout=JOIN) for request in requests]
     model.finalize()
     for response, request in zip(first, requests, strict=True):
-        assert response is not None
         assert response.outputs["text_output"][0].decode() + "".join(request.texts()) == expected_answers["text"]
 
 

@@ -28,13 +28,8 @@ def command(
 ) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", **(env or {})}
     encoded = [os.fsencode(word) if isinstance(word, Path) else word for word in words]
-    return subprocess.run(
-        [sys.executable, "-m", "specexport", *encoded],  # type: ignore[list-item]
-        input=stdin,
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "specexport", *encoded]
+    return subprocess.run(command, input=stdin, env=environment, capture_output=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,12 @@ def test_invalid_prompts_are_refused(llm: LLM, prompts: Any, named: str) -> None
 def test_unknown_parameters_are_refused(llm: LLM) -> None:
     for wrong in (5, "greedy", [GREEDY, 5]):
         with pytest.raises(RequestError, match=r"sampling_params is (5|'greedy'); expected SamplingParams"):
-            llm.generate(["one", "two"], wrong)  # type: ignore[arg-type]
+            llm.generate(["one", "two"], wrong)
     with pytest.raises(RequestError, match="speculative is 5; expected Speculative or Mapping or str"):
-        llm.generate("one", GREEDY, speculative=5)  # type: ignore[arg-type]
+        llm.generate("one", GREEDY, speculative=5)
     for messages in (5, "hello", [5]):
         with pytest.raises(RequestError, match="messages"):
-            llm.chat(messages)  # type: ignore[arg-type]
+            llm.chat(messages)
 
 
 @pytest.mark.parametrize("levels", [65, 5000])
@@ -154,16 +154,16 @@ def test_deep_nesting_is_refused_by_name(engine: Callable[[str], Engine], levels
 
 def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
     params = SamplingParams(
-        max_tokens=np.int64(6),  # type: ignore[arg-type]
+        max_tokens=np.int64(6),
         temperature=np.float32(0.5),
         top_p=np.float64(0.9),
-        top_k=np.int32(4),  # type: ignore[arg-type]
-        seed=np.uint64(3),  # type: ignore[arg-type]
-        stop=np.array(["xyz"]),  # type: ignore[arg-type]
-        stop_token_ids=np.array([9]),  # type: ignore[arg-type]
-        logit_bias={np.int64(8): np.float32(0.5)},  # type: ignore[dict-item]
-        logprobs=np.array(2),  # type: ignore[arg-type]
-        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        top_k=np.int32(4),
+        seed=np.uint64(3),
+        stop=np.array(["xyz"]),
+        stop_token_ids=np.array([9]),
+        logit_bias={np.int64(8): np.float32(0.5)},
+        logprobs=np.array(2),
+        ignore_eos=np.bool_(True),
     )
     same = SamplingParams(
         max_tokens=6,
@@ -179,7 +179,7 @@ def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
     )
     assert params == same
     assert engine(NAME).generate(IDS, params).token_ids == engine(NAME).generate(IDS, same).token_ids
-    schema = SamplingParams(json_schema={"enum": [np.int64(3), np.float32(0.5)], "items": np.array([1, 2])})  # type: ignore[arg-type]
+    schema = SamplingParams(json_schema={"enum": [np.int64(3), np.float32(0.5)], "items": np.array([1, 2])})
     assert schema.json_schema == '{"enum": [3, 0.5], "items": [1, 2]}'
     for field, value in (
         ("max_tokens", np.float64(6)),

@@ -24,7 +24,6 @@ from specexport.contract.manifest import FileEntry
 from specexport.contract.reading import read_manifest, sha256, write_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.methods.draft_model.spec import DraftModel
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import Speculative
@@ -139,10 +138,8 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
     path.write_bytes(content)
     report = verify(copy)
     assert not report.passed
-    assert _results(report) == {
-        "files": "failed",
-        **dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run"),
-    }
+    others = dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run")
+    assert _results(report) == {"files": "failed", **others}
     assert "weights.bin" in report.checks[0].sentence
     assert "altered" in report.checks[0].sentence
     assert "verdict: failed" in _shown(report)
@@ -167,10 +164,8 @@ def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path
     """Weights eight times as large: the same rounding turns nearly every choice."""
     broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
     weights = load_file(broken / "model.safetensors")
-    save_file(
-        {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()},
-        broken / "model.safetensors",
-    )
+    larger = {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    save_file(larger, broken / "model.safetensors")
     folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
     report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)
     quality = _check(report, "quality")
@@ -211,31 +206,21 @@ def test_changed_targets_are_detected(fp32: Path, checkpoints: dict[str, Path], 
 def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     manifest = read_manifest(copy)
     (method,) = manifest.methods
-    assert isinstance(method, DraftModel)
     gone = str(tmp_path / "gone")
     moved = msgspec.structs.replace(method.draft, source=gone)
-    _rewrite(
-        copy,
-        target=msgspec.structs.replace(manifest.target, source=gone),
-        methods=(msgspec.structs.replace(method, draft=moved, model=gone),),
-    )
+    replace = msgspec.structs.replace
+    methods = (replace(method, draft=moved, model=gone),)
+    _rewrite(copy, target=replace(manifest.target, source=gone), methods=methods)
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
-    assert _results(report) == {
-        **dict.fromkeys(NAMES, "passed"),
-        **dict.fromkeys(["logits", "quality", "draft_model"], "not run"),
-    }
+    expected = dict.fromkeys(NAMES, "passed") | dict.fromkeys(["logits", "quality", "draft_model"], "not run")
+    assert _results(report) == expected
     assert report.passed
     assert report.verdict == "passed what could be checked"
     assert "--target DIR" in _check(report, "logits").sentence
     assert "--source draft_model.model=DIR" in _check(report, "draft_model").sentence
 
-    checks = verify(
-        copy,
-        target=str(checkpoints["target"]),
-        sources={"draft_model.model": str(checkpoints["draft"])},
-        prompts=PROMPTS[:1],
-        max_tokens=2,
-    )
+    target, sources = str(checkpoints["target"]), {"draft_model.model": str(checkpoints["draft"])}
+    checks = verify(copy, target=target, sources=sources, prompts=PROMPTS[:1], max_tokens=2)
     assert checks.verdict == "passed"
 
 

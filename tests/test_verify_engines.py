@@ -52,7 +52,7 @@ _TYPES = {
 }
 
 
-class SourceRunner(BaseRunner):  # type: ignore[misc]
+class SourceRunner(BaseRunner):
     """Polygraphy's ``TrtRunner``, as far as it is used, over the ONNX graph of an engine."""
 
     def __init__(self, folder: Path, engine: CompiledEngine, spoil: Callable[[dict[str, Any]], None]) -> None:
@@ -114,10 +114,8 @@ def compiled(
         ready = name in RECIPES
         folder = Path(shutil.copytree((bundle if ready else uncompiled)(name), tmp_path / name))
         batches = (1, 4) if name in BATCHED else (1,)
-        compile_bundle(
-            folder,
-            CompileOptions("tensorrt-rtx", "fp16", compute_capability=((8, 6), (8, 9)), engine_batch_sizes=batches),
-        )
+        options = {"compute_capability": ((8, 6), (8, 9)), "engine_batch_sizes": batches}
+        compile_bundle(folder, CompileOptions("tensorrt-rtx", "fp16", **options))
         return folder
 
     return get
@@ -269,7 +267,7 @@ def test_bfloat16_goes_in_and_out_as_bytes() -> None:
     model = onnx.parser.parse_graph(text.replace("past_key.0", "past_key").replace("present_key.0", "present_key"))
     model.input[0].name, model.output[0].name = "past_key.0", "present_key.0"
 
-    class Echo(BaseRunner):  # type: ignore[misc]
+    class Echo(BaseRunner):
         def infer_impl(self, feed_dict: Any, return_raw_buffers: bool) -> Any:
             self.inference_time = 0.0
             inputs = feed_dict["past_key.0"]

@@ -86,7 +86,6 @@ def test_blocks_are_rounded_with_the_scale_of_least_error(
     scales, zeros = (
         None if weights is None else np.repeat(weights, block, axis=axis) for weights in (blocks.scale, blocks.zero)
     )
-    assert scales is not None
     again, _ = apply_scales(matrix, np.where(scales > 0, scales, np.float32(1)), zeros, "int4")
     assert np.array_equal(again.clip(-8 if zero_points else -7), blocks.integers)
 
@@ -141,7 +140,7 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
     model = _model(embedding, weight, tied=tied)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "model.onnx")
     ids = rng.integers(0, VOCAB, (2, 5))
@@ -161,9 +160,8 @@ def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, p
     embedding = np.random.default_rng(0).standard_normal((VOCAB, K)).astype(np.float32)
     model = _model(embedding, np.eye(K, dtype=np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))
     looked_up = next(node for node in model.graph if node.op_type == "MatMul").inputs[0]
-    assert looked_up is not None
     looked_up.type = ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.append(looked_up)
     passes.RemoveUnusedNodesPass()(model)
@@ -184,12 +182,11 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
         """<ir_version: 10, opset_import: ["" : 24]>
         g (int64[L] ids) => (float[L,K,N] h) { h0 = Gather<axis=0>(stack, ids) h = Identity(h0) }"""
     )
-    (stack, ids) = model.graph[0].inputs
-    assert stack is not None and ids is not None
+    stack = model.graph[0].inputs[0]
     stack.const_value, stack.shape = ir.Tensor(experts, name="stack"), ir.Shape(experts.shape)
     model.graph.register_initializer(stack)
     with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))  # type: ignore[arg-type]
+        weights.externalize(model, Storage(precision, 32))
     passes.RemoveUnusedNodesPass()(model)
     if restored:
         restore_tables(model, lambda name, dtype, array: ir.tensor(array, dtype, name=name))
@@ -283,7 +280,6 @@ def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
     )
     for node in model.graph:
         weight = node.inputs[1]
-        assert weight is not None
         weight.const_value = ir.Tensor(np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32))
         weight.shape, weight.type = ir.Shape((128, 128)), ir.TensorType(ir.DataType.FLOAT)
         model.graph.register_initializer(weight)

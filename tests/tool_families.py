@@ -114,15 +114,8 @@ QWEN_CODER = Family(
     "<tool_call>\n<function=NAME>\nPARAMETERS</function>\n</tool_call>",
     "`<tool_call><function=name><parameter=key>value…`; texts as they are, other values JSON",
 )
-HERMES = Family(
-    "Hermes, marks special",
-    _QWEN,
-    ("<tool_call>", "</tool_call>", *QWEN2.special),
-    (),
-    "<tool_call>",
-    _HERMES_CALL,
-    QWEN2.form,
-)
+_CALLS = ("<tool_call>", "</tool_call>", *QWEN2.special)
+HERMES = Family("Hermes, marks special", _QWEN, _CALLS, (), "<tool_call>", _HERMES_CALL, QWEN2.form)
 LLAMA3 = Family(
     "Llama 3.x",
     _LLAMA,
@@ -150,14 +143,8 @@ MISTRAL_ARGS = Family(
     "[TOOL_CALLS]NAME[ARGS]ARGS",
     "`[TOOL_CALLS]name[ARGS]{json}`, with or without `[CALL_ID]`",
 )
-GEMMA3 = Family(
-    "Gemma 3",
-    _GEMMA,
-    ("<start_of_turn>", "<end_of_turn>"),
-    ("\n\n", "\n\n\n"),
-    None,
-    '{"name": "NAME", "arguments": ARGS}',
-)
+_TURNS = ("<start_of_turn>", "<end_of_turn>")
+GEMMA3 = Family("Gemma 3", _GEMMA, _TURNS, ("\n\n", "\n\n\n"), None, '{"name": "NAME", "arguments": ARGS}')
 GPT_OSS = Family(
     "gpt-oss",
     _GPT_OSS,

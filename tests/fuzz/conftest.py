@@ -19,14 +19,9 @@ MINUTES = float(os.environ.get("SPECEXPORT_FUZZ_MINUTES", "0"))
 COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 """Inputs by their target and what became of them."""
 
-_COMMON: dict[str, Any] = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(hypothesis.HealthCheck),
-    "print_blob": True,
-}
-hypothesis.settings.register_profile("ci", derandomize=True, **_COMMON)
-hypothesis.settings.register_profile("fuzz", derandomize=False, **_COMMON)
+_ALL = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
+hypothesis.settings.register_profile("ci", derandomize=True, **_ALL)
+hypothesis.settings.register_profile("fuzz", derandomize=False, **_ALL)
 
 Fuzz = Callable[[str, Any, Callable[[Any], str], int], None]
 

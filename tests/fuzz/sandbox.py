@@ -38,7 +38,6 @@ class Sandbox:
             AssertionError: the target raised what is none of our errors, crashed, or took too long.
         """
         process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
         pickle.dump((target, seed, data), process.stdin)
         process.stdin.flush()
         if not select.select([process.stdout], [], [], SECONDS)[0]:

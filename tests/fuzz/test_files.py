@@ -65,19 +65,13 @@ def test_manifests(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
     _try(fuzz, box, "manifest", seeds, as_json, 400)
 
 
-def test_graphs(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
-    folder = bundle("dice-near")
-    _try(fuzz, box, "graph", {str(folder): folder / "target" / "step.onnx"}, as_bytes, 150)
-
-
-def test_weights(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
-    folder = bundle("dice-near")
-    _try(fuzz, box, "weights", {str(folder): folder / "target" / "weights.bin"}, as_bytes, 60)
-
-
-def test_tokenizers(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
-    folder = bundle("dice-near")
-    _try(fuzz, box, "tokenizer", {str(folder): folder / "tokenizer" / "tokenizer.json"}, as_json, 300)
+@pytest.mark.parametrize(
+    ("target", "file", "count"),
+    [("graph", "target/step.onnx", 150), ("weights", "target/weights.bin", 60), ("tokenizer", "tokenizer.json", 300)],
+)
+def test_files_of_bundles(fuzz: Fuzz, box: Sandbox, bundle: Bundles, target: str, file: str, count: int) -> None:
+    (path,) = bundle("dice-near").glob(f"**/{file}")
+    _try(fuzz, box, target, {str(bundle("dice-near")): path}, either, count)
 
 
 def test_trees(fuzz: Fuzz, box: Sandbox, tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def make(name: str, root: Path) -> Path:
                     str(root / "checkpoints" / ("experts" if kind == "mtp" else "target")),
                     folder,
                     methods=methods(kind, root / "checkpoints"),
-                    precision=precision,  # type: ignore[arg-type]
-                    lowering=lowering,  # type: ignore[arg-type]
+                    precision=precision,
+                    lowering=lowering,
                     # A draft of its own precision, but for the product's default: int8.
-                    draft_precision=None if kind == "draft_model" else precision,  # type: ignore[arg-type]
+                    draft_precision=None if kind == "draft_model" else precision,
                     max_seq_len=128,
                     max_batch_size=max(SLOTS),
                     backend=BACKEND,

@@ -64,7 +64,7 @@ class Sessions:
         """Looks at every session that is opened from here on."""
         sessions, plain = self, onnxruntime.InferenceSession
 
-        class Session(plain):  # type: ignore[misc, valid-type]
+        class Session(plain):
             def __init__(self, path: Any, options: Any = None, **arguments: Any) -> None:
                 options = options or onnxruntime.SessionOptions()
                 self._file = sessions.name(path)
@@ -128,7 +128,7 @@ class Sessions:
             self.problems.append(f"{file}: {', '.join(f'{count} {kind}' for kind, count in copies.items())}")
 
 
-class Binding(onnxruntime.IOBinding):  # type: ignore[misc]
+class Binding(onnxruntime.IOBinding):
     """Remembers what is bound, so that runs over the same memory are known to be the same."""
 
     def __init__(self, session: Any) -> None:
