@@ -4,8 +4,9 @@
 
 There are four kinds of questions: ``chat`` (about many topics, some with a second turn), ``code`` (functions to write),
 ``edit`` (changes to existing code), ``summary`` (of an earlier answer of the model). Every tenth topic and task is held
-out of training. Every other answer is greedy, the rest are sampled at temperature 0.7. A second run with the same
-options resumes from the ``--work`` folder.
+out of training. A fifth kind, ``own``, is only learnt from: questions that the model writes itself where its chat
+template expects the user's (Magpie, arXiv 2406.08464). Every other answer is greedy, the rest are sampled at
+temperature 0.7. A second run with the same options resumes from the ``--work`` folder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import json
 import platform
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,18 @@ from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.train import train_eagle3
 from specexport.methods.eagle3.train_options import Eagle3Training
 
-Kind = Literal["chat", "code", "edit", "summary"]
+Kind = Literal["chat", "code", "edit", "summary", "own"]
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _AT_ONCE = 64
-"""Number of conversations per file, which are generated together."""
+"""Number of questions per file, which are answered together."""
 _MOST_TOKENS = 192
+_MOST_ASKED = 96
+"""Most tokens of a question that the model writes."""
+_ASKING = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+"""The chat template's text before a question."""
 _GROUP = 32
 """Number of neighbouring weights that share a scale."""
 _TEMPERATURES = (0.0, 0.7)
@@ -162,20 +170,25 @@ def _split(texts: str) -> list[str]:
     return [" ".join(part.split()) for part in texts.split(";")]
 
 
+def _part(things: list[str] | tuple[str, ...], held_out: bool) -> list[str]:
+    """Every tenth topic or task, which is held out, or all others."""
+    return [thing for number, thing in enumerate(things) if (number % 10 == 0) == held_out]
+
+
+def _follow_ups() -> Iterator[str | None]:
+    """What every third question has as its second turn."""
+    return itertools.cycle(text for second in _split(_SECOND) for text in (None, None, second))
+
+
 def questions(held_out: bool) -> Iterator[Question]:
     """All questions of the first three kinds that are held out, or all others, in a fixed order."""
-
-    def part(things: list[str] | tuple[str, ...]) -> list[str]:
-        return [thing for number, thing in enumerate(things) if (number % 10 == 0) == held_out]
-
-    # Every third question has a second turn.
-    follow = itertools.cycle(text for second in _split(_SECOND) for text in (None, None, second))
+    follow_ups = _follow_ups()
     for group, forms in _FORMS.items():
-        for topic, form in itertools.product(part(_split(_TOPICS[group])), _split(forms)):
-            yield Question("chat", form.format(topic), next(follow))
-    for task, form, language in itertools.product(part(_split(_FUNCTIONS)), _split(_CODE_FORMS), _LANGUAGES):
+        for topic, form in itertools.product(_part(_split(_TOPICS[group]), held_out), _split(forms)):
+            yield Question("chat", form.format(topic), next(follow_ups))
+    for task, form, language in itertools.product(_part(_split(_FUNCTIONS), held_out), _split(_CODE_FORMS), _LANGUAGES):
         yield Question("code", form.format(task=task, language=language))
-    for snippet, edit in itertools.product(part(_SNIPPETS), _split(_EDITS)):
+    for snippet, edit in itertools.product(_part(_SNIPPETS, held_out), _split(_EDITS)):
         yield Question("edit", f"{edit}:\n```\n{snippet}\n```")
 
 
@@ -184,6 +197,19 @@ def about(texts: list[str], seed: int) -> Iterator[Question]:
     forms, draw = _split(_SUMMARIES), random.Random(seed)
     for text in texts:
         yield Question("summary", f"{draw.choice(forms)}\n\n{text}")
+
+
+def own_questions(llm: LLM, seed: int) -> list[Question]:
+    """Questions that the model writes, without those that mention a held-out topic or did not end."""
+    params = [
+        SamplingParams(max_tokens=_MOST_ASKED, temperature=1.0, top_p=0.95, seed=seed + number)
+        for number in range(_AT_ONCE)
+    ]
+    held_out = [topic for topics in (*_TOPICS.values(), _FUNCTIONS) for topic in _part(_split(topics), True)]
+    outputs = [output.outputs[0] for output in llm.generate([_ASKING] * _AT_ONCE, params, use_tqdm=False)]
+    texts = [output.text.strip() for output in outputs if output.finish_reason == "stop"]
+    kept = [text for text in texts if text and not any(topic.lower() in text.lower() for topic in held_out)]
+    return [Question("own", text, follow_up) for text, follow_up in zip(kept, _follow_ups(), strict=False)]
 
 
 def _answers(llm: LLM, chats: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
@@ -196,16 +222,21 @@ def _answers(llm: LLM, chats: list[list[dict[str, str]]], temperatures: list[flo
     return [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
 
 
-def write_conversations(llm: LLM, questions: Iterable[Question], folder: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """Generates the model's answers in files of :data:`_AT_ONCE` conversations, except existing files."""
+def in_files(questions: Iterable[Question]) -> list[Callable[[], list[Question]]]:
+    """Functions that return the questions of each file of :data:`_AT_ONCE` conversations."""
+    every = list(questions)
+    return [partial(every.__getitem__, slice(at, at + _AT_ONCE)) for at in range(0, len(every), _AT_ONCE)]
+
+
+def write_conversations(
+    llm: LLM, files: Iterable[Callable[[], list[Question]]], folder: Path, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Generates the model's answers to the questions of each file, except existing files."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = iter(questions)
-    for number in itertools.count():
-        group = list(itertools.islice(source, _AT_ONCE))
-        if not group:
-            return
+    for number, asked in enumerate(files):
         path = folder / f"{number:03d}.jsonl"
         if not path.exists():
+            group = asked()
             temperatures = [_TEMPERATURES[at % len(_TEMPERATURES)] for at in range(len(group))]
             conversations = [[{"role": "user", "content": question.text}] for question in group]
             first = _answers(llm, conversations, temperatures, seed + number * _AT_ONCE)
@@ -226,22 +257,27 @@ def write_conversations(llm: LLM, questions: Iterable[Question], folder: Path, s
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(lines), encoding="utf-8")
             temporary.replace(path)
-            print(f"{folder.name}: {(number + 1) * _AT_ONCE} conversations", flush=True)
+            print(f"{folder.name}: file {number + 1} of {len(group)} conversations", flush=True)
         yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, seed: int) -> Path:
-    """Writes conversations for ``specexport train``: a number of the first three kinds, and a number of summaries."""
+def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, own: int, seed: int) -> Path:
+    """Writes conversations for ``specexport train``: a number of the first three kinds, and a number of summaries.
+
+    ``own`` is a number of files of questions that the model writes.
+    """
     questions_ = list(questions(held_out))
     random.Random(seed).shuffle(questions_)
     name = "held-out" if held_out else "learnt"
-    conversations = list(write_conversations(llm, questions_[:count], work / name, seed))
+    conversations = list(write_conversations(llm, in_files(questions_[:count]), work / name, seed))
     # Summaries are of the model's own answers.
     written = [
         conversation["messages"][1]["content"] for conversation in conversations if conversation["kind"] == "chat"
     ]
     long = [text for text in written if len(text) > 300][:summaries]
-    conversations += write_conversations(llm, about(long, seed), work / f"{name}-summaries", seed + 500_000)
+    conversations += write_conversations(llm, in_files(about(long, seed)), work / f"{name}-summaries", seed + 500_000)
+    asked = [partial(own_questions, llm, seed + 600_000 + number * _AT_ONCE) for number in range(own)]
+    conversations += write_conversations(llm, asked, work / f"{name}-own", seed + 700_000)
     path = work / f"{name}.jsonl"
     path.write_text("".join(json.dumps(conversation) + "\n" for conversation in conversations), encoding="utf-8")
     return path
@@ -312,7 +348,10 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
     parser.add_argument("--summaries", type=int, default=512)
+    parser.add_argument("--own-files", type=int, default=128, help="each of up to 64 questions that the model writes")
     parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
+    parser.add_argument("--draft", help="draft to go on from, with the same vocabulary (default: a new one)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's)")
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that the draft may propose")
     parser.add_argument("--intermediate-size", type=int, default=1536)
@@ -326,9 +365,10 @@ def main() -> None:
     if not (writer / "specexport.json").exists():
         build(BuildOptions(target=args.target, output=writer, precision="int8", max_seq_len=1024, max_batch_size=8))
     llm = LLM(bundle=str(writer), calibrate=False)
-    held_out = texts_of(llm, args.work, held_out=True, count=320, summaries=64, seed=args.seed + 1_000_000)
-    learnt = texts_of(
-        llm, args.work, held_out=False, count=args.conversations, summaries=args.summaries, seed=args.seed
+    texts = partial(texts_of, llm, args.work)
+    held_out = texts(held_out=True, count=320, summaries=64, own=0, seed=args.seed + 1_000_000)
+    learnt = texts(
+        held_out=False, count=args.conversations, summaries=args.summaries, own=args.own_files, seed=args.seed
     )
     llm.close()
     if args.texts_only:
@@ -346,7 +386,9 @@ def main() -> None:
         save_every=25,
         warmup=0.03,
         intermediate_size=args.intermediate_size,
-        draft_vocab_size=args.vocab,
+        draft=args.draft,
+        draft_vocab_size=None if args.draft else args.vocab,
+        lr=args.lr,
         tie_lm_head=True,
         ttt_steps=args.ttt_steps,
         optimizer="muon",
