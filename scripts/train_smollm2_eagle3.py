@@ -398,6 +398,7 @@ def main() -> None:
     parameters = store_in_int8(args.output)
     # The folders of this machine mean nothing to others.
     record["options"] |= {"target": TARGET, "data": [learnt.name], "held_out": held_out.name, "work": None}
+    record["options"] |= {"output": args.output.name, "draft": args.draft and Path(args.draft).name}
     (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     bundle = args.work / "bundle"
     methods = ({"method": "eagle3", "model": str(args.output), "num_speculative_tokens": 4},)

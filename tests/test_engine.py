@@ -191,7 +191,7 @@ def test_max_tokens_is_exact(llama: Engine) -> None:
 
 
 def test_no_tokens_are_no_work(llama: Engine) -> None:
-    done = llama.generate([5] * 600, GREEDY.replace(max_tokens=0))
+    done = llama.generate([5] * llama.manifest.max_seq_len, GREEDY.replace(max_tokens=0))
     assert done == Completion("", (), "length", done.stats)
     assert done.stats.steps == done.stats.drafted == 0
 

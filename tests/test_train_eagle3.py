@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specexport.contract.errors import SpecExportError
+from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.graphs.attention import lowering
 from specexport.graphs.layers import recorded_states
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
@@ -156,3 +157,8 @@ def test_unsupported_drafts_cannot_be_continued(
     plain = make_eagle3(tmp_path / "plain", target)
     with pytest.raises(SpecExportError, match="--intermediate-size is 64; expected 16 to 48, that of --draft"):
         train_eagle3(options(draft=str(plain), states=None, intermediate_size=64), silent)
+
+
+def test_those_who_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    save_head_tensors(tmp_path, {}, {"weight": torch.ones(1)})
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1

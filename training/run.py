@@ -20,6 +20,7 @@ from specexport.contract.folders import written_beside
 from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.stored import share_weights
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
@@ -165,6 +166,7 @@ def save_model(
     with quiet():
         model.save_pretrained(folder, state_dict=model.state_dict() | dict(extra_tensors or {}))
         tokenizer.save_pretrained(folder)
+    share_weights(folder)
 
 
 @dataclass

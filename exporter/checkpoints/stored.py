@@ -208,6 +208,13 @@ def save_head_tensors(
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    share_weights(folder)
+
+
+def share_weights(folder: Path) -> None:
+    """Lets those read a checkpoint's weights who may read its ``config.json``: safetensors lets the owner alone."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / CONFIG).stat().st_mode)
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
