@@ -301,7 +301,9 @@ class ExecutionContext:
             assert self.communicator is not None
             binding.communicator = self.communicator
         if self._engine.loops:
-            binding.bind_cpu_input(tensors.NUM_DRAFT_TOKENS, np.array(1, np.int64))
+            sizes = {"B": self._shapes[tensors.LAST_ROW][0], "K": 1}
+            for tensor in tensors.OF_THE_LOOP:
+                binding.bind_cpu_input(tensor, tensor.array(sizes))
         for mode, bind in ((TensorIOMode.INPUT, binding.bind_input), (TensorIOMode.OUTPUT, binding.bind_output)):
             for name in names[mode]:
                 bind(name, "cpu", 0, self._engine.types[name].type, self._shapes[name], self.addresses[name])

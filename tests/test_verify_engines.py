@@ -219,7 +219,7 @@ def test_a_wrong_engine_fails_the_verdict(
 
     run_with(_right)
     passed, sentence, numbers = module._engines(Bundle.open(folder), lambda *_: None)
-    assert passed and "compute what their ONNX graphs do" in sentence
+    assert passed and "compared with their ONNX graphs" in sentence
     assert numbers["engines"] == len(read_manifest(folder).engines)
 
     def nothing(outputs: dict[str, Any]) -> None:
