@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from specexport.runtime.proposal import LeastProbability
 
+_CHOOSING = 1e-4
+"""About how many seconds it takes to choose a tree."""
 _WEIGHT = 5.0
 """Weight of the prior, in steps."""
 _LEAST_ACCEPTED = 0.1
@@ -67,7 +69,7 @@ def first_guess(accepted: float, deepest: int) -> Drafted:
 
 def further_seconds(expected: Drafted, step: Cost, propose: Cost) -> float:
     """How much longer than a plain step a step with an adaptive tree is expected to take."""
-    return _between(step, 1 + expected.nodes) - step(1) + _between(propose, 1 + expected.passes)
+    return _between(step, 1 + expected.nodes) - step(1) + _between(propose, 1 + expected.passes) + _CHOOSING
 
 
 def least_probability(nodes: int, rate: float, accepted: float, step: Cost, propose: Cost) -> LeastProbability:
