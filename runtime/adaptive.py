@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from specexport.runtime.proposal import LeastProbability
 
+MOST_ACCEPTED = 0.75
+"""Acceptance of a draft's first token above which the draft does not choose trees: it is right more often than it is
+sure, and would stop too early."""
 _CHOOSING = 1e-4
 """About how many seconds it takes to choose a tree."""
 _WEIGHT = 5.0

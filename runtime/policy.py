@@ -243,12 +243,12 @@ class MeasuredPolicy(SpeculationPolicy):
         chain = next((fit for fit in self._within(name, request) if fit.tree.is_chain), None)
         if chain is None or chain.depth < 2:
             return None
-        accepted = self._acceptance(request, name, chain.acceptance_class)[0].expected(chain.depth)
+        acceptance = self._acceptance(request, name, chain.acceptance_class)[0].by_depth(chain.depth)
+        if acceptance[1] > adaptive.MOST_ACCEPTED:
+            return None
+        accepted = acceptance[chain.depth]
         expected = self._adaptive(request, name)[0].expected(adaptive.first_guess(accepted, chain.depth))
-        plain = self._verify(1)
         seconds = adaptive.further_seconds(expected, *self._costs_of_nodes(name)) + self._read(name, request)
-        # They must promise more than a fixed tree, of which more is known.
-        seconds = MARGIN * (plain + seconds) - plain
         gain = min(expected.accepted, request.remaining - 1.0)
         option = self._adapted[name] = Option(1, gain, seconds, {request: replace(chain, adaptive=True)})
         return option
@@ -337,8 +337,8 @@ class MeasuredPolicy(SpeculationPolicy):
                 if fit.adaptive and outcome.verified is not None:
                     for steps in self._adaptive(request, request.view.method):
                         steps.learn(Drafted(outcome.depth, outcome.drafted, outcome.accepted))
-                    # Chains learn from the first token alone: the next ones were drafted where they were likely.
-                    depth, accepted = 1, int(len(outcome.verified.path) > 0 and outcome.verified.path[0] == 1)
+                    # The chain comes first in such a tree. What was not drafted would hardly have been accepted.
+                    depth, accepted = fit.depth, sum(node <= outcome.depth for node in outcome.verified.path)
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
                     acceptance.learn(depth, accepted)
                 history.unread = 0

@@ -148,19 +148,20 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
 
 
 def test_a_draft_that_knows_when_it_is_right_chooses_the_tree_of_a_request_alone(manifest: Manifest) -> None:
-    """Of seven draft tokens two are right. A draft that stops after two pays more than any K, and a wrong one less."""
+    """In every other step two of seven draft tokens are right. A draft that knows it pays more than any K."""
     price = curve(manifest, lambda _, tokens: 8.0 + tokens, lambda _, nodes: 1.0 * nodes)
 
-    def adaptive_steps(requests: int, drafted: int, accepted: int) -> list[bool]:
+    def adaptive_steps(requests: int, right: int, drafted: tuple[int, int]) -> list[bool]:
+        """Which steps had adaptive trees; they draft so many tokens where none is right, and where some are."""
         batch = Batch(manifest, price, requests, 8)
         batch.budget._loaded_methods["draft_model"].proposer.adapts = True
         chosen = []
-        for _ in range(60):
+        for step in range(120):
             batch.budget.assign(batch.requests)
             outcomes = []
             for view in (request.view for request in batch.requests):
-                nodes = drafted if view.least is not None else len(view.tree) - 1
-                kept = min(nodes, accepted if view.least is not None else 2)
+                nodes = drafted[step % 2] if view.least is not None else len(view.tree) - 1
+                kept = min(nodes, 2 if step % 2 or right == 2 else 0)
                 verified = Verified(TokenTree.chain(nodes + 1), [0] * nodes, range(1, kept + 1))
                 outcomes.append(Outcome([0] * (kept + 1), nodes, nodes, kept, verified=verified))
                 if view.least is not None:
@@ -169,9 +170,10 @@ def test_a_draft_that_knows_when_it_is_right_chooses_the_tree_of_a_request_alone
             batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
         return chosen
 
-    assert all(adaptive_steps(1, drafted=2, accepted=2)[-20:])
-    assert not any(adaptive_steps(1, drafted=7, accepted=1)[-20:])
-    assert not any(adaptive_steps(2, drafted=2, accepted=2))
+    assert all(adaptive_steps(1, right=1, drafted=(1, 2))[-20:])
+    assert not any(adaptive_steps(1, right=1, drafted=(7, 7))[-20:])
+    assert not any(adaptive_steps(1, right=2, drafted=(1, 1))[-20:])  # it is right more often than it is sure
+    assert not any(adaptive_steps(2, right=1, drafted=(1, 2)))
 
 
 def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:

@@ -151,21 +151,16 @@ def adaptive(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
     return verified
 
 
-ADAPTIVE = {"llama-near": "draft_model", "dice-eagle3": "eagle3"}
-"""Bundles by whose drafts choose, with the method's name."""
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
 def test_greedy_text_of_adaptive_trees_is_plain_decoding_s(
-    bundle: Callable[[str], Path], adaptive: list[TokenTree], name: str
+    bundle: Callable[[str], Path], adaptive: list[TokenTree]
 ) -> None:
     draw, accepted = np.random.default_rng(1), 0
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with Engine.load(bundle(name), threads=1, calibrate=False) as engine:
-        assert engine.loaded_methods[ADAPTIVE[name]].proposer.adapts
+    with Engine.load(bundle("dice-eagle3"), threads=1, calibrate=False) as engine:
+        assert engine.loaded_methods["eagle3"].proposer.adapts
         for length in (1, 2, 7, 30):
             prompt = draw.integers(3, 12, length).tolist()
-            done = engine.generate(prompt, params, ADAPTIVE[name])
+            done = engine.generate(prompt, params, "eagle3")
             assert done.token_ids == engine.generate(prompt, params, PLAIN).token_ids
             accepted += done.stats.accepted
     assert accepted > 0
@@ -178,22 +173,21 @@ def test_adaptive_trees_of_several_requests_at_once(bundle: Callable[[str], Path
     draw = np.random.default_rng(3)
     texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    with Engine.load(bundle("dice-near-batch"), threads=1) as engine:
+    with Engine.load(bundle("dice-eagle3-batch"), threads=1) as engine:
         alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
-        streams = started(engine.stream(text, params, "draft_model") for text in texts)
+        streams = started(engine.stream(text, params, "eagle3") for text in texts)
         assert [tokens_of(stream) for stream in streams] == alone
     assert len(set(adaptive)) > 1
 
 
 @pytest.mark.usefixtures("adaptive")
-@pytest.mark.parametrize("name", ["dice-near", "dice-eagle3"])
 def test_samples_of_adaptive_trees_are_distributed_as_the_target_s(
-    bundle: Callable[[str], Path], oracle: Callable[[str], Any], name: str
+    bundle: Callable[[str], Path], oracle: Callable[[str], Any]
 ) -> None:
-    with Engine.load(bundle(name), threads=1) as engine:
+    with Engine.load(bundle("dice-eagle3"), threads=1) as engine:
         (method,) = (method for method in engine.manifest.methods)
         drafts = max(len(tree) for tree in method.token_trees()) - 1
         setting = Setting(method.name, drafts, SamplingParams(temperature=1.0))
         texts, rate = engine_texts(engine, setting)
         assert rate > 0
-        assert_distributed(texts, exact_texts(oracle(name)["next_logits"], setting.params, LENGTH))
+        assert_distributed(texts, exact_texts(oracle("dice-eagle3")["next_logits"], setting.params, LENGTH))

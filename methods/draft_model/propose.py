@@ -34,7 +34,6 @@ class DraftModelProposer(ReadingProposer):
         self.graph = graph
         self._chunk = manifest.prefill_chunk
         self.reads_along = self._chunk if graph.any_width else CATCH_UP_TOKENS
-        self.adapts = graph.ends_early
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     @property
