@@ -150,8 +150,8 @@ def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[st
     best = tape.op("Gather", [stacked[2], constant(body, "first", np.array(0))], {"axis": 1}, output=ir.val("best"))
     next_least = tape.op("Div", [least, best], output=ir.val("next_least"))
     smallest = tape.op("ReduceMin", [next_least], {"keepdims": 0}, output=ir.val("smallest_least"))
-    one = constant(body, "certain", np.array(1, np.float32))
-    following = [tape.op("LessOrEqual", [smallest, one], output=ir.val("go_on"))]
+    certain = constant(body, "certain", np.array(1, np.float32))
+    following = [tape.op("LessOrEqual", [smallest, certain], output=ir.val("go_on"))]
     next_ids = ir.val("next_input_ids")
     axis = constant(body, "next_token_axis", np.array([1], np.int64))
     following.append(tape.op("Unsqueeze", [stacked[0], axis], output=next_ids))

@@ -4,7 +4,7 @@
 
 There are four kinds of questions: ``chat`` (about many topics, some with a second turn), ``code`` (functions to write),
 ``edit`` (changes to existing code), ``summary`` (of an earlier answer of the model). Every tenth topic and task is held
-out of training. A fifth kind, ``own``, is only learnt from: questions that the model writes itself where its chat
+out of training. A fifth kind, ``self-asked``, is only learnt from: questions that the model writes where its chat
 template expects the user's (Magpie, arXiv 2406.08464). Every other answer is greedy, the rest are sampled at
 temperature 0.7. A second run with the same options resumes from the ``--work`` folder.
 """
@@ -32,7 +32,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.train import train_eagle3
 from specexport.methods.eagle3.train_options import Eagle3Training
 
-Kind = Literal["chat", "code", "edit", "summary", "own"]
+Kind = Literal["chat", "code", "edit", "summary", "self-asked"]
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _AT_ONCE = 64
 """Number of questions per file, which are answered together."""
@@ -199,7 +199,7 @@ def about(texts: list[str], seed: int) -> Iterator[Question]:
         yield Question("summary", f"{draw.choice(forms)}\n\n{text}")
 
 
-def own_questions(llm: LLM, seed: int) -> list[Question]:
+def self_asked_questions(llm: LLM, seed: int) -> list[Question]:
     """Questions that the model writes, without those that mention a held-out topic or did not end."""
     params = [
         SamplingParams(max_tokens=_MOST_ASKED, temperature=1.0, top_p=0.95, seed=seed + number)
@@ -209,7 +209,7 @@ def own_questions(llm: LLM, seed: int) -> list[Question]:
     outputs = [output.outputs[0] for output in llm.generate([_ASKING] * _AT_ONCE, params, use_tqdm=False)]
     texts = [output.text.strip() for output in outputs if output.finish_reason == "stop"]
     kept = [text for text in texts if text and not any(topic.lower() in text.lower() for topic in held_out)]
-    return [Question("own", text, follow_up) for text, follow_up in zip(kept, _follow_ups(), strict=False)]
+    return [Question("self-asked", text, follow_up) for text, follow_up in zip(kept, _follow_ups(), strict=False)]
 
 
 def _answers(llm: LLM, chats: list[list[dict[str, str]]], temperatures: list[float], seed: int) -> list[str]:
@@ -233,10 +233,10 @@ def write_conversations(
 ) -> Iterator[dict[str, Any]]:
     """Generates the model's answers to the questions of each file, except existing files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, asked in enumerate(files):
+    for number, questions_of_file in enumerate(files):
         path = folder / f"{number:03d}.jsonl"
         if not path.exists():
-            group = asked()
+            group = questions_of_file()
             temperatures = [_TEMPERATURES[at % len(_TEMPERATURES)] for at in range(len(group))]
             conversations = [[{"role": "user", "content": question.text}] for question in group]
             first = _answers(llm, conversations, temperatures, seed + number * _AT_ONCE)
@@ -261,10 +261,12 @@ def write_conversations(
         yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, own: int, seed: int) -> Path:
+def texts_of(
+    llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, self_asked_files: int, seed: int
+) -> Path:
     """Writes conversations for ``specexport train``: a number of the first three kinds, and a number of summaries.
 
-    ``own`` is a number of files of questions that the model writes.
+    ``self_asked_files`` is a number of files of questions that the model writes.
     """
     questions_ = list(questions(held_out))
     random.Random(seed).shuffle(questions_)
@@ -276,8 +278,10 @@ def texts_of(llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int
     ]
     long = [text for text in written if len(text) > 300][:summaries]
     conversations += write_conversations(llm, in_files(about(long, seed)), work / f"{name}-summaries", seed + 500_000)
-    asked = [partial(own_questions, llm, seed + 600_000 + number * _AT_ONCE) for number in range(own)]
-    conversations += write_conversations(llm, asked, work / f"{name}-own", seed + 700_000)
+    files = [
+        partial(self_asked_questions, llm, seed + 600_000 + number * _AT_ONCE) for number in range(self_asked_files)
+    ]
+    conversations += write_conversations(llm, files, work / f"{name}-self-asked", seed + 700_000)
     path = work / f"{name}.jsonl"
     path.write_text("".join(json.dumps(conversation) + "\n" for conversation in conversations), encoding="utf-8")
     return path
@@ -348,7 +352,9 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
     parser.add_argument("--summaries", type=int, default=512)
-    parser.add_argument("--own-files", type=int, default=128, help="each of up to 64 questions that the model writes")
+    parser.add_argument(
+        "--self-asked-files", type=int, default=128, help="each of up to 64 questions that the model writes"
+    )
     parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
     parser.add_argument("--draft", help="draft to go on from, with the same vocabulary (default: a new one)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's)")
@@ -366,9 +372,13 @@ def main() -> None:
         build(BuildOptions(target=args.target, output=writer, precision="int8", max_seq_len=1024, max_batch_size=8))
     llm = LLM(bundle=str(writer), calibrate=False)
     texts = partial(texts_of, llm, args.work)
-    held_out = texts(held_out=True, count=320, summaries=64, own=0, seed=args.seed + 1_000_000)
+    held_out = texts(held_out=True, count=320, summaries=64, self_asked_files=0, seed=args.seed + 1_000_000)
     learnt = texts(
-        held_out=False, count=args.conversations, summaries=args.summaries, own=args.own_files, seed=args.seed
+        held_out=False,
+        count=args.conversations,
+        summaries=args.summaries,
+        self_asked_files=args.self_asked_files,
+        seed=args.seed,
     )
     llm.close()
     if args.texts_only:
@@ -415,7 +425,8 @@ def main() -> None:
         windows=record["windows"],
         held_out_windows=record["held_out_windows"],
         steps=args.steps,
-        flags=f"--conversations {args.conversations} --summaries {args.summaries} --steps {args.steps}",
+        flags=f"--conversations {args.conversations} --summaries {args.summaries} "
+        f"--self-asked-files {args.self_asked_files} --steps {args.steps}",
         ttt_steps=args.ttt_steps,
         minutes=f"{record['draft']['seconds'] / 60:.0f}",
         seed=args.seed,

@@ -151,16 +151,17 @@ def adaptive(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
     return verified
 
 
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_greedy_text_of_adaptive_trees_is_plain_decoding_s(
-    bundle: Callable[[str], Path], adaptive: list[TokenTree]
+    bundle: Callable[[str], Path], adaptive: list[TokenTree], name: str
 ) -> None:
     draw, accepted = np.random.default_rng(1), 0
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with Engine.load(bundle("dice-eagle3"), threads=1, calibrate=False) as engine:
-        assert engine.loaded_methods["eagle3"].proposer.adapts
+    with Engine.load(bundle(f"dice-{name}"), threads=1, calibrate=False) as engine:
+        assert engine.loaded_methods[name].proposer.adapts
         for length in (1, 2, 7, 30):
             prompt = draw.integers(3, 12, length).tolist()
-            done = engine.generate(prompt, params, "eagle3")
+            done = engine.generate(prompt, params, name)
             assert done.token_ids == engine.generate(prompt, params, PLAIN).token_ids
             accepted += done.stats.accepted
     assert accepted > 0
@@ -181,13 +182,14 @@ def test_adaptive_trees_of_several_requests_at_once(bundle: Callable[[str], Path
 
 
 @pytest.mark.usefixtures("adaptive")
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_samples_of_adaptive_trees_are_distributed_as_the_target_s(
-    bundle: Callable[[str], Path], oracle: Callable[[str], Any]
+    bundle: Callable[[str], Path], oracle: Callable[[str], Any], name: str
 ) -> None:
-    with Engine.load(bundle("dice-eagle3"), threads=1) as engine:
+    with Engine.load(bundle(f"dice-{name}"), threads=1) as engine:
         (method,) = (method for method in engine.manifest.methods)
         drafts = max(len(tree) for tree in method.token_trees()) - 1
         setting = Setting(method.name, drafts, SamplingParams(temperature=1.0))
         texts, rate = engine_texts(engine, setting)
         assert rate > 0
-        assert_distributed(texts, exact_texts(oracle("dice-eagle3")["next_logits"], setting.params, LENGTH))
+        assert_distributed(texts, exact_texts(oracle(f"dice-{name}")["next_logits"], setting.params, LENGTH))

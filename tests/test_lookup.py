@@ -253,8 +253,8 @@ def test_slots_do_not_see_each_other() -> None:
         SuffixProposer(Suffix(trees=chains(4), max_spec_factor=1.0, min_token_prob=0.1)),
     ):
         proposals = proposer.propose([view(list(text), 4, 0), view(list(range(4)), 4, 1), view([*text, 14], 4, 2)])
-        found = {slot: proposal.tokens.tolist() for slot, proposal in proposals.items()}
-        assert found == {0: [14, 15, 16, 17], 2: [15, 16, 17, 18]}
+        proposed = {slot: proposal.tokens.tolist() for slot, proposal in proposals.items()}
+        assert proposed == {0: [14, 15, 16, 17], 2: [15, 16, 17, 18]}
 
 
 def test_a_store_lets_a_request_use_another_ones_output() -> None:
