@@ -126,12 +126,50 @@ void softmax(const float* x, float* y, int size) {
   map(y, y, size_t(size), [=](Vec v) { return v * factor; });
 }
 
-float dot(const float* a, const float* b, int size) {
-  Vec total = all(0.0f);
-  int i = 0;
-  for (; i + kLanes <= size; i += kLanes) total = fma(load(a + i), load(b + i), total);
-  if (i < size) total = fma(load_some(a + i, size - i), load_some(b + i, size - i), total);
-  return sum(total);
+// Sums along the depth that lie side by side: of each column in turn.
+template <int kColumns>
+void multiply_beside(const float* x, const float* w, ptrdiff_t step, int depth, float* y) {
+  constexpr int kCount = kColumns / kLanes;
+  Vec total[kCount];
+  for (int j = 0; j < kCount; j++) total[j] = all(0.0f);
+  for (int k = 0; k < depth; k++, w += step) {
+    if (x[k] == 0) continue;  // as after a masked softmax: what is not seen may hold anything
+    for (int j = 0; j < kCount; j++) total[j] = fma(all(x[k]), load(w + kLanes * j), total[j]);
+  }
+  for (int j = 0; j < kCount; j++) store(y + kLanes * j, total[j]);
+}
+
+void multiply(const float* x, const float* w, ptrdiff_t step_depth, ptrdiff_t step_column, int depth, int columns, float* y) {
+  int n = 0;
+  if (step_depth != 1) {
+    for (; n + 64 <= columns; n += 64) multiply_beside<64>(x, w + n, step_depth, depth, y + n);
+    for (; n + kLanes <= columns; n += kLanes) multiply_beside<kLanes>(x, w + n, step_depth, depth, y + n);
+    for (; n < columns; n++) {
+      float total = 0;
+      for (int k = 0; k < depth; k++)
+        if (x[k] != 0) total = fma(all(x[k]), all(w[k * step_depth + n]), all(total))[0];
+      y[n] = total;
+    }
+    return;
+  }
+  const int whole = depth / kLanes * kLanes, rest = depth - whole;
+  for (; n < columns; n += kLanes) {
+    const float* column[kLanes];
+    Vec total[kLanes];
+    for (int j = 0; j < kLanes; j++) {
+      column[j] = w + (n + j < columns ? n + j : n) * step_column;
+      total[j] = all(0.0f);
+    }
+    for (int k = 0; k < whole; k += kLanes) {
+      const Vec v = load(x + k);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; j++) total[j] = fma(v, load(column[j] + k), total[j]);
+    }
+    if (rest)
+      for (int j = 0; j < kLanes; j++) total[j] = fma(load_some(x + whole, rest), load_some(column[j] + whole, rest), total[j]);
+    if (n + kLanes <= columns) store(y + n, sums(total));
+    else store_some(y + n, sums(total), columns - n);
+  }
 }
 
 void rotate(const float* x, const float* cos, const float* sin, float* y, int size, int rotated, bool interleaved) {

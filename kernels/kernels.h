@@ -110,7 +110,9 @@ struct Kernels {
   void (*softmax)(const float* x, float* y, int size);
   // y = x[0 .. half) * cos - x[half ..) * sin, and so on; `interleaved` pairs neighbours instead.
   void (*rotate)(const float* x, const float* cos, const float* sin, float* y, int size, int rotated, bool interleaved);
-  float (*dot)(const float* a, const float* b, int size);
+  // y[columns] = x[depth] times a matrix whose elements lie so many floats apart; one of the steps is 1. What is
+  // multiplied by a zero of x adds nothing unless the first step is 1.
+  void (*multiply)(const float* x, const float* w, ptrdiff_t step_depth, ptrdiff_t step_column, int depth, int columns, float* y);
 };
 
 // The kernels for this processor. For tests, the environment variable SPECEXPORT_ISA selects others; an unknown or

@@ -9,6 +9,6 @@ namespace specexport {
 
 extern const Kernels SPECEXPORT_TABLE;
 const Kernels SPECEXPORT_TABLE = {SPECEXPORT_ISA_NAME, kLayout,  quantize,   product, attention, unary,
-                                  binary,              rms_norm, layer_norm, softmax, rotate,    dot};
+                                  binary,              rms_norm, layer_norm, softmax, rotate,    multiply};
 
 }  // namespace specexport

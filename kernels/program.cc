@@ -5,6 +5,7 @@
 #include <deque>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "fold.h"
 #include "packing.h"
@@ -261,12 +262,9 @@ class Compiled : public Program {
 
   void run(Run& run) override {
     Team team(run.threads);
-    Frame frame(kernels(), team, arena_, &run);
-    frame.views = constants_;
-    frame.buffers.assign(graph_.values.size(), nullptr);
-    frame.output_index = output_index_;
+    Frame frame = {kernels(), team, arena_, run, views_, buffers_, output_index_};
     for (size_t i = 0; i < graph_.inputs.size(); i++) {
-      View& view = frame.views[size_t(graph_.inputs[i])];
+      View& view = views_[size_t(graph_.inputs[i])];
       view.type = run.inputs[i].type;
       view.set(run.inputs[i].dims);
       view.data = static_cast<char*>(run.inputs[i].data);
@@ -283,8 +281,8 @@ class Compiled : public Program {
     if (run.threads > 1) run.parallel(walk, &work, size_t(run.threads));
     else walk(&work, 0);
     frame.free_scratch();
-    for (char* buffer : frame.buffers)
-      if (buffer) arena_.give(buffer);
+    for (char*& buffer : buffers_)
+      if (buffer) arena_.give(std::exchange(buffer, nullptr));
     team.require_success();
   }
 
@@ -299,10 +297,7 @@ class Compiled : public Program {
       }
       frame.free_scratch();
       for (int value : step->last_uses)
-        if (char*& buffer = frame.buffers[size_t(value)]) {
-          arena_.give(buffer);
-          buffer = nullptr;
-        }
+        if (char*& buffer = frame.buffers[size_t(value)]) frame.arena.give(std::exchange(buffer, nullptr));
     }
   }
 
@@ -385,13 +380,14 @@ class Compiled : public Program {
   // another's memory share its life.
   void plan() {
     const size_t count = graph_.values.size();
-    constants_.resize(count);
+    views_.resize(count);
+    buffers_.resize(count, nullptr);
     for (size_t i = 0; i < count; i++) {
       const Value& value = graph_.values[i];
       if (!value.data) continue;
-      constants_[i].type = value.type;
-      constants_[i].set(value.dims);
-      constants_[i].data = const_cast<char*>(static_cast<const char*>(value.data));
+      views_[i].type = value.type;
+      views_[i].set(value.dims);
+      views_[i].data = const_cast<char*>(static_cast<const char*>(value.data));
     }
     output_index_.assign(count, -1);
     for (size_t i = 0; i < graph_.outputs.size(); i++) output_index_[size_t(graph_.outputs[i])] = int(i);
@@ -437,9 +433,10 @@ class Compiled : public Program {
   const WeightStore weights_;
   size_t products_ = 0;  // that have a step
   std::vector<std::unique_ptr<Step>> steps_;
-  std::vector<View> constants_;
+  std::vector<View> views_;      // of constants; of other values while it runs
+  std::vector<char*> buffers_;   // none while it does not run
   std::vector<int> output_index_;
-  mutable Arena arena_;
+  Arena arena_;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "half.h"
+#include "step_tools.h"
 
 namespace specexport {
 
@@ -15,7 +16,7 @@ View& Frame::create(int value, Type type, const std::vector<int64_t>& dims) {
   view.type = type;
   view.set(dims);
   if (const int index = output_index[size_t(value)]; index >= 0) {
-    view.data = static_cast<char*>(run->output(size_t(index), dims));
+    view.data = static_cast<char*>(run.output(size_t(index), dims));
   } else {
     view.data = buffers[size_t(value)] = arena.take(size_t(view.count()) * element_size(type));
   }
@@ -40,13 +41,13 @@ View Frame::packed(const View& view) {
 }
 
 char* Frame::scratch(size_t bytes) {
-  scratch_.push_back(arena.take(bytes));
-  return scratch_.back();
+  scratch_memory.push_back(arena.take(bytes));
+  return scratch_memory.back();
 }
 
 void Frame::free_scratch() {
-  for (char* data : scratch_) arena.give(data);
-  scratch_.clear();
+  for (char* data : scratch_memory) arena.give(data);
+  scratch_memory.clear();
 }
 
 void copy_elements(const View& from, const View& to) {
@@ -67,37 +68,6 @@ void copy_elements(const View& from, const View& to) {
 }
 
 namespace {
-
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
-
-std::vector<int64_t> integers_of(const View& view) {
-  std::vector<int64_t> list;
-  for (int64_t i = 0; i < view.count(); i++) {
-    const int64_t at = view.rank ? i * view.strides[view.rank - 1] : 0;
-    list.push_back(view.type == Type::kInt32 ? view.as<int32_t>()[at] : view.as<int64_t>()[at]);
-  }
-  return list;
-}
-
-int axis_of(int64_t axis, int rank) {
-  if (axis < -rank || axis >= rank) fail("an axis is " + std::to_string(axis) + ", of a tensor of rank " + std::to_string(rank));
-  return int(axis < 0 ? axis + rank : axis);
-}
-
-bool same_dims(const View& a, const View& b) {
-  if (a.rank != b.rank) return false;
-  return std::equal(a.dims, a.dims + a.rank, b.dims);
-}
-
-void require_dims(const View& view, std::initializer_list<int64_t> dims, const char* what) {
-  if (view.rank != int(dims.size()) || !std::equal(dims.begin(), dims.end(), view.dims))
-    fail(std::string(what) + " does not have the shape that goes with the other inputs");
-}
-
-// How many parts of work are worth handing out: one for every `least` elements.
-int parts_of(const Frame& frame, int64_t elements, int64_t least) {
-  return int(std::clamp<int64_t>(elements / least, 1, 4 * frame.team.threads()));
-}
 
 class Alias : public Step {  // another shape or order of the same elements
  public:
@@ -336,62 +306,22 @@ class Gate : public Step {
   const Unary function_;
 };
 
-// Strides that let a view take part in a broadcast of `rank` dimensions; throws where it does not fit.
-void broadcast(const View& view, const std::vector<int64_t>& dims, int64_t* strides) {
-  const int rank = int(dims.size());
-  for (int i = 0; i < rank; i++) {
-    const int from = i - (rank - view.rank);
-    const bool repeated = from < 0 || view.dims[from] == 1;
-    if (!repeated && view.dims[from] != dims[size_t(i)]) fail("shapes do not fit each other");
-    strides[i] = repeated ? 0 : view.strides[from];
-  }
-}
-
-std::vector<int64_t> broadcast_dims(std::initializer_list<const View*> views) {
-  int rank = 0;
-  for (const View* view : views) rank = std::max(rank, view->rank);
-  std::vector<int64_t> dims(size_t(rank), 1);
-  for (const View* view : views)
-    for (int i = 0; i < view->rank; i++) {
-      int64_t& size = dims[size_t(i + rank - view->rank)];
-      if (view->dims[i] != 1) size = view->dims[i];
-    }
-  return dims;
-}
-
 class BinaryStep : public Step {
  public:
   explicit BinaryStep(Binary function) : function_(function) {}
   void run(Frame& frame) const override {
     View a = frame[inputs[0]], b = frame[inputs[1]];
-    const std::vector<int64_t> dims = broadcast_dims({&a, &b});
-    View& y = frame.create(outputs[0], a.type, dims);
-    const int rank = y.rank;
-    int64_t sa[kMostDims] = {}, sb[kMostDims] = {};
-    auto fit = [&](View& view, int64_t* strides) {
-      broadcast(view, dims, strides);
-      if (rank && strides[rank - 1] > 1) {
-        view = frame.packed(view);
-        broadcast(view, dims, strides);
-      }
-    };
-    fit(a, sa);
-    fit(b, sb);
-    const int64_t size = y.last(), rows = y.rows();
-    auto offset = [&](const int64_t* strides, int64_t row) {
-      int64_t at = 0;
-      for (int i = rank - 2; i >= 0; i--) {
-        at += row % dims[size_t(i)] * strides[i];
-        row /= dims[size_t(i)];
-      }
-      return at;
-    };
-    const int ia = rank ? int(sa[rank - 1]) : 0, ib = rank ? int(sb[rank - 1]) : 0;
+    const Broadcast<2> strided(a, b);
+    if (strided.step(0) > 1) a = frame.packed(a);
+    if (strided.step(1) > 1) b = frame.packed(b);
+    const Broadcast<2> both(a, b);
+    View& y = frame.create(outputs[0], a.type, both.dims);
+    const int64_t size = both.size(), rows = y.rows();
     const int parts = rows > 1 ? parts_of(frame, y.count(), 8192) : 1;
     frame.team.split(parts, [&](int p) {
       for (int64_t r = rows * p / parts; r < rows * (p + 1) / parts; r++)
-        frame.kernels.binary(function_, a.floats() + offset(sa, r), ia, b.floats() + offset(sb, r), ib,
-                             y.floats() + r * size, size_t(size));
+        frame.kernels.binary(function_, a.floats() + both.offset(0, r), int(both.step(0)), b.floats() + both.offset(1, r),
+                             int(both.step(1)), y.floats() + r * size, size_t(size));
     });
   }
 
@@ -567,28 +497,34 @@ void widen(Type type, const char* from, float* to, size_t count) {
   }
 }
 
-class Gather : public Step {  // along the first dimension
+class Gather : public Step {
  public:
+  explicit Gather(int64_t axis = 0) : axis_(axis) {}
   void run(Frame& frame) const override {
     const View table = frame.packed(frame[inputs[0]]), indices = frame.packed(frame[inputs[1]]);
-    if (table.rank < 1) fail("Gather has no table");
-    std::vector<int64_t> dims = indices.shape();
-    dims.insert(dims.end(), table.dims + 1, table.dims + table.rank);
+    const int axis = axis_of(axis_, table.rank);
+    std::vector<int64_t> dims(table.dims, table.dims + axis);
+    dims.insert(dims.end(), indices.dims, indices.dims + indices.rank);
+    dims.insert(dims.end(), table.dims + axis + 1, table.dims + table.rank);
     const bool wide = table.type == Type::kBfloat16 || table.type == Type::kFloat16;
     View& y = frame.create(outputs[0], wide ? Type::kFloat : table.type, dims);
-    const size_t numbers = table.dims[0] ? size_t(table.count() / table.dims[0]) : 0;
-    const size_t row = numbers * element_size(table.type);
+    const size_t numbers = size_t(table.strides[axis]), row = numbers * element_size(table.type);
+    const int64_t length = table.dims[axis];
     const std::vector<int64_t> list = integers_of(flat(indices));
-    for (size_t i = 0; i < list.size(); i++) {
-      const int64_t index = list[i] < 0 ? list[i] + table.dims[0] : list[i];
-      if (index < 0 || index >= table.dims[0]) fail("Gather reads outside its table");
-      const char* from = table.data + size_t(index) * row;
-      if (!wide) std::memcpy(y.data + i * row, from, row);
-      else widen(table.type, from, y.floats() + i * numbers, numbers);
-    }
+    size_t to = 0;
+    for (int64_t first = 0, all = y.count() ? table.count() / int64_t(numbers) : 0; first < all; first += length)
+      for (int64_t index : list) {
+        if (index < 0) index += length;
+        if (index < 0 || index >= length) fail("Gather reads outside its table");
+        const char* from = table.data + size_t(first + index) * row;
+        if (!wide) std::memcpy(y.data + to * row, from, row);
+        else widen(table.type, from, y.floats() + to * numbers, numbers);
+        to++;
+      }
   }
 
  private:
+  const int64_t axis_;
   static View flat(View view) {
     const int64_t count = view.count();
     view.set({count});
@@ -638,6 +574,7 @@ class MatMul : public Step {  // of two tensors that are not constant
     View a = frame[inputs[0]], b = frame[inputs[1]];
     if (a.rank < 2 || b.rank < 2) fail("MatMul of vectors is not supported here");
     if (!a.dense_rows()) a = frame.packed(a);
+    if (!b.dense_rows() && b.strides[b.rank - 2] != 1) b = frame.packed(b);
     const int64_t rows = a.dims[a.rank - 2], depth = a.last(), columns = b.last();
     if (b.dims[b.rank - 2] != depth) fail("MatMul's inputs do not fit each other");
     View outer_a = a, outer_b = b;
@@ -653,9 +590,8 @@ class MatMul : public Step {  // of two tensors that are not constant
     View& y = frame.create(outputs[0], Type::kFloat, dims);
     int64_t stacks = 1;
     for (int64_t size : outer) stacks *= size;
-    // Columns are read as rows, so that each element is one sum along the depth.
-    const int64_t stride_k = b.strides[b.rank - 2], stride_n = b.strides[b.rank - 1], all = stacks * rows;
-    const bool by_columns = stride_k == 1 || depth == 1;
+    // A single column is dense whatever its step, and so is a single row along the depth.
+    const int64_t stride_k = depth == 1 ? 1 : b.strides[b.rank - 2], stride_n = b.strides[b.rank - 1], all = stacks * rows;
     const int parts = int(std::min<int64_t>(all, parts_of(frame, all * depth * columns, 16384)));
     frame.team.split(parts, [&](int p) {
       for (int64_t i = all * p / parts; i < all * (p + 1) / parts; i++) {
@@ -665,18 +601,7 @@ class MatMul : public Step {  // of two tensors that are not constant
           at_b += stack % outer[size_t(d)] * sb[d];
           stack /= outer[size_t(d)];
         }
-        const float* x = a.floats() + at_a;
-        const float* w = b.floats() + at_b;
-        float* to = y.floats() + i * columns;
-        if (by_columns) {
-          for (int64_t n = 0; n < columns; n++) to[n] = frame.kernels.dot(x, w + n * stride_n, int(depth));
-        } else {
-          for (int64_t n = 0; n < columns; n++) to[n] = 0;
-          for (int64_t k = 0; k < depth; k++) {
-            if (x[k] == 0) continue;  // as after a masked softmax: what is not seen may hold anything
-            for (int64_t n = 0; n < columns; n++) to[n] += x[k] * w[k * stride_k + n * stride_n];
-          }
-        }
+        frame.kernels.multiply(a.floats() + at_a, b.floats() + at_b, stride_k, stride_n, int(depth), int(columns), y.floats() + i * columns);
       }
     });
   }
@@ -798,32 +723,6 @@ class Product : public Step {
   const PackedWeights weights_;
 };
 
-template <typename T, typename... Arguments>
-std::unique_ptr<Step> make(Arguments&&... arguments) {
-  return std::make_unique<T>(std::forward<Arguments>(arguments)...);
-}
-
-const Value& input(const Graph& graph, const Node& node, size_t index) {
-  static const Value none;
-  return index < node.inputs.size() && node.inputs[index] >= 0 ? graph.values[size_t(node.inputs[index])] : none;
-}
-bool has_input(const Node& node, size_t index) { return index < node.inputs.size() && node.inputs[index] >= 0; }
-bool is_float(const Graph& graph, const Node& node, size_t index = 0) {
-  return input(graph, node, index).type == Type::kFloat;
-}
-bool any_type(const Graph& graph, const Node& node) {
-  switch (input(graph, node, 0).type) {
-    case Type::kFloat: case Type::kInt8: case Type::kUint8: case Type::kBool: case Type::kInt32: case Type::kInt64: return true;
-    default: return false;
-  }
-}
-int rank_of(const Value& value) { return value.ranked ? int(value.dims.size()) : -1; }
-
-struct Maker {
-  bool (*fits)(const Graph&, const Node&);
-  std::unique_ptr<Step> (*make)(const Graph&, const Node&);
-};
-
 template <Unary function>
 Maker unary_maker() {
   return {[](const Graph& g, const Node& n) { return is_float(g, n); },
@@ -840,16 +739,9 @@ Maker alias_maker() {
           [](const Graph&, const Node& n) { return make<Alias>(n, look); }};
 }
 
-// Shape arithmetic is left to ONNX Runtime: these are the types that carry numbers of the model.
-bool is_data(const Graph& graph, const Node& node) {
-  const Type type = input(graph, node, 0).type;
-  return type == Type::kFloat || type == Type::kBool;
-}
-
 const std::map<std::string, Maker>& makers() {
   static const std::map<std::string, Maker> table = {
-      {"Reshape", {[](const Graph& g, const Node& n) { return is_data(g, n) || input(g, n, 0).type == Type::kInt8; },
-                   [](const Graph&, const Node& n) { return make<Reshape>(n.integer("allowzero", 0) != 0); }}},
+      {"Reshape", {any_type, [](const Graph&, const Node& n) { return make<Reshape>(n.integer("allowzero", 0) != 0); }}},
       {"Transpose", alias_maker<transposed>()},
       {"Unsqueeze", {[](const Graph& g, const Node& n) { return any_type(g, n) && has_input(n, 1); },
                      [](const Graph&, const Node& n) { return make<Alias>(n, unsqueezed); }}},
@@ -939,35 +831,41 @@ const std::map<std::string, Maker>& makers() {
                        return make<Attention>(n.number("scale", 0), n.number("softcap", 0));
                      }}},
       {"Gather", {[](const Graph& g, const Node& n) {
-                    const Type index = input(g, n, 1).type, type = input(g, n, 0).type;
-                    const bool numbers = type == Type::kFloat || type == Type::kInt8 || type == Type::kUint8;
-                    return numbers && n.integer("axis", 0) == 0 && (index == Type::kInt64 || index == Type::kInt32);
+                    const Type index = input(g, n, 1).type;
+                    return any_type(g, n) && (index == Type::kInt64 || index == Type::kInt32);
                   },
-                  [](const Graph&, const Node&) { return make<Gather>(); }}},
-      {"GatherElements", {[](const Graph& g, const Node& n) { return is_float(g, n) && input(g, n, 1).type == Type::kInt64; },
+                  [](const Graph&, const Node& n) { return make<Gather>(n.integer("axis", 0)); }}},
+      {"GatherElements", {[](const Graph& g, const Node& n) { return any_type(g, n) && input(g, n, 1).type == Type::kInt64; },
                           [](const Graph&, const Node& n) { return make<GatherRows>(n.integer("axis", 0)); }}},
       {"MatMul", {[](const Graph& g, const Node& n) {
                     return is_float(g, n) && is_float(g, n, 1) && rank_of(input(g, n, 0)) >= 2 && rank_of(input(g, n, 1)) >= 2;
                   },
                   [](const Graph&, const Node&) { return make<MatMul>(); }}},
-      {"Cast", {[](const Graph& g, const Node& n) { return any_type(g, n) && n.integer("to", 0) == int64_t(Type::kFloat); },
-                [](const Graph&, const Node&) { return make<Cast>(Type::kFloat); }}},
+      {"Cast", {[](const Graph& g, const Node& n) {
+                  const Type to = Type(n.integer("to", 0));
+                  return any_type(g, n) && (to == Type::kFloat || to == Type::kInt64 || to == Type::kInt32 || to == Type::kBool);
+                },
+                [](const Graph&, const Node& n) { return make<Cast>(Type(n.integer("to", 0))); }}},
   };
   return table;
 }
 
-}  // namespace
-
-bool has_step(const Graph& graph, const Node& node) {
-  if (node.has_subgraph || !(node.domain.empty() || node.domain == "ai.onnx")) return false;
-  auto it = makers().find(node.type);
-  return it != makers().end() && it->second.fits(graph, node);
+// The first table's steps are tuned for floats.
+const Maker* maker_of(const Graph& graph, const Node& node) {
+  if (node.has_subgraph || !(node.domain.empty() || node.domain == "ai.onnx")) return nullptr;
+  for (const auto* table : {&makers(), &number_makers()})
+    if (auto it = table->find(node.type); it != table->end() && it->second.fits(graph, node)) return &it->second;
+  return nullptr;
 }
 
+}  // namespace
+
+bool has_step(const Graph& graph, const Node& node) { return maker_of(graph, node) != nullptr; }
+
 std::unique_ptr<Step> make_step(const Graph& graph, const Node& node) {
-  auto it = makers().find(node.type);
-  if (it == makers().end()) fail("there is no step for the operator " + node.type);
-  std::unique_ptr<Step> step = it->second.make(graph, node);
+  const Maker* maker = maker_of(graph, node);
+  if (!maker) fail("there is no step for the operator " + node.type);
+  std::unique_ptr<Step> step = maker->make(graph, node);
   step->inputs = node.inputs;
   step->outputs = node.outputs;
   step->name = node.name.empty() ? node.type : node.name;

@@ -14,16 +14,13 @@ namespace specexport {
 
 // The state of a program's run.
 struct Frame {
-  Frame(const Kernels& kernels, Team& team, Arena& arena, Run* run)
-      : kernels(kernels), team(team), arena(arena), run(run) {}
-
   const Kernels& kernels;
   Team& team;
   Arena& arena;
-  Run* run;
-  std::vector<View> views;           // by value
-  std::vector<char*> buffers;        // by value: arena memory owned by it
-  std::vector<int> output_index;     // by value: index of the program's output, or -1
+  Run& run;
+  std::vector<View>& views;              // by value; those of constants are there before the run
+  std::vector<char*>& buffers;           // by value: arena memory owned by it
+  const std::vector<int>& output_index;  // by value: index of the program's output, or -1
 
   const View& operator[](int value) const { return views[size_t(value)]; }
 
@@ -36,8 +33,7 @@ struct Frame {
   char* scratch(size_t bytes);
   void free_scratch();
 
- private:
-  std::vector<char*> scratch_;
+  std::vector<char*> scratch_memory = {};  // of the current step
 };
 
 class Step {

@@ -102,6 +102,79 @@ CASES: dict[str, tuple[str, Arrays, Arrays]] = {
     ),
     "Expand": ("a = Expand(x, d) y = Neg(a)", {"x": normal(3, 1)}, {"d": integers(2, 3, 4)}),
     "Cast": ("a = Cast<to=1>(x) y = Neg(a)", {"x": np.array([[True, False]])}, {}),
+    # Numbers of other types, which become floats at the end.
+    **{
+        f"{kind} of {name}": (f"a = {kind}(x, z) y = Cast<to=1>(a)", {"x": x, "z": z}, {})
+        for kind in ("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal")
+        for name, (x, z) in {
+            "integers": (integers(1, 2, 3), np.array([[2], [3]])),
+            "floats": (np.array([[1, 2, np.inf]], np.float32), np.array([[2], [1]], np.float32)),
+        }.items()
+    },
+    **{
+        f"{kind} of integers": (
+            f"a = {kind}(x, z) y = Cast<to=1>(a)",
+            {"x": integers(5, -2, 3), "z": np.array([[2], [-9]])},
+            {},
+        )
+        for kind in ("Add", "Sub", "Mul", "Max", "Min")
+    },
+    **{
+        kind: (f"a = {kind}(x, z) b = Not(a) y = Cast<to=1>(b)", {"x": _MASK[0, :4], "z": _MASK[:, 2:3]}, {})
+        for kind in ("And", "Or")
+    },
+    "Neg of integers": ("a = Neg(x) y = Cast<to=1>(a)", {"x": np.array([[1, -2]])}, {}),
+    "Clip": ("y = Clip(x, a, b)", {"x": normal(3, 4)}, {"a": np.float32(-0.5), "b": np.float32(0.5)}),
+    "Clip of integers, above": ("a = Clip(x, , k) y = Cast<to=1>(a)", {"x": np.array([[1, 9]])}, {"k": np.int64(5)}),
+    "Where": ("y = Where(m, x, k)", {"m": _MASK, "x": normal(2, 3, 6)}, {"k": normal(1)}),
+    "Where of integers": (
+        "a = Where(m, x, k) y = Cast<to=1>(a)",
+        {"m": _MASK, "x": integers(*range(6))},
+        {"k": integers(7)},
+    ),
+    "CumSum": ("y = CumSum(x, k)", {"x": normal(2, 3, 4)}, {"k": np.int64(1)}),
+    "CumSum of integers": ("a = CumSum(x, k) y = Cast<to=1>(a)", {"x": np.array([[1, 2, 3]])}, {"k": integers(-1)}),
+    **{
+        f"TopK {name}": (
+            f"v, i = TopK<largest={largest}>(x, k) j = Cast<to=1>(i) y = Concat<axis=0>(v, j)",
+            {"x": np.round(3 * normal(3, size))},
+            {"k": integers(count)},
+        )
+        for name, size, count, largest in (
+            ("of all", 5, 5, 1),
+            ("with ties", 40, 9, 1),
+            ("of the smallest", 40, 9, 0),
+            ("of many", 2000, 64, 1),
+            ("of the smallest of many", 1999, 7, 0),
+        )
+    },
+    **{
+        f"{kind} of {size}": (f"y = {kind}<keepdims={keep}>(x, k)", {"x": unit(2, 3, size)}, {"k": integers(-1)})
+        for kind in ("ReduceSum", "ReduceMax", "ReduceMin")
+        for size, keep in ((5, 0), (70, 1))
+    },
+    "Shape": (
+        "a = Shape<start=-2>(x) b = Range(i, n, j) c = Add(a, b) y = Cast<to=1>(c)",
+        {"x": normal(2, 3, 4)},
+        {"i": np.int64(9), "n": np.int64(4), "j": np.int64(-3)},
+    ),
+    "Gather of columns": ("y = Gather<axis=1>(x, i)", {"x": normal(2, 5, 3), "i": integers(4, 0, -2)}, {}),
+    "Gather of one": (
+        "a = Gather<axis=-1>(x, i) y = Unsqueeze(a, z)",
+        {"x": normal(2, 5), "i": np.array(3)},
+        {"z": integers(1)},
+    ),
+    "GatherND": ("y = GatherND(x, i)", {"x": normal(4, 5, 3), "i": np.array([[1, 4], [-1, 0]])}, {}),
+    "GatherElements of integers": (
+        "a = GatherElements<axis=-1>(x, i) y = Cast<to=1>(a)",
+        {"x": np.array([[3, 5, 7]]), "i": np.array([[2, 0]])},
+        {},
+    ),
+    "ScatterElements": (
+        "y = ScatterElements<axis=2>(x, i, u)",
+        {"x": normal(2, 2, 6), "i": np.array([[[0, 3], [-1, 2]]]), "u": normal(1, 2, 2)},
+        {},
+    ),
 }
 
 
@@ -170,6 +243,14 @@ WRONG: dict[str, tuple[str, Arrays, Arrays, str]] = {
         {"q": normal(1, 3, 3, 8), "k": normal(1, 2, 6, 8), "v": normal(1, 2, 6, 8), "m": _MASK},
         {},
         "Attention's heads",
+    ),
+    "more than there are": ("v, i = TopK(x, k) y = Neg(v)", {"x": normal(2, 3)}, {"k": integers(4)}, "TopK"),
+    "a place outside": ("y = GatherND(x, i)", {"x": normal(2, 4)}, {"i": np.array([[2]])}, "GatherND reads outside"),
+    "a write outside": (
+        "y = ScatterElements<axis=1>(x, i, u)",
+        {"x": normal(1, 4), "i": np.array([[4]]), "u": normal(1, 1)},
+        {},
+        "ScatterElements writes outside",
     ),
     "parts of other sizes": ("y = Concat<axis=0>(x, z)", {"x": normal(2, 3), "z": normal(2, 4)}, {}, "Concat"),
     "a shape of another size": ("a = Reshape(x, d) y = Neg(a)", {"x": normal(5)}, {"d": integers(2, 4)}, "Reshape"),

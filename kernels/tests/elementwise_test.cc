@@ -158,10 +158,10 @@ void test_rows(const Kernels& kernels, Random& random) {
   for (float number : y) expect(std::isnan(number), "%s rms_norm of a row with NaN: %g", kernels.name, double(number));
 }
 
-void test_rotate_and_dot(const Kernels& kernels, Random& random) {
+void test_rotate(const Kernels& kernels, Random& random) {
   const int half = random.integer(1, 40), rotated = 2 * half, size = rotated + random.integer(0, 9);
   const bool interleaved = random.chance(0.5);
-  const std::vector<float> x = random.normals(size_t(size)), b = random.normals(size_t(size));
+  const std::vector<float> x = random.normals(size_t(size));
   std::vector<float> cos(size_t(half), 0.0f), sin(size_t(half), 0.0f), y(x);
   for (int i = 0; i < half; i++) {
     const float angle = random.normal() * 3;
@@ -177,12 +177,34 @@ void test_rotate_and_dot(const Kernels& kernels, Random& random) {
            interleaved ? ", interleaved" : "");
   }
   for (int i = rotated; i < size; i++) expect(y[size_t(i)] == x[size_t(i)], "%s rotate changes what it should copy", kernels.name);
-  double sum = 0, bound = 0;
-  for (int i = 0; i < size; i++) {
-    sum += double(x[size_t(i)]) * double(b[size_t(i)]);
-    bound += std::fabs(double(x[size_t(i)]) * double(b[size_t(i)])) * (size + 4) * kUnit;
+}
+
+// Each column alone equals it among others, whichever dimension is dense.
+void test_multiply(const Kernels& kernels, Random& random) {
+  const int depth = random.integer(1, 150), columns = random.integer(1, 150);
+  const bool turned = random.chance(0.5);
+  const ptrdiff_t step_depth = turned ? 1 : columns + random.integer(0, 9), step_column = turned ? depth + random.integer(0, 9) : 1;
+  std::vector<float> x = random.normals(size_t(depth)), y(static_cast<size_t>(columns)), alone(1);
+  std::vector<float> w = random.normals(size_t((depth - 1) * step_depth + (columns - 1) * step_column + 1));
+  if (!turned && random.chance(0.5)) {  // as after a mask
+    const int k = random.integer(0, depth - 1);
+    x[size_t(k)] = 0;
+    for (int n = 0; n < columns; n++) w[size_t(k * step_depth + n)] = NAN;
   }
-  expect(is_near(kernels.dot(x.data(), b.data(), size), sum, bound), "%s dot of %d", kernels.name, size);
+  kernels.multiply(x.data(), w.data(), step_depth, step_column, depth, columns, y.data());
+  for (int n = 0; n < columns; n++) {
+    const float* column = w.data() + n * step_column;
+    kernels.multiply(x.data(), column, step_depth, step_column, depth, 1, alone.data());
+    double sum = 0, bound = 0;
+    for (int k = 0; k < depth; k++) {
+      if (x[size_t(k)] == 0) continue;
+      const double product = double(x[size_t(k)]) * double(column[k * step_depth]);
+      sum += product;
+      bound += std::fabs(product) * (depth + 4) * kUnit;
+    }
+    expect(is_near(y[size_t(n)], sum, bound), "%s multiply of %d by %d", kernels.name, depth, columns);
+    expect(same_bits(&y[size_t(n)], alone.data(), 1), "%s multiply of %d by %d: a column alone differs", kernels.name, depth, columns);
+  }
 }
 
 }  // namespace
@@ -191,7 +213,8 @@ void test_elementwise(const Kernels& kernels, Random& random) {
   test_unary(kernels, random);
   test_binary(kernels, random);
   test_rows(kernels, random);
-  test_rotate_and_dot(kernels, random);
+  test_rotate(kernels, random);
+  test_multiply(kernels, random);
 }
 
 }  // namespace specexport::tests
