@@ -36,15 +36,15 @@ SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "proposals behind steps"
+_VERSION = "steps behind steps of their width"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
 _SPACING = 1.15
 """Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
 """Widest steps of a batch that are measured, all slots together, relative to a single slot's widest."""
-_LARGER = 4
-"""Relative size of the larger cache from which the cost of a cache row is computed."""
+_LONGER = 8
+"""Relative length of the longer text from which the cost of a further token is computed."""
 _PERIOD = 11
 """Tokens after which the text repeats itself, so that look-ups have matches."""
 _GREEDY = SamplingParams(temperature=0.0)
@@ -87,25 +87,25 @@ class CostCurve(Strict, frozen=True):
     """The measured costs of a bundle on a machine.
 
     Attributes:
-        rows: rows of the cache that ``steps`` were measured with.
+        text: tokens of the text at whose end ``steps`` were measured.
         steps: c(B, T): steps without proposing, for every batch size up to the largest that was measured.
-        more_rows: rows of the larger cache of ``longer``.
-        longer: c(1, T) with the larger cache; empty if the bundle has none.
+        longer_text: tokens of the longer text of ``longer``.
+        longer: c(1, T) at its end; empty if the bundle's context is too short.
         methods: the costs of every measured method.
         noise: ratio of a call's median time to its least, the median over all calls: other load on the machine.
     """
 
-    rows: Size
+    text: Size
     steps: Annotated[tuple[Cost, ...], Meta(min_length=1)]
-    more_rows: Size
+    longer_text: Size
     longer: tuple[Cost, ...]
     methods: tuple[MethodCosts, ...]
     noise: float = 1.0
 
 
 class Costs:
-    """c(B, T) and d(B, K) of a curve, at any number of cache rows. Widths between measured ones are interpolated
-    linearly, those beyond the last extrapolated. Each further row of a slot's cache adds the same cost.
+    """c(B, T) and d(B, K) of a curve, after any text. Widths between measured ones are interpolated linearly, those
+    beyond the last extrapolated. Each further token of a slot's text adds the same cost.
 
     A batch larger than any that was measured takes as long as the largest one with as many tokens in total, and its
     proposals take proportionally longer.
@@ -131,9 +131,9 @@ class Costs:
         self._measured_step = lru_cache(maxsize=4096)(self._step)
         self._measured_propose = lru_cache(maxsize=4096)(self._proposing)
 
-    def step(self, batch: int, tokens: int, rows: int) -> float:
-        """Seconds of a step that verifies ``tokens`` tokens a slot, without proposing."""
-        return self._measured_step(batch, tokens, rows) * self._factors.get((None, batch, tokens), 1.0)
+    def step(self, batch: int, tokens: int, text: int) -> float:
+        """Seconds of a step that verifies ``tokens`` tokens a slot after ``text`` tokens, without proposing."""
+        return self._measured_step(batch, tokens, text) * self._factors.get((None, batch, tokens), 1.0)
 
     def propose(self, method: str, batch: int, nodes: int) -> float:
         """Seconds of proposing a tree of this many nodes for each slot."""
@@ -156,11 +156,13 @@ class Costs:
         factor = self._factors.get(key, 1.0) * (_FACTOR_STEP if longer else 1 / _FACTOR_STEP)
         self._factors[key] = min(max(factor, 1 / _MOST), _MOST)
 
-    def _step(self, batch: int, tokens: int, rows: int) -> float:
-        further = self.curve.more_rows - self.curve.rows
-        row = max(0.0, self._longer.at(1, tokens) - self._steps.at(1, tokens)) / further if self.curve.longer else 0.0
+    def _step(self, batch: int, tokens: int, text: int) -> float:
+        curve, token = self.curve, 0.0
+        if curve.longer:
+            more = self._longer.at(1, tokens) - self._steps.at(1, tokens)
+            token = max(0.0, more) / (curve.longer_text - curve.text)
         wide = tokens * max(1.0, batch / self._steps.largest)
-        return self._steps.at(batch, wide) + row * batch * max(0, rows - self.curve.rows)
+        return self._steps.at(batch, wide) + token * batch * max(0, text - curve.text)
 
     def _proposing(self, method: str, batch: int, nodes: int) -> float:
         line = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
@@ -235,9 +237,13 @@ def measure(
     program = HostProgram(manifest, target, {_FIXED: LoadedMethod(Method(), _Fixed())})
     points = manifest.target.graph.points
     tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
-    # A chunk for a draft to read; a step costs the same after any text.
-    length = max(2, min(manifest.prefill_chunk + 1, manifest.max_seq_len - tokens[-1] - 1))
-    text = [at % min(_PERIOD, manifest.target.vocab_size) for at in range(length)]
+    most_text = manifest.max_seq_len - tokens[-1] - 1
+    # A chunk for a draft to read; which tokens they are costs nothing.
+    length = max(2, min(manifest.prefill_chunk + 1, most_text))
+    text, longer_text = (
+        [at % min(_PERIOD, manifest.target.vocab_size) for at in range(count)]
+        for count in (length, max(length, min(_LONGER * length, most_text)))
+    )
     target.shrink_cache(0)
     steps: list[Cost] = []
     proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
@@ -258,30 +264,27 @@ def measure(
             trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
                 trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
-        share = (end - began) / (len(target.sizes) - target.sizes.index(batch))
+        share = (end - began) / (1 if batch == target.sizes[-1] else 2)  # the single request's costs matter most
         costs = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
         for (name, nodes), least in costs.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
         batch_time = sum(costs.values())
-    rows = target.cache_sizes[0]
-    larger = max((size for size in target.cache_sizes if size <= _LARGER * rows), default=rows)
     longer: dict[tuple[str, int], float] = {}
-    if larger > rows:
-        target.reserve(larger)
+    if len(longer_text) > len(text):
         ends = {
-            ("", width): _step(program, _views(text, 1, TokenTree.chain(width), _FIXED))
+            ("", width): _step(program, _views(longer_text, 1, TokenTree.chain(width), _FIXED))
             for width in sorted({tokens[0], tokens[-1]})
         }
-        longer = _in_turns(ends, seconds / 8, f"timing steps with {larger} cache rows", noise, progress)
+        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
             loaded.proposer.release(slot)
     target.shrink_cache(0)
     return CostCurve(
-        rows=rows,
+        text=len(text),
         steps=tuple(_rising(steps)),
-        more_rows=larger,
+        longer_text=len(longer_text),
         longer=tuple(_rising([Cost(batch=1, tokens=width, seconds=least) for (_, width), least in longer.items()])),
         methods=tuple(
             MethodCosts(method=name, propose=tuple(_rising(costs)), read=reads[name])
@@ -362,20 +365,21 @@ def _in_turns(
 ) -> dict[tuple[str, int], float]:
     """The least time of each trial; the ratio of its median to that is appended to ``noise``.
 
-    A step precedes each proposal, as in decoding: otherwise a small draft would stay in the processor's cache and seem
-    to take half its time.
+    Calls follow each other as in decoding: a step follows one of its width, and a proposal if it verifies any. A plain
+    step behind a wide one takes a tenth longer than behind a plain one, as its memory has left the nearest caches; so
+    does a step behind a draft's run; and a small draft would stay in these caches if no step came between its runs.
     """
     steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
-    order = list[tuple[str, int]]()
-    for at in range(max(len(steps), len(proposals))):
-        order += [steps[at % len(steps)], *proposals[at : at + 1]]
     times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
     end = time.perf_counter() + seconds
     for turn in range(_ROUNDS + 1):
-        for key in order:
-            duration = trials[key]()
-            if turn:
-                times[key].append(duration)
+        for at in range(max(len(steps), len(proposals) + 1)):
+            step = steps[at % len(steps)]
+            trials[step]()
+            for key in (*proposals[(at - 1) % len(proposals) :][:1], step) if at and proposals else (step,):
+                duration = trials[key]()
+                if turn:
+                    times[key].append(duration)
         if progress is not None:
             progress(name, turn + 1, _ROUNDS + 1)
         if turn and time.perf_counter() > end:

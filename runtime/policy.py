@@ -26,6 +26,8 @@ PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
 """Additional share for drafts, which first read the text that they missed."""
+_TEXT = 64
+"""Texts are as long as the next multiple of this number of tokens, so that costs are looked up rather than computed."""
 _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
 _TOKENS_A_STEP = 3
@@ -96,7 +98,6 @@ class MeasuredPolicy(SpeculationPolicy):
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
-        self._caches = sorted({point.cache for point in points})
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
         self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
@@ -105,7 +106,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._adapted: dict[str, Option] = {}
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
-        self._size, self._rows = 1, 1
+        self._size, self._text = 1, 1
         self._seconds: dict[int, float] = {}
         self._pause, self._paused = Pause(), False
         self._everyone = History(keep=KEEP_OF_ALL)
@@ -122,8 +123,8 @@ class MeasuredPolicy(SpeculationPolicy):
             return
         self._idle, self._adapted = [], {}
         self._alone = len(requests) == 1 and not joining
-        # The cache's size in this step.
-        self._rows = _at_least(self._caches, max(len(request.view.tokens) for request in requests))
+        longest = max(len(request.view.tokens) for request in requests)
+        self._text = -(-longest // _TEXT) * _TEXT
         self._size = self._batch(requests)
         self._seconds = {}
         if len(requests) == 1 and requests[0].fixed:
@@ -135,7 +136,7 @@ class MeasuredPolicy(SpeculationPolicy):
         coming = len(requests) + joining
         plain = len(requests) / self._verify(1)
         if joining:
-            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, self._rows))
+            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, self._text))
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
@@ -152,7 +153,7 @@ class MeasuredPolicy(SpeculationPolicy):
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
         if width not in self._seconds:
-            self._seconds[width] = self._costs.step(self._size, _at_least(self._widths, width), self._rows)
+            self._seconds[width] = self._costs.step(self._size, _at_least(self._widths, width), self._text)
         return self._seconds[width]
 
     def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request], least: float) -> None:
@@ -256,7 +257,7 @@ class MeasuredPolicy(SpeculationPolicy):
     def _costs_of_nodes(self, name: str) -> tuple[adaptive.Cost, adaptive.Cost]:
         """Seconds by nodes of a single request's tree: of the step, and of proposing with a method."""
         return (
-            lambda nodes: self._costs.step(self._size, nodes, self._rows),
+            lambda nodes: self._costs.step(self._size, nodes, self._text),
             lambda nodes: self._costs.propose(name, 1, nodes),
         )
 
@@ -359,7 +360,7 @@ class MeasuredPolicy(SpeculationPolicy):
             outcome = outcomes[request]
             width = max(width, 1 + outcome.drafted if fit.adaptive else _at_least(self._widths, fit.width))
             nodes = max(nodes, 1 + outcome.depth if fit.adaptive else fit.nodes)
-        self._costs.refine(None, self._size, width, self._costs.step(self._size, width, self._rows), verifying)
+        self._costs.refine(None, self._size, width, self._costs.step(self._size, width, self._text), verifying)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
             method, batch = methods.pop() or "", self._batch(self._chosen)

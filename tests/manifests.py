@@ -49,7 +49,7 @@ def curve(manifest: Manifest, step: Price, propose: Price = lambda *_: 0.0, read
         MethodCosts(method=name, propose=costs(propose, [len(tree) for tree in trees_of(manifest, name)]), read=read)
         for name in map(method_name, manifest.methods)
     ]
-    return CostCurve(rows=1, steps=costs(step, widths), more_rows=1, longer=(), methods=tuple(methods))
+    return CostCurve(text=1, steps=costs(step, widths), longer_text=1, longer=(), methods=tuple(methods))
 
 
 def cached_as_the_hub_does(bundle: Path, repository: Path, under: str = "") -> Path:

@@ -323,7 +323,7 @@ def test_costs_are_interpolated(manifest: Manifest) -> None:
         )
         for cache, batches in ((256, (1, 4)), (512, (1,)))
     )
-    costs = Costs(CostCurve(rows=256, steps=steps, more_rows=512, longer=longer, methods=()))
+    costs = Costs(CostCurve(text=256, steps=steps, longer_text=512, longer=longer, methods=()))
     assert costs.step(1, 2, 256) == 3.0
     assert costs.step(1, 5, 256) == 6.0
     assert costs.step(1, 5, 384) == pytest.approx(6.5)
@@ -344,7 +344,7 @@ def _busy_costs(refined: bool) -> Costs:
     measured = {1: 1.0, 3: 1.6, 5: 2.0}
     steps = tuple(Cost(batch=1, tokens=tokens, seconds=seconds) for tokens, seconds in measured.items())
     method = MethodCosts(method="draft_model", propose=(Cost(batch=1, tokens=5, seconds=0.36),), read=0.0)
-    return Costs(CostCurve(rows=256, steps=steps, more_rows=256, longer=(), methods=(method,)), refined)
+    return Costs(CostCurve(text=256, steps=steps, longer_text=256, longer=(), methods=(method,)), refined)
 
 
 @pytest.mark.parametrize("speed", [0.5, 1.0, 3.0], ids=lambda speed: f"{speed}x")

@@ -268,7 +268,7 @@ def _batch_command(arguments: argparse.Namespace) -> int:
 
 def tables(curve: CostCurve) -> list[Table]:
     """Tables of a curve at its smallest cache size: steps, then every measured method."""
-    steps = _costs_table(f"ms a step of T tokens a slot, {curve.rows} cache rows", "T", curve.steps)
+    steps = _costs_table(f"ms a step of T tokens a slot, after {curve.text} tokens", "T", curve.steps)
     title = "ms to propose a tree, by its nodes"
     return [steps, *(_costs_table(f"{costs.method}: {title}", "nodes", costs.propose) for costs in curve.methods)]
 
