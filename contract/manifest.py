@@ -23,7 +23,7 @@ Whole = Annotated[int, Meta(ge=0, le=_MOST)]
 Length = Annotated[int, Meta(ge=1, le=_MOST)]
 TokenSequence = Annotated[tuple[Whole, ...], Meta(min_length=1)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
-FORMAT_VERSION = 8
+FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
 _LONGEST = 80
 """Characters of a setting's value in a message."""

@@ -60,7 +60,7 @@ def propose_signature(candidates: Dim, states: Sequence[StateLayer] = ()) -> Gra
         tensors.INPUT_IDS,
         tensors.PAST_LENGTH,
         tensors.LAST_ROW,
-        *tensors.OF_THE_LOOP,
+        tensors.NUM_DRAFT_TOKENS,
         tensors.UNIFORM,
         *tensors.SAMPLING,
         *known_tokens(states),

@@ -186,12 +186,6 @@ NUM_DRAFT_TOKENS = _tensor(
     "K, the loop's trip count; not an input of engines, which run one pass a call",
     lambda _, sizes: sizes["K"],
 )
-LEAST_PROBABILITY = _tensor(
-    "least_probability",
-    "float32[B]",
-    "the loop ends before K passes when in no slot the product of the largest q of each pass is at least this; not an "
-    "input of engines",
-)
 LAST_ROW = _tensor(
     "last_row", "int64[B]", "which of the T tokens is the last real one", lambda _, sizes: sizes["T"] - 1
 )
@@ -200,8 +194,6 @@ TEMPERATURE = _tensor("temperature", "float32[B]", "above 0; greedy is `top_k` =
 TOP_K = _tensor("top_k", "int64[B]", "0 keeps every token", 1)
 TOP_P = _tensor("top_p", "float32[B]", "1 keeps every token", 1)
 MIN_P = _tensor("min_p", "float32[B]", "0 keeps every token")
-OF_THE_LOOP = (NUM_DRAFT_TOKENS, LEAST_PROBABILITY)
-"""Inputs that only the loop over the passes reads."""
 SAMPLING = (TEMPERATURE, TOP_K, TOP_P, MIN_P)
 DRAFT_TOKENS = _tensor("draft_tokens", "int64[K,B]", "the tokens drawn")
 DRAFT_IDS = _tensor(

@@ -31,10 +31,9 @@ def propose_graph(
 
     The pass becomes the body of an ONNX Loop, and its weights stay there: ONNX Runtime fuses a dequantization only if
     one node reads it, and packs weights once per node, so each of several unrolled passes would hold (and dequantize) a
-    copy of its own. The loop ends early if no slot's draft is sure enough. The first pass reads T tokens, later ones
-    the token just drawn. Cache rows are carried from pass to pass and written once at the end, since only a
-    TensorScatter from a graph input to a graph output works in place; the portable lowering returns the rows instead.
-    Both graphs are consumed.
+    copy of its own. The first pass reads T tokens, later ones the token just drawn. Cache rows are carried from pass to
+    pass and written once at the end, since only a TensorScatter from a graph input to a graph output works in place;
+    the portable lowering returns the rows instead. Both graphs are consumed.
 
     Args:
         draft_pass: outputs the token, q, other inputs of the next pass, and its rows.
@@ -74,7 +73,7 @@ def propose_graph(
         extent = tape.op("Concat", [batch, sizes], {"axis": 0}, output=ir.val(f"{name}.shape"))
         first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
     always = constant(graph, "always", np.array(True))
-    read = [inputs[name] for name in (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.LEAST_PROBABILITY)]
+    read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
     results = tape.op_multi_out(
         "Loop",
         [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *start_values, *first],
@@ -133,8 +132,7 @@ def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[st
     """Turns a pass's graph into the body of a Loop, which reads its constant inputs from the outer graph."""
     named = {str(value.name): value for value in body.inputs}
     last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
-    least = ir.val("least", _FLOAT, ["B"])  # that the rest of the path must have
-    read = [named[tensors.INPUT_IDS], last_row, least]
+    read = [named[tensors.INPUT_IDS], last_row]
     carried = [*read, *(named[name] for name in start_values)]
     for name, value in named.items():
         if value not in carried and value is not uniform:
@@ -147,16 +145,11 @@ def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[st
 
     stacked, next_values = body.outputs[: len(drafted)], body.outputs[len(drafted) :]
     tape = Tape(body)
-    best = tape.op("Gather", [stacked[2], constant(body, "first", np.array(0))], {"axis": 1}, output=ir.val("best"))
-    next_least = tape.op("Div", [least, best], output=ir.val("next_least"))
-    smallest = tape.op("ReduceMin", [next_least], {"keepdims": 0}, output=ir.val("smallest_least"))
-    certain = constant(body, "certain", np.array(1, np.float32))
-    following = [tape.op("LessOrEqual", [smallest, certain], output=ir.val("go_on"))]
+    following = [tape.op("Identity", [going], output=ir.val("go_on"))]
     next_ids = ir.val("next_input_ids")
     axis = constant(body, "next_token_axis", np.array([1], np.int64))
     following.append(tape.op("Unsqueeze", [stacked[0], axis], output=next_ids))
     following.append(tape.op("Sub", [last_row, last_row], output=ir.val("next_last_row")))
-    following.append(next_least)
     for value in (*read, *stacked, *next_values):
         value.name = f"pass.{value.name}"
     body.inputs[:] = [iteration, going, *carried]

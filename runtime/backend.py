@@ -46,12 +46,10 @@ class Graph(ABC):
         sizes: batch sizes a window may have, ascending; the last is the number of slots.
         cache_sizes: rows a slot's cache may have, ascending.
         any_width: whether a draft's run takes any T, as dimensions are free.
-        ends_early: whether a draft's run may draft fewer than K tokens: then it returns as many rows.
     """
 
     sizes: tuple[int, ...]
     any_width: bool = False
-    ends_early: bool = False
 
     def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
         self._points = frozenset(points)

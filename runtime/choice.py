@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime.adaptive import AdaptiveSteps
 
 if TYPE_CHECKING:
     from specexport.runtime.request import Request
@@ -59,7 +58,6 @@ class Fit:
         nodes: the tree's size.
         depth: the tree's depth.
         acceptance_class: equal for trees whose draft tokens are equally likely to be accepted, as chains of any length.
-        adaptive: whether the draft chooses a tree of its own, at most as large and as deep.
     """
 
     tree: TokenTree
@@ -67,7 +65,6 @@ class Fit:
     nodes: int
     depth: int
     acceptance_class: int
-    adaptive: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -209,7 +206,6 @@ class History:
         self.unread = unread
         self._keep = keep
         self._acceptance: dict[Hashable, Acceptance] = {}
-        self._adaptive: dict[Hashable, AdaptiveSteps] = {}
 
     def acceptance(
         self, method: str | None, trees: Hashable, before: Acceptance | None = None, prior: float = PRIOR
@@ -218,12 +214,6 @@ class History:
         if (method, trees) not in self._acceptance:
             self._acceptance[method, trees] = Acceptance(before, self._keep, prior)
         return self._acceptance[method, trees]
-
-    def adaptive(self, method: str | None, before: AdaptiveSteps | None = None, heat: int = 0) -> AdaptiveSteps:
-        """A method's steps with adaptive trees; ``before`` is their prior."""
-        if (method, heat) not in self._adaptive:
-            self._adaptive[method, heat] = AdaptiveSteps(before, self._keep)
-        return self._adaptive[method, heat]
 
 
 class Pause:

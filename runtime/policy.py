@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime import adaptive
-from specexport.runtime.adaptive import AdaptiveSteps, Drafted
 from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Idle, Option, Pause, best
 from specexport.runtime.costs import Costs
-from specexport.runtime.proposal import LeastProbability, SlotView
+from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import Request
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
@@ -74,10 +71,6 @@ class MeasuredPolicy(SpeculationPolicy):
     A request without a named method uses look-ups in its text when they promise more than its own method. Looked-up
     tokens are compared with the step's outcome even if they were not used, so their acceptance is always known.
 
-    Where a draft chooses trees by its own probabilities, it does so for a single request: it goes on while a further
-    token is expected to be worth a pass and a row of the step, and adds the tokens that are worth a row. What such
-    trees cost and gain is learned from earlier ones.
-
     When nothing pays, the next steps are plain without another evaluation (:class:`~specexport.runtime.choice.Pause`).
 
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
@@ -102,8 +95,6 @@ class MeasuredPolicy(SpeculationPolicy):
         self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
         self._chosen: dict[Request, Fit] = {}
         self._idle: list[Idle] = []
-        self._alone, self._least = False, LeastProbability(1.0, 1.0)
-        self._adapted: dict[str, Option] = {}
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._text = 1, 1
@@ -121,8 +112,7 @@ class MeasuredPolicy(SpeculationPolicy):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
-        self._idle, self._adapted = [], {}
-        self._alone = len(requests) == 1 and not joining
+        self._idle = []
         longest = max(len(request.view.tokens) for request in requests)
         self._text = -(-longest // _TEXT) * _TEXT
         self._size = self._batch(requests)
@@ -147,7 +137,6 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-            request.view.least = self._least if fit is not None and fit.adaptive else None
         self._pause.follow(requests, joining, plain=not self._chosen and not any(self._looked_up.values()))
 
     def _verify(self, width: int) -> float:
@@ -166,16 +155,11 @@ class MeasuredPolicy(SpeculationPolicy):
                 regrouped.setdefault(request.view.lookup or name, []).append(request)
         if regrouped != groups:
             groups = regrouped
-            rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
+            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
-                for request, fit in pick.fits.items():
-                    if fit.adaptive:
-                        accepted = self._acceptance(request, name, fit.acceptance_class)[0].expected(1)
-                        costs = self._costs_of_nodes(name)
-                        self._least = adaptive.least_probability(fit.nodes, rate, accepted, *costs)
             elif members[0].view.lookup is None:
                 self._idle.append(self._idling(name, members, width, len(requests)))
         probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
@@ -204,10 +188,7 @@ class MeasuredPolicy(SpeculationPolicy):
             ) - rate * self._read(speculating, request)
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
-        drafting = worth(method, self._within(method, request))
-        if (option := self._adaptive_option(method, request)) is not None:
-            drafting = max(drafting, option.gain - rate * option.seconds)
-        better = fitting and worth(name, fitting) > max(0.0, drafting)
+        better = fitting and worth(name, fitting) > max(0.0, worth(method, self._within(method, request)))
         return name if better else None
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
@@ -229,37 +210,7 @@ class MeasuredPolicy(SpeculationPolicy):
             nodes = max(fit.nodes for fit in fits.values())
             seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
-        if len(members) == 1 and (adaptive_option := self._adaptive_option(name, members[0])) is not None:
-            options.append(adaptive_option)
         return options
-
-    def _adaptive_option(self, name: str, request: Request) -> Option | None:
-        """The adaptive trees of a method for a request that runs alone, as an option whose time includes its further
-        rows; None if there are none.
-        """
-        if not self._alone or not self._loaded_methods[name].proposer.adapts or request.view.lookup is not None:
-            return None
-        if name in self._adapted:
-            return self._adapted[name]
-        chain = next((fit for fit in self._within(name, request) if fit.tree.is_chain), None)
-        if chain is None or chain.depth < 2:
-            return None
-        acceptance = self._acceptance(request, name, chain.acceptance_class)[0].by_depth(chain.depth)
-        if acceptance[1] > adaptive.MOST_ACCEPTED:
-            return None
-        accepted = acceptance[chain.depth]
-        expected = self._adaptive(request, name)[0].expected(adaptive.first_guess(accepted, chain.depth))
-        seconds = adaptive.further_seconds(expected, *self._costs_of_nodes(name)) + self._read(name, request)
-        gain = min(expected.accepted, request.remaining - 1.0)
-        option = self._adapted[name] = Option(1, gain, seconds, {request: replace(chain, adaptive=True)})
-        return option
-
-    def _costs_of_nodes(self, name: str) -> tuple[adaptive.Cost, adaptive.Cost]:
-        """Seconds by nodes of a single request's tree: of the step, and of proposing with a method."""
-        return (
-            lambda nodes: self._costs.step(self._size, nodes, self._text),
-            lambda nodes: self._costs.propose(name, 1, nodes),
-        )
 
     def _idling(self, name: str, members: list[Request], width: int, running: int) -> Idle:
         """The cost of probing a method that was left out of a step of some width."""
@@ -298,11 +249,6 @@ class MeasuredPolicy(SpeculationPolicy):
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, kind, everyone), everyone
 
-    def _adaptive(self, request: Request, method: str | None) -> tuple[AdaptiveSteps, AdaptiveSteps]:
-        """The adaptive steps of a request, and of all of about its temperature."""
-        everyone = self._everyone.adaptive(method, heat=round(2 * _heat(request)))
-        return request.history.adaptive(method, everyone), everyone
-
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """The expected number of accepted draft tokens of each tree, up to the output's end."""
         key = request, method, len(fits)
@@ -334,14 +280,8 @@ class MeasuredPolicy(SpeculationPolicy):
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.windowed:
-                depth, accepted = outcome.depth or fit.depth, outcome.accepted
-                if fit.adaptive and outcome.verified is not None:
-                    for steps in self._adaptive(request, request.view.method):
-                        steps.learn(Drafted(outcome.depth, outcome.drafted, outcome.accepted))
-                    # The chain comes first in such a tree. What was not drafted would hardly have been accepted.
-                    depth, accepted = fit.depth, sum(node <= outcome.depth for node in outcome.verified.path)
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
-                    acceptance.learn(depth, accepted)
+                    acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
@@ -355,15 +295,12 @@ class MeasuredPolicy(SpeculationPolicy):
         as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
-        width, nodes = 1, 1
-        for request, fit in self._chosen.items():
-            outcome = outcomes[request]
-            width = max(width, 1 + outcome.drafted if fit.adaptive else _at_least(self._widths, fit.width))
-            nodes = max(nodes, 1 + outcome.depth if fit.adaptive else fit.nodes)
-        self._costs.refine(None, self._size, width, self._costs.step(self._size, width, self._text), verifying)
+        width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
+        self._costs.refine(None, self._size, width, self._verify(width), verifying)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
             method, batch = methods.pop() or "", self._batch(self._chosen)
+            nodes = max(fit.nodes for fit in self._chosen.values())
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
 
 

@@ -25,19 +25,6 @@ Ints = npt.NDArray[np.int64]
 State = TypeVar("State")
 
 
-@dataclass(frozen=True)
-class LeastProbability:
-    """How probable, by the draft's own q, a path of draft tokens must be to be worth its time.
-
-    Attributes:
-        drafted: the draft goes on after a path that is at least so probable.
-        verified: a token beside the draft's chain is verified if its path is at least so probable.
-    """
-
-    drafted: float
-    verified: float
-
-
 @dataclass
 class SlotView:
     """The request in a slot, as a proposer sees it.
@@ -48,8 +35,6 @@ class SlotView:
         params: sampling parameters.
         random: the request's noise.
         tree: the tree to fill in this step; the root alone for a plain step.
-        least: if it is set, the draft chooses a tree by these probabilities, at most as large and as deep as ``tree``;
-            only for proposers that ``adapt``.
         hypothesis: the expected output; empty if the request has none.
         method: the request's method; None decodes plainly.
         lookup: the look-up method that proposes in this step instead of the request's own.
@@ -69,7 +54,6 @@ class SlotView:
     hypothesis: Sequence[int] = ()
     method: str | None = None
     lookup: str | None = field(default=None, kw_only=True)
-    least: LeastProbability | None = field(default=None, kw_only=True)
     options: MethodOptions | None = None
     processors: Sequence[LogitsProcessor] = ()
     embeddings: Embeddings | None = None
@@ -143,12 +127,10 @@ class Proposer(ABC):
     Attributes:
         observes: the target's outputs that :meth:`observe` and :meth:`observe_text` read.
         reads_along: most unread tokens that a draft can read in a run that drafts; more need further runs.
-        adapts: whether it chooses trees by ``SlotView.least``.
     """
 
     observes: frozenset[str] = frozenset()
     reads_along: int = 0
-    adapts: bool = False
 
     @property
     def device_draft(self) -> DeviceDraft | None:
@@ -264,7 +246,7 @@ def fill(tree: TokenTree, candidates: Ints) -> Ints:
     return tokens
 
 
-def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool, least: float = 0.0) -> TokenTree:
+def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool) -> TokenTree:
     """The tree of the nodes with the most probable paths, at most as large and as deep as ``tree``.
 
     Args:
@@ -272,10 +254,8 @@ def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool, least: flo
         weights: float32 ``[depth,M]``, of a token by its depth and rank; a path's probability is their product. They
             fall with the rank; on a spine only from rank 1 on.
         spine: whether the path of ranks 0 is in the tree whatever its probability, and no other node has children.
-        least: probability of the paths that may be in the tree.
     """
-    by_rank = weights[: tree.depth].tolist()
-    deepest = len(by_rank)
+    by_rank, deepest = weights[: tree.depth].tolist(), tree.depth
     chosen: list[tuple[int, ...]] = []
     reached: list[tuple[float, tuple[int, ...], float]] = []  # -probability, path, its parent's probability
 
@@ -294,8 +274,6 @@ def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool, least: flo
         reach((0,), 1.0)
     while reached and len(chosen) < len(tree) - 1:
         negative, path, before = heapq.heappop(reached)
-        if -negative < least:
-            break
         chosen.append(path)
         reach((*path[:-1], path[-1] + 1), before)
         if not spine and len(path) < deepest:

@@ -114,7 +114,7 @@ class CudaEngine:
         self.ranks = described.get("ranks", 0)
         self.session = InterleavedSession(sessions, self.ranks) if self.ranks else sessions[0]
         # An engine's loop is unrolled: how many tokens to draft is no input of it.
-        inputs = [value for value in self.session.get_inputs() if value.name not in tensors.OF_THE_LOOP]
+        inputs = [value for value in self.session.get_inputs() if value.name != tensors.NUM_DRAFT_TOKENS]
         self.loops = len(inputs) < len(self.session.get_inputs())
         outputs = self.session.get_outputs()
         self._modes = {value.name: TensorIOMode.INPUT for value in inputs}
@@ -301,9 +301,7 @@ class ExecutionContext:
             assert self.communicator is not None
             binding.communicator = self.communicator
         if self._engine.loops:
-            sizes = {"B": self._shapes[tensors.LAST_ROW][0], "K": 1}
-            for tensor in tensors.OF_THE_LOOP:
-                binding.bind_cpu_input(tensor, tensor.array(sizes))
+            binding.bind_cpu_input(tensors.NUM_DRAFT_TOKENS, np.array(1, np.int64))
         for mode, bind in ((TensorIOMode.INPUT, binding.bind_input), (TensorIOMode.OUTPUT, binding.bind_output)):
             for name in names[mode]:
                 bind(name, "cpu", 0, self._engine.types[name].type, self._shapes[name], self.addresses[name])

@@ -21,7 +21,6 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
 from specexport.contract.reading import read_manifest
-from specexport.contract.tree import TokenTree
 from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams, choice
 from specexport.runtime import engine as engine_module
@@ -32,7 +31,7 @@ from specexport.runtime.policy import MARGIN, PROBE_SHARE, READ_SHARE, MeasuredP
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult, Verified
+from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
 from tests.streams import started, tokens_of
@@ -145,35 +144,6 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     request.lookup, policy.look_up = "ngram", lambda *_: [1] * 7
     policy.assign([request])
     assert request.view.lookup == "ngram"
-
-
-def test_a_draft_that_knows_when_it_is_right_chooses_the_tree_of_a_request_alone(manifest: Manifest) -> None:
-    """In every other step two of seven draft tokens are right. A draft that knows it pays more than any K."""
-    price = curve(manifest, lambda _, tokens: 8.0 + tokens, lambda _, nodes: 1.0 * nodes)
-
-    def adaptive_steps(requests: int, right: int, drafted: tuple[int, int]) -> list[bool]:
-        """Which steps had adaptive trees; they draft so many tokens where none is right, and where some are."""
-        batch = Batch(manifest, price, requests, 8)
-        batch.budget._loaded_methods["draft_model"].proposer.adapts = True
-        chosen = []
-        for step in range(120):
-            batch.budget.assign(batch.requests)
-            outcomes = []
-            for view in (request.view for request in batch.requests):
-                nodes = drafted[step % 2] if view.least is not None else len(view.tree) - 1
-                kept = min(nodes, 2 if step % 2 or right == 2 else 0)
-                verified = Verified(TokenTree.chain(nodes + 1), [0] * nodes, range(1, kept + 1))
-                outcomes.append(Outcome([0] * (kept + 1), nodes, nodes, kept, verified=verified))
-                if view.least is not None:
-                    assert 0 < view.least.verified < view.least.drafted
-            chosen.append(batch.requests[0].view.least is not None)
-            batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
-        return chosen
-
-    assert all(adaptive_steps(1, right=1, drafted=(1, 2))[-20:])
-    assert not any(adaptive_steps(1, right=1, drafted=(7, 7))[-20:])
-    assert not any(adaptive_steps(1, right=2, drafted=(1, 1))[-20:])  # it is right more often than it is sure
-    assert not any(adaptive_steps(2, right=1, drafted=(1, 2)))
 
 
 def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:

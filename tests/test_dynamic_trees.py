@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -17,9 +17,7 @@ import pytest
 from specexport.contract.errors import SpecExportError
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.policy import SpeculationPolicy
-from specexport.runtime.proposal import LeastProbability, most_probable_tree
-from specexport.runtime.request import Request
+from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
 from tests.reference import exact_texts
 from tests.streams import started, tokens_of
@@ -124,72 +122,3 @@ def test_chains_leave_nothing_to_choose_beside_them(bundle: Callable[[str], Path
     source = dynamic(bundle("dice-eagle3"), tmp_path / "b", [[[0], [0, 0]]])
     with pytest.raises(SpecExportError, match="dynamic_tree: its trees are chains"):
         Engine.load(source)
-
-
-# --- adaptive trees ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def adaptive(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
-    """Has drafts choose their trees by probabilities that differ from step to step; collects the trees."""
-    draw, assign, verified = np.random.default_rng(0), SpeculationPolicy.assign, list[TokenTree]()
-
-    def assigned(policy: SpeculationPolicy, requests: Sequence[Request], joining: int = 0) -> None:
-        assign(policy, requests, joining)
-        for request in requests:
-            drafted, beside = draw.random(2) * draw.integers(0, 2, 2)
-            request.view.least = LeastProbability(drafted, beside) if len(request.view.tree) > 1 else None
-
-    learn = SpeculationPolicy.learn
-
-    def learned(policy: SpeculationPolicy, requests: Any, step: Any, seconds: float) -> None:
-        verified.extend(outcome.verified.tree for outcome in step.outcomes if outcome.verified is not None)
-        learn(policy, requests, step, seconds)
-
-    monkeypatch.setattr(SpeculationPolicy, "assign", assigned)
-    monkeypatch.setattr(SpeculationPolicy, "learn", learned)
-    return verified
-
-
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
-def test_greedy_text_of_adaptive_trees_is_plain_decoding_s(
-    bundle: Callable[[str], Path], adaptive: list[TokenTree], name: str
-) -> None:
-    draw, accepted = np.random.default_rng(1), 0
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with Engine.load(bundle(f"dice-{name}"), threads=1, calibrate=False) as engine:
-        assert engine.loaded_methods[name].proposer.adapts
-        for length in (1, 2, 7, 30):
-            prompt = draw.integers(3, 12, length).tolist()
-            done = engine.generate(prompt, params, name)
-            assert done.token_ids == engine.generate(prompt, params, PLAIN).token_ids
-            accepted += done.stats.accepted
-    assert accepted > 0
-    assert {tree.depth for tree in adaptive} > {1, 2}
-    assert not all(tree.is_chain for tree in adaptive)
-
-
-@pytest.mark.usefixtures("whole_trees")
-def test_adaptive_trees_of_several_requests_at_once(bundle: Callable[[str], Path], adaptive: list[TokenTree]) -> None:
-    draw = np.random.default_rng(3)
-    texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2)]
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    with Engine.load(bundle("dice-eagle3-batch"), threads=1) as engine:
-        alone = [engine.generate(text, params, PLAIN).token_ids for text in texts]
-        streams = started(engine.stream(text, params, "eagle3") for text in texts)
-        assert [tokens_of(stream) for stream in streams] == alone
-    assert len(set(adaptive)) > 1
-
-
-@pytest.mark.usefixtures("adaptive")
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
-def test_samples_of_adaptive_trees_are_distributed_as_the_target_s(
-    bundle: Callable[[str], Path], oracle: Callable[[str], Any], name: str
-) -> None:
-    with Engine.load(bundle(f"dice-{name}"), threads=1) as engine:
-        (method,) = (method for method in engine.manifest.methods)
-        drafts = max(len(tree) for tree in method.token_trees()) - 1
-        setting = Setting(method.name, drafts, SamplingParams(temperature=1.0))
-        texts, rate = engine_texts(engine, setting)
-        assert rate > 0
-        assert_distributed(texts, exact_texts(oracle(f"dice-{name}")["next_logits"], setting.params, LENGTH))

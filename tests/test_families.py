@@ -117,14 +117,12 @@ class Graph:
         top_k: int = 1,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        least: Sequence[float] | None = None,
     ) -> dict[str, Array]:
         return self.run(
             input_ids=tokens,
             past_length=np.array(past, np.int64),
             last_row=np.array(last_row, np.int64),
             num_draft_tokens=np.array(count, np.int64),
-            least_probability=np.array(least or [0.0] * self.batch, np.float32),
             uniform=np.full((self.batch, count), NOISE, np.float32),
             temperature=np.full(self.batch, temperature, np.float32),
             top_k=np.full(self.batch, top_k, np.int64),
@@ -410,29 +408,6 @@ def test_propose_graph_equals_transformers(family: Family, propose_graph: Path) 
             text.append(token)
 
 
-def test_a_draft_ends_where_no_slot_is_sure_enough(family: Family, propose_graph: Path) -> None:
-    texts = [random_text(9, 1), random_text(9, 2)]
-    read = np.array([text[-2:] for text in texts])
-    sampling: dict[str, Any] = {"temperature": 2.0, "top_k": 0}
-
-    def drafted(least: Sequence[float] | None) -> tuple[dict[str, Array], Graph]:
-        graph = Graph(propose_graph, family.checkpoint, 2, 64)
-        graph.propose(padded([text[:-1] for text in texts], 8), [0, 0], [7, 7], 1)
-        return graph.propose(read, [7, 7], [1, 1], 4, least=least, **sampling), graph
-
-    whole, all_rows = drafted(None)
-    assert len(whole[tensors.DRAFT_TOKENS]) == 4
-    paths = whole[tensors.DRAFT_PROBS].max(-1).cumprod(0)
-    for count in (1, 2, 3):
-        # A slot that is sure enough keeps the other one drafting.
-        least = [(paths[count - 1, 0] + (paths[count - 2, 0] if count > 1 else 1.0)) / 2, 2.0]
-        ended, graph = drafted(least)
-        for name in tensors.DRAFTED:
-            np.testing.assert_array_equal(ended[name], whole[name][:count], err_msg=name)
-        for name, cache in graph.caches.items():
-            np.testing.assert_array_equal(cache[:, :, : 8 + count], all_rows.caches[name][:, :, : 8 + count])
-
-
 def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_graph: Path) -> None:
     model = ir.load(propose_graph)
     fix_drafts(model, 1)
@@ -453,9 +428,7 @@ def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_g
     for graph in (loop, single):
         graph.caches = {name: np.zeros_like(cache) for name, cache in graph.caches.items()}
     tokens = padded([random_text(9, 1), random_text(2, 2)], 9)
-    expected = loop.run(
-        input_ids=tokens, num_draft_tokens=np.array(1), least_probability=np.zeros(2, np.float32), **shared
-    )
+    expected = loop.run(input_ids=tokens, num_draft_tokens=np.array(1), **shared)
     outputs = single.run(input_ids=tokens, **shared)
     for ours, theirs in ((outputs, expected), (single.caches, loop.caches)):
         for name in theirs:

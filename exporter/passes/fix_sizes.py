@@ -29,7 +29,7 @@ def fix_drafts(model: ir.Model, drafts: int) -> None:
 
 
 def _first_pass(model: ir.Model, loop: ir.Node) -> None:
-    """Replaces a Loop by its body, and removes the inputs of the loop."""
+    """Replaces a Loop by its body, and removes the input ``num_draft_tokens``."""
     graph = model.graph
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
     body = loop.attributes["body"].as_graph()
@@ -48,7 +48,7 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
     ir.convenience.replace_nodes_and_values(graph, loop, [loop], [], list(loop.outputs), outputs)
     caches = [value for value in graph.inputs if str(value.name).startswith(tensors.CACHES)]
     _remove_empty_joins(graph, dict(zip(carried[-len(caches) :], caches, strict=True)))
-    graph.inputs[:] = [value for value in graph.inputs if value.name not in tensors.OF_THE_LOOP]
+    graph.inputs[:] = [value for value in graph.inputs if value.name != tensors.NUM_DRAFT_TOKENS]
 
 
 def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:

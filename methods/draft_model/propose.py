@@ -126,17 +126,15 @@ class DraftModelProposer(ReadingProposer):
 
 
 def write_drafting(inputs: Mapping[str, Array], at: int, view: SlotView, probabilities: bool = False) -> None:
-    """Writes what a slot's draft draws by, and when it ends.
+    """Writes what a slot's draft draws by.
 
     ``probabilities``: whether q is wanted of greedy requests too, though they draw nothing.
     """
-    if tensors.LEAST_PROBABILITY in inputs:
-        inputs[tensors.LEAST_PROBABILITY][at] = 0.0 if view.least is None else view.least.drafted
     if not view.params.greedy:
         write_sampling(inputs, at, view.params)
         # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
         inputs[tensors.UNIFORM][at, : view.tree.depth] = view.random.random(view.tree.depth, np.float32)
-    elif probabilities or view.least is not None:
+    elif probabilities:
         # Without noise the most probable token is drawn; top-k of 1 would hide the other probabilities.
         write_sampling(inputs, at, SamplingParams())
         inputs[tensors.UNIFORM][at] = 0.0
@@ -154,8 +152,8 @@ def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynami
     """The proposal of a propose graph's outputs for the slot at index ``at`` of the window.
 
     Nodes beside the drafted chain get other likely tokens. A dynamic tree chooses its nodes anew in each step: with
-    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. With
-    ``view.least`` it is the spine of the drafted tokens, and leaves that are probable enough. See docs/trees.md.
+    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. See
+    docs/trees.md.
     """
     tree = view.tree
     ids = outputs[tensors.DRAFT_IDS][: tree.depth, at].astype(np.int64)
@@ -164,10 +162,9 @@ def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynami
     if dynamic == "any":
         tree = most_probable_tree(tree, probs, spine=False)
         ids, probs, drafted = ids[: tree.depth], probs[: tree.depth], drafted[: tree.depth]
-    elif dynamic == "spine" or view.least is not None:
+    elif dynamic == "spine":
         order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # the ranks that drawn() uses
-        weights = np.take_along_axis(probs, order, 1)
-        tree = most_probable_tree(tree, weights, spine=True, least=0.0 if view.least is None else view.least.verified)
+        tree = most_probable_tree(tree, np.take_along_axis(probs, order, 1), spine=True)
     if view.params.greedy:
         return Proposal(fill(tree, ids), tree, None, ids)
     tokens, q, candidates = drawn(tree, chain_rows(tree), drafted, ids, probs)

@@ -52,7 +52,6 @@ class StatesProposer(Proposer):
         self._chunk = manifest.prefill_chunk
         self._width = method.catch_up
         self.reads_along = self._chunk if graph.any_width else self._width
-        self.adapts = graph.ends_early and tensors.LEAST_PROBABILITY in method.signatures[method.role].inputs
         self._dynamic: Dynamic | None = None
         if method.dynamic_tree:
             self._dynamic = "any" if method.branching == 2 else "spine"

@@ -336,7 +336,7 @@ def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, 
     }
     inputs: dict[str, Any] = {}
     for name, array in feed.items():
-        if name not in tensors.OF_THE_LOOP:  # a draft's engine has its single pass unrolled
+        if name != tensors.NUM_DRAFT_TOKENS:  # a draft's engine has its single pass unrolled
             # As bytes of the engine's type: NumPy and Polygraphy have no common bfloat16.
             cast = np.ascontiguousarray(array).astype(types[name])
             inputs[name] = FormattedArray(cast.view(np.uint8).reshape(-1), shape=array.shape) if cast.ndim else cast

@@ -153,8 +153,6 @@ class OnnxRuntimeGraph(Graph):
         # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        # Portably, and with recurrent layers, the number of rows that a run returns is fixed.
-        self.ends_early = self._in_place and self.any_width
         self._narrowest = 1 if instruction_set() and not self.not_claimed else 2
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
@@ -267,19 +265,12 @@ class OnnxRuntimeGraph(Graph):
             past = arrays.inputs[tensors.PAST_LENGTH].tolist()
             for name, array in self._states.cells(slots, past, arrays.fed).items():
                 binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
-        rows_vary = self.ends_early and tensors.LEAST_PROBABILITY in arrays.inputs
-        if rows_vary:  # anew for each run, which binds what it returns
-            for name in tensors.DRAFTED:
-                binding.bind_output(name)
         try:
             self._session.run_with_iobinding(binding)
         except BackendError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
-        if rows_vary:  # outputs were bound before the caches
-            drafted = zip(arrays.outputs, binding.get_outputs(), strict=False)
-            arrays.outputs |= {name: value.numpy() for name, value in drafted if name in tensors.DRAFTED}
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
             self._states.ran(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = slots.start, arrays
