@@ -36,9 +36,11 @@ SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "steps behind steps of their width"
+_VERSION = "plain steps behind plain steps"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
+_PLAIN_BEFORE = 5
+"""Plain steps before one that is timed."""
 _SPACING = 1.15
 """Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
@@ -365,9 +367,9 @@ def _in_turns(
 ) -> dict[tuple[str, int], float]:
     """The least time of each trial; the ratio of its median to that is appended to ``noise``.
 
-    Calls follow each other as in decoding: a step follows one of its width, and a proposal if it verifies any. A plain
-    step behind a wide one takes a tenth longer than behind a plain one, as its memory has left the nearest caches; so
-    does a step behind a draft's run; and a small draft would stay in these caches if no step came between its runs.
+    Calls follow each other as in decoding: steps follow ones of their width, and a proposal if they verify any. After
+    other calls a plain step takes up to a sixth longer, which it takes several to get over, as what it reads has left
+    the nearest caches; and a small draft would stay there if no step came between its runs.
     """
     steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
     times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
@@ -375,8 +377,10 @@ def _in_turns(
     for turn in range(_ROUNDS + 1):
         for at in range(max(len(steps), len(proposals) + 1)):
             step = steps[at % len(steps)]
-            trials[step]()
-            for key in (*proposals[(at - 1) % len(proposals) :][:1], step) if at and proposals else (step,):
+            for _ in range(1 if at else _PLAIN_BEFORE):
+                trials[step]()
+            proposal = (proposals[(at - 1) % len(proposals)],) if at and proposals else ()
+            for key in (*proposal, step):
                 duration = trials[key]()
                 if turn:
                     times[key].append(duration)

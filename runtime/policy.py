@@ -17,8 +17,9 @@ from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, S
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
-MARGIN = 1.03
-"""Speed-up over plain decoding that speculation must promise, as costs are not exact."""
+MARGIN = 1.06
+"""Speed-up over plain decoding that speculation must promise: costs are not exact, the plain steps after wide ones take
+a little longer, and what looks best of several estimates is mostly one that is too high."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
@@ -98,8 +99,9 @@ class MeasuredPolicy(SpeculationPolicy):
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._text = 1, 1
+        self._before = 1, 1  # batch size and width of the last step
         self._seconds: dict[int, float] = {}
-        self._pause, self._paused = Pause(), False
+        self._pause = Pause()
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
@@ -107,8 +109,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen, self._looked_up, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        self._paused = self._pause.covers(requests, joining)
-        if self._paused:
+        if self._pause.covers(requests, joining):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
@@ -289,13 +290,18 @@ class MeasuredPolicy(SpeculationPolicy):
             self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), outcomes)
 
     def _refine(self, outcomes: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
-        """Refines the costs by a step's times, unless it was not as chosen, or a draft read text that it had missed."""
-        if self._paused:
-            return
+        """Refines the costs by a step's times, unless it was not as chosen, or a draft read text that it had missed.
+
+        Nor where it follows a step of another width: for some steps after that it takes longer, and a plain step that
+        looks expensive among others would make them look cheap.
+        """
         as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
         width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
+        before, self._before = self._before, (self._size, width)
+        if before != self._before:
+            return
         self._costs.refine(None, self._size, width, self._verify(width), verifying)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
