@@ -34,7 +34,7 @@ from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
-from specexport.exporter.options import PREFILL_CHUNK, BuildOptions
+from specexport.exporter.options import PREFILL_CHUNK, BuildOptions, require_blocks
 from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.records import RECORDS, Records
 from specexport.exporter.target import build_target, for_checkpoint
@@ -65,6 +65,7 @@ def build(
     report = progress or (lambda *_: None)
     _require_output(options)  # before anything is downloaded
     options = for_checkpoint(options)
+    require_blocks(msgspec.structs.asdict(options), options.methods)
     if options.engines is not None and options.engines.backend in COMPILERS:
         library = load_library(options.engines.backend)  # first, as a build takes long
         if options.tensor_parallel > 1:

@@ -41,6 +41,8 @@ from specexport.exporter.quantize import (
 )
 
 _WINDOW = 256
+LEAST_TOKENS = _WINDOW
+"""Tokens of calibration data below which matrices are rounded for a few inputs, and worse than without a text."""
 _TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
 """Multiplications of the pass over the text, some minutes on two cores: with larger models less of it is read."""
@@ -67,9 +69,10 @@ def calibration_text(path: Path | None) -> str:
             raise BuildError(f"{path}: {path.stat().st_size} bytes of calibration data; expected at most {_MAX_FILE}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BuildError(f"{path}: the calibration data cannot be read as text: {error}") from error
-    if path.suffix == ".jsonl":
-        lines = [(at, line) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
+        reason = getattr(error, "strerror", None) or error
+        raise BuildError(f"{path}: {reason}; expected text, or JSON lines, to round for (calibration_data)") from error
+    if path.suffix == ".jsonl":  # whose texts may hold other line ends
+        lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
     if not text.strip():
         raise BuildError(f"{path}: the calibration data holds no text; expected some thousand tokens of it")

@@ -192,9 +192,21 @@ def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
     Raises:
         BuildError: names the setting.
     """
-    drafts = any(method_type(method.name).stores_weights() for method in methods)
-    if settings.get("draft_precision") is not None and not drafts:
+    if settings.get("draft_precision") is not None and not _stores_drafts(methods):
         raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
-    kinds = {settings.get("precision"), settings.get("draft_precision") if drafts else "fp32"}
+    require_blocks(settings, methods)
+
+
+def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
+    """Refuses a size of blocks where no matrix has any, by what is known: a precision may be that of the checkpoint.
+
+    Raises:
+        BuildError: names the setting.
+    """
+    kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
         raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")
+
+
+def _stores_drafts(methods: Sequence[MethodOptions]) -> bool:
+    return any(method_type(method.name).stores_weights() for method in methods)

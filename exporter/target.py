@@ -15,9 +15,10 @@ from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.methods import Method, MethodOptions, not_a_chain, with_draft, with_trees
 from specexport.contract.model import Model, RankFiles, StateLayer, StoredAs, with_rows
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
-from specexport.exporter.calibration import calibrate, calibration_text
+from specexport.exporter.calibration import LEAST_TOKENS, calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
@@ -113,9 +114,19 @@ def load(target: TargetBuild) -> None:
 
 
 def read_calibration_text(target: TargetBuild) -> None:
-    """Reads the text to round for, if any, so that faults in it show early."""
-    text = calibration_text(target.options.calibration_data) if target.options.calibrated else ""
+    """Reads the text to round for, if any: first, as loading a model may take long.
+
+    Raises:
+        BuildError: it cannot be read, or is too short.
+    """
+    path = target.options.calibration_data
+    text = calibration_text(path) if target.options.calibrated else ""
     target.calibration = target.build.tokenizer.tokenizer.encode(text).ids
+    if path is not None and len(target.calibration) < LEAST_TOKENS:
+        raise BuildError(
+            f"{path}: {counted(len(target.calibration), 'token')} of calibration data; expected some thousand, and at "
+            f"least {LEAST_TOKENS}"
+        )
 
 
 def plan(target: TargetBuild) -> None:
@@ -276,8 +287,8 @@ def measure(target: TargetBuild) -> None:
 
 
 STAGES: tuple[Stage[TargetBuild], ...] = (
-    Stage(load, ensures=("checkpoint",), title="loading the target"),
     Stage(read_calibration_text, ensures=("calibration",)),
+    Stage(load, ensures=("checkpoint",), title="loading the target"),
     Stage(plan, needs=("checkpoint",), ensures=("plan",)),
     Stage(run_sample, needs=("checkpoint",), ensures=("sample",)),
     Stage(check, needs=("checkpoint",), title="checking the target's lowering"),

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.folders import expanded, locked, remove, temporary_folder, write_file, writing
+from specexport.contract.folders import described, expanded, locked, remove, temporary_folder, write_file, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
@@ -49,6 +49,8 @@ _RUNNING_BAR = _FINISHED_BAR + ", {remaining} left"
 _READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
 """Suffixes of a checkpoint's files that a build may read."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
+_BY_CONTENT = ("target", "methods", "calibration_data")
+"""Options of a build that name files, whose content counts and not their paths."""
 _ABANDONED_AFTER = 7 * 24 * 3600
 """Seconds after which an unfinished build is removed."""
 
@@ -140,11 +142,12 @@ def cached_bundle(
 ) -> Path:
     """Returns the checked bundle of these build options, and builds it if it is missing or damaged.
 
-    Its name is a hash of the options and of every checkpoint's content, so a changed checkpoint is built again and a
-    moved one is not. If several processes need a bundle, one builds it and the others wait. A killed build leaves
-    nothing under the bundle's name; the next one resumes after the models that were written. A damaged bundle is
-    removed with a warning. Unfinished builds untouched for a week are removed when another bundle is built. Without a
-    writable home folder or ``$SPECEXPORT_CACHE``, a bundle is deleted when the process ends, with a warning.
+    Its name is a hash of the options and of the content of every checkpoint and of the calibration data, so what
+    changed is built again and what moved is not. If several processes need a bundle, one builds it and the others wait.
+    A killed build leaves nothing under the bundle's name; the next one resumes after the models that were written. A
+    damaged bundle is removed with a warning. Unfinished builds untouched for a week are removed when another bundle is
+    built. Without a writable home folder or ``$SPECEXPORT_CACHE``, a bundle is deleted when the process ends, with a
+    warning.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
@@ -152,7 +155,7 @@ def cached_bundle(
         check_hashes: compare files with their hashes; otherwise only with their sizes.
 
     Raises:
-        BuildError: a checkpoint cannot be found, or the build fails.
+        BuildError: a checkpoint or the calibration data cannot be found, or the build fails.
     """
     root = cache_folder() or temporary_folder()
     methods: tuple[MethodOptions, ...] = options.get("methods", ())
@@ -161,9 +164,10 @@ def cached_bundle(
         for key, kind in method_type(method.name).sources.items():
             source = str(getattr(method, key))
             checkpoints[f"{method.name}.{key}"] = find(source) if kind == "checkpoint" else expanded(source)
+    text = options.get("calibration_data")
     identity = {
-        "options": {key: value for key, value in options.items() if key not in ("target", "methods")},
-        # The content of checkpoints counts, not their paths.
+        "options": {key: value for key, value in options.items() if key not in _BY_CONTENT},
+        "calibration_data": None if text is None else _file_hash(Path(text)),
         "methods": [
             {
                 key: value
@@ -253,6 +257,14 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
                 memos.mkdir(parents=True, exist_ok=True)
                 write_file(memo, hashes[name].encode("ascii"))
     return hashes
+
+
+def _file_hash(file: Path) -> str:
+    """SHA-256 of a file that an option names."""
+    try:
+        return sha256(file)
+    except OSError as error:
+        raise BuildError(described(error, file)) from error
 
 
 def _digest(value: Any) -> str:

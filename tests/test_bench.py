@@ -36,6 +36,8 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
     first, second = read_tasks(encode, [path], 4, 64)
     assert (first.workload, first.prompt, first.hypothesis) == ("data", encode("one two"), None)
     assert (second.workload, second.hypothesis) == ("chat", encode("four"))
+    path.write_text('{"text": "one\u2028two"}\n', encoding="utf-8")  # a line end of Unicode is part of the text
+    assert [task.prompt for task in read_tasks(encode, [path], 4, 64)] == [encode("one\u2028two")]
     for content, reason in (("", "no text"), ('{"txt": "one"}', "line 1: "), ("no json", "line 1: ")):
         path.write_text(content)
         with pytest.raises(RequestError, match=reason):

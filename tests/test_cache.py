@@ -107,6 +107,20 @@ def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
     assert len(bundles) == 5 + 2 * 8 - 1
 
 
+def test_calibration_data_count_by_their_content(model: Path) -> None:
+    builds = Builds()
+    text, moved = model.parent / "text.txt", model.parent / "moved.txt"
+    options = {"target": str(model), "precision": "int4"}
+    text.write_text("one text")
+    first = cached_bundle({**options, "calibration_data": str(text)}, builds)
+    text.rename(moved)
+    assert cached_bundle({**options, "calibration_data": str(moved)}, builds) == first != cached_bundle(options, builds)
+    moved.write_text("another")
+    assert cached_bundle({**options, "calibration_data": str(moved)}, builds) != first
+    with pytest.raises(BuildError, match=r"text\.txt: No such file or directory; check the path"):
+        cached_bundle({**options, "calibration_data": str(text)}, builds)
+
+
 def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
 

@@ -91,9 +91,9 @@ def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gone.txt", None, "cannot be read as text"),
+        ("gone.txt", None, "No such file or directory; expected text, or JSON lines"),
         ("empty.txt", " \n", "holds no text; expected some thousand tokens"),
-        ("bytes.txt", "\udcff", "cannot be read as text"),
+        ("bytes.txt", "\udcff", "can't decode byte 0xff .*; expected text, or JSON lines"),
         ("no.jsonl", '{"text": "a"}\n{"words": "b"}', "line 2 has neither text nor messages"),
         ("bad.jsonl", '{"text": 3}', "line 1: Expected `str | null`, got `int`"),
     ],
@@ -107,3 +107,19 @@ def test_faults_of_calibration_data_are_named(tmp_path: Path, name: str, content
     assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
     with pytest.raises(BuildError, match="calibration_data was given with precision int8"):
         BuildOptions("target", tmp_path / "bundle", precision="int8", calibration_data=path)
+
+
+def test_line_ends_of_unicode_do_not_end_a_line_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one\u2028two\x85three"}\n{"text": "four"}\n', encoding="utf-8")
+    assert calibration_text(path) == "one\u2028two\x85three\n\nfour"
+
+
+def test_a_short_calibration_text_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
+    monkeypatch.setattr("specexport.exporter.target.load_checkpoint", lambda _: pytest.fail("loaded"))
+    (tmp_path / "short.txt").write_text("one word", encoding="utf-8")
+    with pytest.raises(BuildError, match=r"short\.txt: \d+ tokens of calibration data; expected some thousand"):
+        build(BuildOptions(str(target), tmp_path / "bundle", precision="int4", calibration_data=tmp_path / "short.txt"))

@@ -199,6 +199,16 @@ def test_a_bad_build_is_explained_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exporter
+def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --precision the checkpoint says how matrices are stored: this one is not quantized."""
+    from tests.checkpoints import make_checkpoint  # imports torch
+
+    target = make_checkpoint(tmp_path / "target", "llama")
+    assert main(["build", "--target", str(target), "--block-size", "64", "-o", str(tmp_path / "out")]) == 1
+    assert "block_size was given, and only int8 and int4 have blocks" in capsys.readouterr().err
+
+
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["build", "--target", "x", "-o", "y", "--num-speculative-tokens", "many"])

@@ -103,7 +103,8 @@ def read_lines(path: Path) -> Iterator[Line]:
     Raises:
         RequestError: the file is missing, or has a line without a text; names it.
     """
-    for number, line in enumerate(read_text(path, "a file of JSON lines").splitlines(), start=1):
+    # Texts in JSON may hold what str.splitlines takes for line ends.
+    for number, line in enumerate(read_text(path, "a file of JSON lines").split("\n"), start=1):
         if line.strip():
             try:
                 yield msgspec.json.decode(line.encode(), type=Line)
