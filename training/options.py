@@ -80,12 +80,20 @@ class RunOptions(Options, frozen=True, kw_only=True):
         """Runs the checks that need no model.
 
         Raises:
-            TrainError: there are no data, or the output exists.
+            TrainError: there are no data, the output exists, or an option would change nothing.
         """
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
+        for name, why in self.unused():
+            if getattr(self, name) != options(type(self))[name].default:
+                raise TrainError(f"{dashed(name)} was given {why}; leave it out")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """The options that have no effect beside the others, each with the reason, after "was given"."""
+        if self.steps is not None:
+            yield "epochs", "with --steps, which is used instead"
 
     def settings(self) -> dict[str, Any]:
         """The options that determine the result, except the data and models, which are identified by content."""
@@ -142,6 +150,10 @@ class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     intermediate_size: Annotated[int | None, draft_option("I", ge=16)] = None
     decay: Annotated[float, draft_option("D", gt=0, le=1)] = 0.8
 
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        yield from _unused_without_texts(self.self_distill)
+
 
 class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
     """Options of trainings of heads and stages over a model's hidden states.
@@ -159,6 +171,17 @@ class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
     decay: Annotated[float, ahead_option("D", gt=0, le=1)] = 1.0
     cache_hidden: Annotated[bool, ahead_option()] = False
     self_distill: Annotated[int, ahead_option("TEXTS", ge=0)] = 0
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        yield from _unused_without_texts(self.self_distill)
+
+
+def _unused_without_texts(texts: int) -> Iterator[tuple[str, str]]:
+    """Options of sampling, where no texts are sampled."""
+    if not texts:
+        for name in ("prompt_len", "sample_batch"):
+            yield name, "without --self-distill, the only one to use it"
 
 
 O = TypeVar("O", bound=RunOptions)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from specexport.contract.errors import TrainError
-from specexport.contract.options import options
 from specexport.tables import Table
 from specexport.training.options import (
     Divergence,
@@ -43,10 +43,11 @@ class DraftTraining(DraftRunOptions, frozen=True, kw_only=True):
             raise TrainError(f"--draft was given together with {new[0]}, which is for a new draft")
         if self.draft is None and len(new) < 2:
             raise TrainError("no draft to train; expected --draft, or --layers and --hidden for a new one")
-        if self.samples != "target" and self.texts != options(DraftTraining)["texts"].default:
-            raise TrainError(
-                f"--texts was given with --samples {self.samples}; only those of a target are sampled once"
-            )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if self.samples != "target":
+            yield "texts", f"with --samples {self.samples}, which samples none beforehand"
 
 
 def _report(record: dict[str, Any]) -> Report:

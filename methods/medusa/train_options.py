@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from specexport.contract.errors import TrainError
 from specexport.contract.options import option, options
-from specexport.training.options import HiddenStateOptions, Report, Training, ahead_option, dashed, shares
+from specexport.training.options import HiddenStateOptions, Report, Training, ahead_option, shares
 
 _STAGE_2 = "together with the model (--stage 2)"
 _heads, _together = (partial(option, group=group) for group in ("heads", _STAGE_2))
@@ -43,12 +43,14 @@ class MedusaTraining(HiddenStateOptions, frozen=True, kw_only=True):
     heads_first: Annotated[float, _together("SHARE", ge=0, le=0.95)] = 0.4
     lm_loss: Annotated[Literal["ce", "kl"] | None, _together()] = None
 
-    def check(self) -> None:
-        super().check()
-        for name, declared in options(type(self)).items():
-            alone = self.stage == 1 and declared.about.get("group") == _STAGE_2
-            if alone and getattr(self, name) != declared.default:
-                raise TrainError(f"{dashed(name)} was given without --stage 2, the only one to use it")
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if self.stage == 1:
+            for name, declared in options(type(self)).items():
+                if name != "stage" and declared.about.get("group") == _STAGE_2:
+                    yield name, "without --stage 2, the only one to use it"
+        elif self.tune == "full":
+            yield "lora_rank", "with --tune full, which has no adapters"
 
 
 def _report(record: dict[str, Any]) -> Report:

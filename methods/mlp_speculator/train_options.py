@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
@@ -28,6 +29,11 @@ class SpeculatorTraining(HiddenStateOptions, frozen=True, kw_only=True):
     tie_weights: Annotated[bool, _stages()] = False
     scale_input: Annotated[bool, _stages()] = False
     data_first: Annotated[float, _stages("SHARE", ge=0, le=1)] = 0.5
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if not self.self_distill:
+            yield "data_first", "without --self-distill, the only one to use it"
 
 
 TRAINING = Training(
