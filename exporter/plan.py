@@ -186,9 +186,8 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
     draft = exporter_of(method).meta_draft(method, target, target_sizes)
     if draft is None:
         raise BuildError(
-            f"method is {method.name!r}; plan knows what drafts that are models of their own take: draft_model, "
-            "universal_draft, eagle3, dflash and mtp. What others take is in the target's own graph; build and measure "
-            "with bench"
+            f"method is {method.name!r}, which has no model of its own to plan for; expected draft_model, "
+            "universal_draft, eagle3, dflash or mtp. Leave it out; 'specexport bench' measures what a bundle gains"
         )
     return draft
 

@@ -9,12 +9,14 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from specexport.building import needs_extra
 from specexport.cli import main, parser
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
+from specexport.contract.reading import read_manifest, write_manifest
 from specexport.flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
@@ -91,6 +93,14 @@ def test_trees_of_methods_over_text(
 ) -> None:
     assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
     assert "9 nodes with the root, depth 8, 1 path\n" in capsys.readouterr().out
+    manifest = read_manifest(bundle("qwen3-lookup"))
+    write_manifest(tmp_path, msgspec.structs.replace(manifest, methods=()))
+    plain = str(tmp_path)  # look-ups verify chains in every bundle
+    assert main(["inspect", plain, "--tree", "--method", "ngram"]) == 0
+    assert " nodes with the root, depth " in capsys.readouterr().out
+    assert main(["draw", plain, "-o", str(tmp_path / "tree.svg")]) == 1
+    assert "built without a method; name one of hypothesis, ngram, suffix as --method" in capsys.readouterr().err
+    assert not (tmp_path / "tree.svg").exists()
     for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
         assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
         assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err

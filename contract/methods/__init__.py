@@ -213,7 +213,7 @@ def read_method(
         strict: whether numbers may not be texts.
 
     Raises:
-        BuildError: a method, a key or a tree is unknown, or a value is of the wrong kind.
+        BuildError: a method, a key or a tree is unknown, a key is missing, or a value is of the wrong kind.
     """
     if isinstance(config, MethodOptions):
         return config
@@ -240,6 +240,9 @@ def read_method(
         raise BuildError(
             f"{where}: {unknown!r} is no key of method {method_name(kind)!r}; expected some of {', '.join(keys)}"
         )
+    missing = next((f.name for f in msgspec.structs.fields(kind) if f.required and f.name not in mapping), None)
+    if missing is not None:
+        raise BuildError(f"{where}: method {method_name(kind)!r} needs the key {missing!r}, which is missing")
     if "trees" in mapping:
         mapping["trees"] = _choices(mapping["trees"], where)
     try:

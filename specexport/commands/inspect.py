@@ -22,6 +22,7 @@ from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
 from specexport.runtime.backends.onnxruntime.kernels import kernels_described
+from specexport.runtime.speculative import available_methods
 from specexport.tables import Table, show
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
@@ -67,8 +68,7 @@ def inspect_command(command: InspectOptions) -> int:
             if getattr(command, name):
                 raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
-        paths = counted(len(tree.leaf_paths), "path")
-        show(terminal_tree(tree), f"{len(tree)} nodes with the root, depth {tree.depth}, {paths}")
+        show(terminal_tree(tree), f"{_size(tree)}, {counted(len(tree.leaf_paths), 'path')}")
         return 0
     manifest = read_manifest(command.bundle)
     check_files(command.bundle, manifest, hashes=command.hashes)
@@ -83,7 +83,7 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     """The tree of a bundle's method (None for its first), of a file or of a preset.
 
     Raises:
-        RequestError: the bundle lacks the method, or a method is named without a bundle.
+        RequestError: the bundle lacks the method, or was built without one, or a method is named without a bundle.
         SpecExportError: there is no tree.
     """
     if source.is_dir():
@@ -91,6 +91,10 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     if method is not None:
         raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
     return TokenTree.load(source)
+
+
+def _size(tree: TokenTree) -> str:
+    return f"{counted(len(tree), 'node')} with the root, depth {tree.depth}"
 
 
 def terminal_tree(tree: TokenTree) -> str:
@@ -109,13 +113,14 @@ def terminal_tree(tree: TokenTree) -> str:
 
 def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
     """The default tree of a method."""
+    methods = {method.name: method for method in available_methods(manifest)}
     if name is None:
-        return manifest.methods[0].token_trees()[0] if manifest.methods else TokenTree.chain(1)
-    method = manifest.method(name)
-    if method is None:
-        names = ", ".join(method.name for method in manifest.methods) or "none"
-        raise RequestError(f"--method is {name!r}; the bundle has {names}")
-    return method.token_trees()[0]
+        if not manifest.methods:
+            raise RequestError(f"the bundle was built without a method; name one of {', '.join(methods)} as --method")
+        name = manifest.methods[0].name
+    if name not in methods:
+        raise RequestError(f"--method is {name!r}; the bundle has {', '.join(methods)}")
+    return methods[name].token_trees()[0]
 
 
 def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
@@ -270,7 +275,7 @@ def draw_command(command: DrawOptions) -> int:
     """
     tree = tree_of(command.tree, command.method)
     write_file(command.output, svg(tree).encode())
-    print(f"{command.output}: {len(tree)} nodes with the root, depth {tree.depth}")
+    print(f"{command.output}: {_size(tree)}")
     return 0
 
 

@@ -38,7 +38,7 @@ class _PlanOptions(Options, frozen=True, kw_only=True):
     device: Annotated[str, option("NAME")]
     precision: Literal["fp16", "bf16", "fp8", "int8", "int4"] | None = None
     max_seq_len: Annotated[int | None, option("S", ge=2)] = None
-    acceptance: Annotated[float, option("A", ge=0, le=1)] = 0.7
+    acceptance: Annotated[float, option("A", ge=0, lt=1)] = 0.7
     backend: EngineRuntime | None = None
     json: bool = False
 

@@ -185,10 +185,15 @@ def calling(request: ConversationRequest, template: str) -> Calling | None:
     wrong = next((tool.name for tool in tools if tool.parameters.get("type", "object") != "object"), None)
     if wrong is not None:
         raise RequestError(f"tools: the parameters of {wrong} are not those of an object", param="tools")
-    if isinstance(choice, FunctionName):
-        tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
-        raise RequestError("tool_choice: there is no such tool in tools", param="tool_choice")
+        raise RequestError("tool_choice: given without tools, which it chooses from", param="tool_choice")
+    if isinstance(choice, FunctionName):
+        names = ", ".join(tool.name for tool in tools)
+        tools = [tool for tool in tools if tool.name == choice.name]
+        if not tools:
+            raise RequestError(
+                f"tool_choice: there is no tool {choice.name!r}; expected one of {names}"[:1000], param="tool_choice"
+            )
     form = call_format(template)
     if form is None and choice == "auto":
         raise RequestError(
