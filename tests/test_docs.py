@@ -11,6 +11,7 @@ import pytest
 
 from scripts.docs import PAGES, ROOT, TABLES, current
 from scripts.families import HELP, RESULTS, TITLES, families
+from specexport.contract.manifest import FORMAT_VERSION
 from tests.test_families import REFUSED
 
 pytestmark = pytest.mark.exporter
@@ -35,6 +36,12 @@ def test_readme_counts_families_and_methods() -> None:
     assert f"[{len(FAMILIES) - len(REFUSED_FAMILIES)} families]" in readme
     methods = len(entry_points(group="specexport.methods"))
     assert f"{NUMBERS[methods]} methods" in readme
+
+
+def test_documents_name_the_version_of_the_bundle_format() -> None:
+    page, changes = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/bundle-format.md", "CHANGELOG.md"))
+    assert page.startswith(f"# Bundle format, version {FORMAT_VERSION}\n")
+    assert f"Bundles have format {FORMAT_VERSION}:" in changes
 
 
 def test_supported_families_pass_and_refused_ones_are_explained() -> None:
