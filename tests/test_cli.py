@@ -210,6 +210,21 @@ def test_a_bad_build_is_explained_and_leaves_nothing(
 
 
 @pytest.mark.exporter
+@pytest.mark.parametrize("method", ["draft_model:elsewhere", "eagle3"])
+def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.checkpoints import make_checkpoint  # imports torch
+
+    monkeypatch.setattr("specexport.building._build", lambda *_, **__: pytest.fail("built"))
+    target = make_checkpoint(tmp_path / "target", "llama")
+    assert main(["run", str(target), "-p", "one", "--method", method]) == 1
+    shown = capsys.readouterr().err
+    assert f"--method is {method!r}, which {target} would be built without" in shown
+    assert f"--speculative-config {method}" in shown
+
+
+@pytest.mark.exporter
 def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --precision the checkpoint says how matrices are stored: this one is not quantized."""
     from tests.checkpoints import make_checkpoint  # imports torch

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from specexport.contract.errors import RequestError
-from specexport.contract.manifest import GenerationDefaults
+from specexport.contract.folders import expanded
+from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
+from specexport.contract.methods import known, method_type, read_methods
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildSettings
 from specexport.flags import add_flags, flag_values, group_of
@@ -123,9 +125,11 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     """Keys of :class:`~specexport.runtime.speculative.Speculative` from :func:`add_speculation`'s flags, and ``extra``.
 
     Raises:
-        RequestError: flags contradict each other.
+        RequestError: flags contradict each other, or a model would be built without the method.
     """
     keys = flag_values(Speculative, arguments, ("method", "num_speculative_tokens", "hypothesis_entropy"))
+    if "method" in keys:
+        _require_method(arguments, keys["method"])
     keys |= {name: value for name, value in extra.items() if value is not None}
     if not arguments.no_speculation:
         return keys
@@ -133,3 +137,18 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
         flag = next(iter(keys)).replace("_", "-")
         raise RequestError(f"--{flag} was given with --no-speculation; give one of them")
     return {"num_speculative_tokens": 0}
+
+
+def _require_method(arguments: argparse.Namespace, method: str) -> None:
+    """Refuses a method that the build of a model leaves out, before it is built; a bundle knows its own."""
+    config = flag_values(EngineOptions, arguments, ("speculative_config",)).get("speculative_config", ())
+    name, _, _ = method.partition(":")
+    if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in known():
+        return
+    if name == method and (not method_type(name).needs_graph or name in {built.name for built in read_methods(config)}):
+        return
+    example = method if name != method else f"{method}:…"
+    raise RequestError(
+        f"--method is {method!r}, which {arguments.model} would be built without; expected a look-up, or the name of a "
+        f"method that it is built with: --speculative-config {example} --method {name}"
+    )
