@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._higher_order_ops.scan import scan_op
 from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 
@@ -21,6 +22,7 @@ _ATEN = torch.ops.aten
 _SAME: dict[Any, Any] = {
     _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.contiguous.default: _ATEN.clone.default,
     _ATEN.reshape.default: _ATEN.view.default,
 }
 """Operators and what they decompose to."""
@@ -47,15 +49,17 @@ def fast_trace() -> Iterator[None]:
     from_torchlib = vars(_Registry)["from_torchlib"]
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
-        graph = program.graph_module.graph
-        has_submodules = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        # The bodies of scans are modules of their own.
+        modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+        graphs = [module.graph for module in modules]
         composites = torch.export.default_decompositions()
-        if has_submodules or not all(_stays(node, registry, composites) for node in graph.nodes):
+        if not all(_stays(node, registry, composites) for graph in graphs for node in graph.nodes):
             decomposed: torch.export.ExportedProgram = decompose(program, registry)
             return decomposed
-        for node in list(graph.nodes):
-            _lower(graph, node)
-        graph.eliminate_dead_code()
+        for module in modules:
+            for node in list(module.graph.nodes):
+                _lower(module.graph, node)
+            module.graph.eliminate_dead_code()
         return program
 
     def promote(self: Any, node: torch.fx.Node) -> Any:
@@ -93,7 +97,8 @@ def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bo
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # arithmetic of sizes
+        # Arithmetic of sizes; or what runs a body, of which decomposing takes apart all but scan.
+        return target is scan_op or not isinstance(target, torch._ops.HigherOrderOperator)
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
     if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
