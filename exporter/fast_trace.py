@@ -24,6 +24,7 @@ _SAME: dict[Any, Any] = {
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
     _ATEN.contiguous.default: _ATEN.clone.default,
     _ATEN.reshape.default: _ATEN.view.default,
+    _ATEN.square.default: _ATEN.pow.Tensor_Scalar,
 }
 """Operators and what they decompose to."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
@@ -126,8 +127,12 @@ def _writes_own(node: torch.fx.Node) -> bool:
 
 
 def _makes_own(node: torch.fx.Node) -> bool:
-    """Whether a node's results share no memory with its inputs."""
+    """Whether a node's results share no memory with its inputs; one of several results is to be asked for once."""
     target = node.target
+    if target is operator.getitem:
+        several = node.args[0]
+        assert isinstance(several, torch.fx.Node)
+        return _makes_own(several) and [user.args for user in several.users].count(node.args) == 1
     return isinstance(target, torch._ops.OpOverload) and all(
         result.alias_info is None for result in target._schema.returns
     )
@@ -143,6 +148,8 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         source, sizes = node.args
         dims = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
         node.args = (source, [number if isinstance(number, int) else size for size, number in dims])
+    if node.target is _ATEN.square.default:
+        node.args = (*node.args, 2)
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)

@@ -88,7 +88,9 @@ class Changes(torch.nn.Module):
         (mask.view(-1, 5) if self.through_view else mask).scatter_(1, x.argmax(1, keepdim=True), 1)
         scaled = x * 2
         scaled /= scaled.sum(1, keepdim=True)
-        return before + mask + scaled
+        largest, _ = x.topk(5, 1)
+        largest /= largest.sum(1, keepdim=True)
+        return before + mask + scaled + largest.square()
 
 
 @pytest.mark.parametrize("through_view", [False, True])
