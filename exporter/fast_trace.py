@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._higher_order_ops.scan import scan_op
 from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 
@@ -21,7 +22,9 @@ _ATEN = torch.ops.aten
 _SAME: dict[Any, Any] = {
     _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
     _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.contiguous.default: _ATEN.clone.default,
     _ATEN.reshape.default: _ATEN.view.default,
+    _ATEN.square.default: _ATEN.pow.Tensor_Scalar,
 }
 """Operators and what they decompose to."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
@@ -47,15 +50,17 @@ def fast_trace() -> Iterator[None]:
     from_torchlib = vars(_Registry)["from_torchlib"]
 
     def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
-        graph = program.graph_module.graph
-        has_submodules = len(list(program.graph_module.modules())) > 1  # of cond and its like
+        # The bodies of scans are modules of their own.
+        modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+        graphs = [module.graph for module in modules]
         composites = torch.export.default_decompositions()
-        if has_submodules or not all(_stays(node, registry, composites) for node in graph.nodes):
+        if not all(_stays(node, registry, composites) for graph in graphs for node in graph.nodes):
             decomposed: torch.export.ExportedProgram = decompose(program, registry)
             return decomposed
-        for node in list(graph.nodes):
-            _lower(graph, node)
-        graph.eliminate_dead_code()
+        for module in modules:
+            for node in list(module.graph.nodes):
+                _lower(module.graph, node)
+            module.graph.eliminate_dead_code()
         return program
 
     def promote(self: Any, node: torch.fx.Node) -> Any:
@@ -93,7 +98,8 @@ def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bo
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # arithmetic of sizes
+        # Arithmetic of sizes; or what runs a body, of which decomposing takes apart all but scan.
+        return target is scan_op or not isinstance(target, torch._ops.HigherOrderOperator)
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
     if target is _ATEN.chunk.default and len(node.meta["val"]) != node.args[1]:
@@ -121,8 +127,12 @@ def _writes_own(node: torch.fx.Node) -> bool:
 
 
 def _makes_own(node: torch.fx.Node) -> bool:
-    """Whether a node's results share no memory with its inputs."""
+    """Whether a node's results share no memory with its inputs; one of several results is to be asked for once."""
     target = node.target
+    if target is operator.getitem:
+        several = node.args[0]
+        assert isinstance(several, torch.fx.Node)
+        return _makes_own(several) and [user.args for user in several.users].count(node.args) == 1
     return isinstance(target, torch._ops.OpOverload) and all(
         result.alias_info is None for result in target._schema.returns
     )
@@ -138,6 +148,8 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         source, sizes = node.args
         dims = zip(sizes, node.meta["val"].shape, strict=True)  # type: ignore[arg-type]
         node.args = (source, [number if isinstance(number, int) else size for size, number in dims])
+    if node.target is _ATEN.square.default:
+        node.args = (*node.args, 2)
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)

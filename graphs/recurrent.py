@@ -359,7 +359,7 @@ def _through_cells(
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
     """``(I + L)^-1`` for strictly lower triangular L ``[..., 8, 8]``, whose eighth power is 0."""
-    unit = torch.eye(CELL)
+    unit = torch.ones(CELL, CELL).tril().triu()  # eye has no translation, so that the whole trace would be decomposed
     square = torch.matmul(lower, lower)
     product = torch.matmul(unit - lower, unit + square)
     return torch.matmul(product, unit + torch.matmul(square, square))

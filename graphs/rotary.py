@@ -71,6 +71,24 @@ def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
         setattr(family, _NAME, original)
 
 
+def take_one_position_row(model: torch.nn.Module) -> None:
+    """Makes rotary embeddings read one of three rows of positions (M-RoPE), which are equal where there is only text.
+
+    Writing rows into each other, as some families do, costs the graph scatters and its trace a decomposition.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "mrope_section") and hasattr(module, "recomposition_frequencies"):
+            row = torch.randn(1, 2, len(module.inv_freq), generator=torch.Generator().manual_seed(0))
+            with contextlib.suppress(TypeError, RuntimeError):  # rows of another layout
+                if torch.equal(module.recomposition_frequencies(row.repeat(3, 1, 1)), _both_halves(row)):
+                    module.recomposition_frequencies = _both_halves
+
+
+def _both_halves(frequencies: torch.Tensor) -> torch.Tensor:
+    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
+
+
 def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     """Stops rotary embeddings from changing their frequencies with the length of the text.
 

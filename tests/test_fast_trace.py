@@ -12,12 +12,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from torch._higher_order_ops.scan import scan
 
 from specexport.exporter import trace
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.fast_trace import fast_trace
+from specexport.graphs.rotary import take_one_position_row
 from specexport.graphs.step import StepModule
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_model
 
 pytestmark = pytest.mark.exporter
 
@@ -86,7 +88,9 @@ class Changes(torch.nn.Module):
         (mask.view(-1, 5) if self.through_view else mask).scatter_(1, x.argmax(1, keepdim=True), 1)
         scaled = x * 2
         scaled /= scaled.sum(1, keepdim=True)
-        return before + mask + scaled
+        largest, _ = x.topk(5, 1)
+        largest /= largest.sum(1, keepdim=True)
+        return before + mask + scaled + largest.square()
 
 
 @pytest.mark.parametrize("through_view", [False, True])
@@ -99,6 +103,51 @@ def test_only_writes_through_views_are_decomposed(
     assert len(decomposed) == through_view
     x = torch.rand(3, 5)
     np.testing.assert_allclose(run(x), module(x).numpy(), rtol=1e-5)
+
+
+class Sums(torch.nn.Module):
+    """A loop whose body writes, converts and composes operators, as those of recurrent layers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def add(total: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            half, other = row.contiguous().to(torch.float32).chunk(2, -1)
+            total = total + half
+            total += other
+            return total, total.unflatten(-1, (1, 2)).flatten(-2) * 2
+
+        return scan(add, x[0, :2] * 0, x)[1]
+
+
+def test_bodies_of_loops_are_translated_whole(decomposed: list[torch.export.ExportedProgram]) -> None:
+    module = Sums()
+    run = _said(module, torch.randn(2, 4), ({0: torch.export.Dim("T")},))
+    assert not decomposed
+    x = torch.randn(5, 4)
+    np.testing.assert_allclose(run(x), 2 * (x[:, :2] + x[:, 2:]).cumsum(0).numpy(), rtol=1e-5)
+
+
+class Angles(torch.nn.Module):
+    """A model's rotary embedding at the positions of a text."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.rotary = model.model.rotary_emb
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.rotary(positions, positions)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_equal_rows_of_positions_are_not_merged(decomposed: list[torch.export.ExportedProgram], grad: bool) -> None:
+    """Where gradients are recorded, torch's own code turns them off in a body, which is to be taken apart."""
+    model, positions = make_model("qwen3_5_text"), torch.arange(6.0)[None]
+    module = Angles(model)
+    expected = module(positions)
+    take_one_position_row(model)
+    with torch.set_grad_enabled(grad):
+        run = _said(module, positions[:, :3], ({1: torch.export.Dim("T")},))
+    assert len(decomposed) == grad
+    np.testing.assert_allclose(run(positions), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
 class Parts(torch.nn.Module):

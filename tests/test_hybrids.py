@@ -184,11 +184,18 @@ def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "nemotron_h"])
-def test_a_step_graph_becomes_an_engine(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
+    ],
+)
+def test_a_step_graph_becomes_an_engine(family: str, layers: dict[str, list[str]], tmp_path: Path) -> None:
     """Its recurrence is of standard operators that TensorRT-RTX builds; the runtime does not run it on GPUs yet."""
-    out = tmp_path / "bundle"
-    source = make_checkpoint(tmp_path / "target", family)
+    out, (kinds,) = tmp_path / "bundle", layers.values()
+    source = make_checkpoint(tmp_path / "target", family, **layers, num_hidden_layers=len(kinds))
     build(BuildOptions(str(source), out, methods=ways(lookups=("ngram",)), max_seq_len=64, lowering="portable"))
     graph = out / "target" / "fixed.onnx"
     write_source(out / "target" / "step.onnx", graph, "fp32", 0, {"B": 1, "S": 128}, compiled=True)

@@ -23,7 +23,7 @@ from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe,
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.layers import keep_first_layers
 from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
-from specexport.graphs.rotary import freeze_frequencies
+from specexport.graphs.rotary import freeze_frequencies, take_one_position_row
 
 Array = npt.NDArray[Any]
 
@@ -114,6 +114,7 @@ def load_checkpoint(source: str) -> Checkpoint:
     if not isinstance(max_positions, int):
         raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")
     max_positions = freeze_frequencies(model, max_positions)
+    take_one_position_row(model)
     head = model.get_output_embeddings()
     if head is None:
         raise BuildError(f"{path}: model family '{family}' has no language-model head; expected a causal LM")
