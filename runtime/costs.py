@@ -36,11 +36,11 @@ SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "plain steps behind plain steps"
+_VERSION = "plain steps of one request behind plain steps"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
 _PLAIN_BEFORE = 5
-"""Plain steps before one that is timed."""
+"""Plain steps of a single request before one that is timed."""
 _SPACING = 1.15
 """Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
@@ -266,8 +266,11 @@ def measure(
             trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
                 trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
-        share = (end - began) / (1 if batch == target.sizes[-1] else 2)  # the single request's costs matter most
-        costs = _in_turns(trials, share, f"timing steps of {batch}", noise, progress)
+        left = len(target.sizes) - target.sizes.index(batch)
+        share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
+        costs = _in_turns(
+            trials, share, f"timing steps of {batch}", noise, progress, before=_PLAIN_BEFORE if batch == 1 else 1
+        )
         for (name, nodes), least in costs.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
         batch_time = sum(costs.values())
@@ -363,9 +366,16 @@ def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: 
 
 
 def _in_turns(
-    trials: Mapping[tuple[str, int], Trial], seconds: float, name: str, noise: list[float], progress: Progress | None
+    trials: Mapping[tuple[str, int], Trial],
+    seconds: float,
+    name: str,
+    noise: list[float],
+    progress: Progress | None,
+    before: int = 1,
 ) -> dict[tuple[str, int], float]:
     """The least time of each trial; the ratio of its median to that is appended to ``noise``.
+
+    ``before`` plain steps come before one that is timed.
 
     Calls follow each other as in decoding: steps follow ones of their width, and a proposal if they verify any. After
     other calls a plain step takes up to a sixth longer, which it takes several to get over, as what it reads has left
@@ -377,7 +387,7 @@ def _in_turns(
     for turn in range(_ROUNDS + 1):
         for at in range(max(len(steps), len(proposals) + 1)):
             step = steps[at % len(steps)]
-            for _ in range(1 if at else _PLAIN_BEFORE):
+            for _ in range(1 if at else before):
                 trials[step]()
             proposal = (proposals[(at - 1) % len(proposals)],) if at and proposals else ()
             for key in (*proposal, step):

@@ -17,9 +17,8 @@ from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, S
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
-MARGIN = 1.06
-"""Speed-up over plain decoding that speculation must promise: costs are not exact, the plain steps after wide ones take
-a little longer, and what looks best of several estimates is mostly one that is too high."""
+MARGIN = 1.03
+"""Speed-up over plain decoding that speculation must promise, as costs are not exact."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
