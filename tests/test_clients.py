@@ -272,7 +272,7 @@ def test_an_earlier_call_reaches_the_template(running: Served) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no such tool"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool .x."),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "of an object"),
     ],
