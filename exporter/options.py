@@ -198,7 +198,7 @@ def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
 
 
 def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Refuses a size of blocks where no matrix has any, by what is known: a precision may be that of the checkpoint.
+    """Refuses a size of blocks that no matrix would have, unless a precision is left to the checkpoint.
 
     Raises:
         BuildError: names the setting.
