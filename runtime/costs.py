@@ -36,17 +36,17 @@ SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "plain steps of one request behind plain steps, after any text"
+_VERSION = "plain steps of one request behind plain steps"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
 _PLAIN_BEFORE = 5
-"""Plain steps of a single request before one that is timed. In a batch one has to do, for want of time."""
+"""Plain steps of a single request before one that is timed."""
 _SPACING = 1.15
 """Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
 """Widest steps of a batch that are measured, all slots together, relative to a single slot's widest."""
-_LONGER_TEXT = 512
-"""Tokens of the longer text from which the cost of a further token is computed, unless a chunk is nearly as long."""
+_LONGER = 8
+"""Relative length of the longer text from which the cost of a further token is computed."""
 _PERIOD = 11
 """Tokens after which the text repeats itself, so that look-ups have matches."""
 _GREEDY = SamplingParams(temperature=0.0)
@@ -244,7 +244,7 @@ def measure(
     length = max(2, min(manifest.prefill_chunk + 1, most_text))
     text, longer_text = (
         [at % min(_PERIOD, manifest.target.vocab_size) for at in range(count)]
-        for count in (length, max(length, min(max(_LONGER_TEXT, 2 * length), most_text)))
+        for count in (length, max(length, min(_LONGER * length, most_text)))
     )
     target.shrink_cache(0)
     steps: list[Cost] = []
@@ -280,8 +280,7 @@ def measure(
             ("", width): _step(program, _views(longer_text, 1, TokenTree.chain(width), _FIXED))
             for width in sorted({tokens[0], tokens[-1]})
         }
-        title = f"timing steps after {len(longer_text)} tokens"
-        longer = _in_turns(ends, seconds / 8, title, noise, progress, before=_PLAIN_BEFORE)
+        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
@@ -372,7 +371,7 @@ def _in_turns(
     name: str,
     noise: list[float],
     progress: Progress | None,
-    before: int,
+    before: int = 1,
 ) -> dict[tuple[str, int], float]:
     """The least time of each trial; the ratio of its median to that is appended to ``noise``.
 
