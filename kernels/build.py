@@ -34,6 +34,7 @@ _BY_SUFFIX: dict[str, tuple[str, str]] = {
     "avx2": ("x86_64", _X86),
     "avxvnni": ("x86_64", f"{_X86} -mavxvnni"),
     "avx512": ("x86_64", f"{_X86} {_AVX512}"),
+    "amx": ("x86_64", f"{_X86} {_AVX512} -mamx-tile -mamx-bf16"),
     "neon": ("aarch64", _ARM),
     "i8mm": ("aarch64", f"{_ARM}+i8mm"),
 }

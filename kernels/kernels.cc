@@ -8,7 +8,11 @@
 
 #include "packing.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -22,6 +26,7 @@ extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels __attribute__((weak));
 extern const Kernels kAvxVnniKernels __attribute__((weak));
 extern const Kernels kAvx512Kernels __attribute__((weak));
+extern const Kernels kAmxKernels __attribute__((weak));
 #elif defined(__aarch64__)
 extern const Kernels kNeonKernels __attribute__((weak));
 extern const Kernels kI8mmKernels __attribute__((weak));
@@ -45,6 +50,19 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+// Linux lets a process use the tile registers when it asks to: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+bool has_amx() {
+#ifdef SPECEXPORT_EMULATED
+  return has_avx512();
+#elif defined(__linux__)
+  constexpr unsigned kBits = 1u << 22 | 1u << 24;  // bfloat16, tiles
+  unsigned eax, ebx, ecx, edx = 0;
+  return has_avx512() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kBits) == kBits &&
+         syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return false;
+#endif
+}
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_dotprod() {  // and arithmetic of 16-bit floats: HWCAP_ASIMDDP, HWCAP_ASIMDHP
   constexpr unsigned long kBits = 1ul << 20 | 1ul << 10;
@@ -66,6 +84,7 @@ bool has_i8mm() { return false; }
 
 const Choice kChoices[] = {
 #if defined(__x86_64__)
+    {&kAmxKernels, has_amx},
     {&kAvx512Kernels, has_avx512},
     {&kAvxVnniKernels, has_avx_vnni},
     {&kAvx2Kernels, has_avx2},
@@ -78,7 +97,7 @@ const Choice kChoices[] = {
 
 // What a small product is with some kernels: rows by rows, so that every way through them is taken.
 std::vector<float> products_with(const Kernels& kernels, Type type) {
-  constexpr int kDepth = 64, kColumns = 2 * kTile, kRows = 9, kBlock = 32, kBlocks = kDepth / kBlock;
+  constexpr int kDepth = 64, kColumns = 2 * kTile, kRows = 20, kBlock = 32, kBlocks = kDepth / kBlock;
   std::vector<float> numbers(kDepth * kColumns), scales(kBlocks * kColumns), x(kRows * kDepth), results;
   uint32_t random = 1;
   auto draw = [&] { return float((random = random * 1664525u + 1013904223u) >> 8) / float(1 << 23) - 1.0f; };
@@ -109,7 +128,9 @@ std::vector<float> products_with(const Kernels& kernels, Type type) {
   std::vector<int16_t> integers(kRows * kDepth);
   std::vector<float> row_scales(kRows * kBlocks);
   std::vector<int32_t> sums(kRows * kBlocks);
+  std::vector<uint8_t> panels;
   for (int rows = 1; rows <= kRows; rows++) {
+    panels.resize(kernels.panel_bytes ? kernels.panel_bytes(packed, rows) : 0);
     Activations a = {};
     a.rows = rows;
     a.depth = kDepth;
@@ -119,9 +140,13 @@ std::vector<float> products_with(const Kernels& kernels, Type type) {
     a.integers = integers.data();
     a.scales = row_scales.data();
     a.sums = sums.data();
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
       kernels.quantize(x.data() + r * kDepth, kDepth, kBlock, integers.data() + r * kDepth,
                        row_scales.data() + r * kBlocks, sums.data() + r * kBlocks);
+      if (panels.empty()) continue;
+      kernels.to_panels(packed, integers.data() + r * kDepth, row_scales.data() + r * kBlocks, r, 0, kBlocks, panels.data());
+      a.panels = panels.data();
+    }
     const size_t at = results.size();
     results.resize(at + size_t(rows * kColumns));
     kernels.product(packed, a, 0, packed.tiles(), results.data() + at, kColumns);

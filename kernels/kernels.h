@@ -60,6 +60,7 @@ struct Activations {
   const int16_t* integers;   // [rows, depth]
   const float* scales;       // [rows, depth / block]
   const int32_t* sums;       // [rows, depth / block], of the integers of a block, as quantize() of the same kernels has them
+  const uint8_t* panels;     // what to_panels() of the same kernels wrote of quantize()'s results, or null
 };
 
 // Rows of a matrix of floats that are multiplied at once. From the second span on, products add to the sums in y.
@@ -113,6 +114,11 @@ struct Kernels {
   // y[columns] = x[depth] times a matrix whose elements lie so many floats apart; one of the steps is 1. What is
   // multiplied by a zero of x adds nothing unless the first step is 1.
   void (*multiply)(const float* x, const float* w, ptrdiff_t step_depth, ptrdiff_t step_column, int depth, int columns, float* y);
+  // Null without AMX, whose registers multiply many rows: the bytes that they read instead of integers (0 where they are
+  // not used), and what writes the integers of blocks [first, last) of a row there.
+  size_t (*panel_bytes)(const PackedWeights& weights, int rows);
+  void (*to_panels)(const PackedWeights& weights, const int16_t* integers, const float* scales, int row, int first,
+                    int last, uint8_t* panels);
 };
 
 // The kernels for this processor. For tests, the environment variable SPECEXPORT_ISA selects others; an unknown or

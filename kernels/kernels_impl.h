@@ -9,6 +9,7 @@ namespace specexport {
 
 extern const Kernels SPECEXPORT_TABLE;
 const Kernels SPECEXPORT_TABLE = {SPECEXPORT_ISA_NAME, kLayout,  quantize,   product, attention, unary,
-                                  binary,              rms_norm, layer_norm, softmax, rotate,    multiply};
+                                  binary,              rms_norm, layer_norm, softmax, rotate,    multiply,
+                                  nullptr,             nullptr};
 
 }  // namespace specexport

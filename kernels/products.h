@@ -81,6 +81,10 @@ inline Ints widen(const uint8_t* p) {
 inline Ints bytes_at(const uint8_t* p) {
   return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+// Numbers of a table of 32, by the last five bits of 32 indices.
+inline Ints permute(Shorts indices, Shorts table) {
+  return (Ints)_mm512_permutexvar_epi16((__m512i)indices, (__m512i)table);
+}
 #else
 // Sums of products of pairs of 16-bit integers, in 32 bits.
 inline Ints pairs(Ints a, Ints b, Ints total) {

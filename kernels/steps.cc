@@ -666,14 +666,19 @@ class Product : public Step {
       addend = other.floats();
     }
     const Team& team = frame.team;
+    const int blocks = weights_.quantized() ? int(depth) / weights_.block : 0;
     // Panels of rows that stay in the cache while the tiles go by; of floats only slices must (see tiles.h).
-    const int64_t panel = weights_.quantized() ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
+    int64_t panel = blocks ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
+    const int64_t for_registers = std::clamp<int64_t>((256 << 10) / depth, 32, 320) / 16 * 16;
+    const size_t panel_bytes = blocks && frame.kernels.panel_bytes
+                                   ? frame.kernels.panel_bytes(weights_, int(std::min(rows, for_registers)))
+                                   : 0;
+    if (panel_bytes) panel = for_registers;
     const int64_t most = std::min(rows, panel);
     Activations a = {};
     a.depth = int(depth);
     a.block = weights_.block;
     a.stride = stride;
-    const int blocks = weights_.quantized() ? int(depth) / a.block : 0;
     int16_t* integers = nullptr;
     float* scales = nullptr;
     int32_t* sums = nullptr;
@@ -682,6 +687,8 @@ class Product : public Step {
       scales = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
       sums = reinterpret_cast<int32_t*>(frame.scratch(size_t(most * blocks) * 4));
     }
+    uint8_t* const panels = panel_bytes ? reinterpret_cast<uint8_t*>(frame.scratch(panel_bytes)) : nullptr;
+    a.panels = panels;
     a.integers = integers;
     a.scales = scales;
     a.sums = sums;
@@ -698,6 +705,9 @@ class Product : public Step {
             const int64_t at = block * a.block;
             frame.kernels.quantize(a.values + row * stride + at, int(count) * a.block, a.block,
                                    integers + row * depth + at, scales + i, sums + i);
+            if (panels)
+              frame.kernels.to_panels(weights_, integers + row * depth + at, scales + i, int(row), int(block),
+                                      int(block + count), panels);
             i += count;
           }
         });

@@ -24,6 +24,7 @@ constexpr int kLanes = 8;
 #endif
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Unsigned __attribute__((vector_size(4 * kLanes)));
 
 inline Vec load(const void* p) {
   Vec v;

@@ -117,6 +117,13 @@ inline __m512i emulated_shift(__m512i values, int count) {
   return lanes.as<__m512i>();
 }
 
+inline __m512i emulated_permute_shorts(__m512i indices, __m512i table) {
+  const auto from = Lanes<uint16_t, 32>::of(table), index = Lanes<uint16_t, 32>::of(indices);
+  Lanes<uint16_t, 32> to;
+  for (int i = 0; i < 32; i++) to.lane[i] = from.lane[index.lane[i] & 31];
+  return to.as<__m512i>();
+}
+
 template <typename... Numbers>
 __m512i emulated_list(Numbers... numbers) {
   return Lanes<int32_t, sizeof...(Numbers)>{{numbers...}}.template as<__m512i>();
@@ -135,6 +142,7 @@ __m512i emulated_list(Numbers... numbers) {
 #define _mm512_cvtepu16_epi32 emulated_widen<uint16_t, uint32_t, 16>
 #define _mm512_cvtph_ps emulated_halves
 #define _mm512_fmadd_ps emulated_fmadd
+#define _mm512_permutexvar_epi16 emulated_permute_shorts
 #define _mm512_permutexvar_ps emulated_permute
 #define _mm512_slli_epi32 emulated_shift
 #define _mm512_setr_epi32 emulated_list
