@@ -97,7 +97,7 @@ const Choice kChoices[] = {
 
 // What a small product is with some kernels: rows by rows, so that every way through them is taken.
 std::vector<float> products_with(const Kernels& kernels, Type type) {
-  constexpr int kDepth = 64, kColumns = 2 * kTile, kRows = 20, kBlock = 32, kBlocks = kDepth / kBlock;
+  constexpr int kDepth = 64, kColumns = 2 * kTile, kRows = 24, kBlock = 32, kBlocks = kDepth / kBlock;
   std::vector<float> numbers(kDepth * kColumns), scales(kBlocks * kColumns), x(kRows * kDepth), results;
   uint32_t random = 1;
   auto draw = [&] { return float((random = random * 1664525u + 1013904223u) >> 8) / float(1 << 23) - 1.0f; };

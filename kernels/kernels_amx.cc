@@ -37,7 +37,8 @@ struct Panels {
 
 size_t panel_bytes(const PackedWeights& w, int rows) {
   const bool four = w.kind == WeightKind::kInt4, fits = four || (w.kind == WeightKind::kInt8 && !w.zero_points);
-  const int least = four || w.block >= 64 ? 12 : 20;  // fewer rows are as fast without
+  // Fewer rows are as fast without, as are those that fill half a register.
+  const int least = rows % kGroup == 0 && (four || w.block >= 64) ? 16 : 24;
   if (!fits || rows < least || w.block % 16 || w.block > kSpan) return 0;
   return size_t((rows + kGroup - 1) / kGroup) * Panels(w).group_bytes;
 }
@@ -102,23 +103,37 @@ inline void configure_tiles(const Panels& form) {
   load_config(config);
 }
 
+// The bits of a small integer in bfloat16.
+constexpr uint16_t bfloat_of(int number) {
+  int size = number < 0 ? -number : number, exponent = 127 + 7;
+  for (; size && size < 128; size *= 2) exponent--;
+  return uint16_t(size ? (number < 0 ? 0x8000 : 0) | exponent << 7 | (size & 127) : 0);
+}
+struct alignas(64) Table {
+  uint16_t items[32];
+};
+template <typename Function>
+constexpr Table table_of(Function function) {
+  Table table = {};
+  for (int i = 0; i < 32; i++) table.items[i] = uint16_t(function(i));
+  return table;
+}
+// Numbers by four bits (a fifth is ignored), or by the last five bits of their difference from a zero point; and where
+// items of two lists of sixteen go that are merged in turns.
+constexpr Table kNumbers = table_of([](int i) { return bfloat_of(i % 16 - 8); });
+constexpr Table kDifferences = table_of([](int i) { return bfloat_of(i < 16 ? i : i - 32); });
+constexpr Table kInFours = table_of([](int i) { return i % 2 * 16 + i / 2; });
+inline Shorts vector_of(const Table& table) {
+  return (Shorts)integers_at(reinterpret_cast<const uint8_t*>(table.items));
+}
+
 // Puts the weights of blocks of a tile in the order of registers: four bytes of adjacent rows of each column in turn, which
 // are bytes of eight bits or two numbers of bfloat16. Returns where the next blocks begin.
 template <WeightKind kKind>
 const uint8_t* to_registers(const PackedWeights& w, const uint8_t* tile, int blocks, uint8_t* out, float* scales) {
   const int scale_bytes = w.half_scales ? 2 : 4, block = w.block;
   const bool zero_points = w.zero_points;
-  alignas(64) uint16_t table[32];  // of bfloat16, by four bits, or by their difference from a zero point
-  for (int i = 0; i < 32; i++) {
-    const float number = float(!zero_points ? i % 16 - 8 : i < 16 ? i : i - 32);
-    uint32_t bits;
-    std::memcpy(&bits, &number, 4);
-    table[i] = uint16_t(bits >> 16);
-  }
-  alignas(64) uint16_t order[32];  // of pairs of rows: the first ones' and the next ones' in turn
-  for (int i = 0; i < 32; i++) order[i] = uint16_t(i % 2 * 16 + i / 2);
-  const Shorts numbers = (Shorts)integers_at(reinterpret_cast<const uint8_t*>(table));
-  const Shorts in_fours = (Shorts)integers_at(reinterpret_cast<const uint8_t*>(order));
+  const Shorts numbers = vector_of(zero_points ? kDifferences : kNumbers), in_fours = vector_of(kInFours);
   const Ints low = all(0x000f000f);
   for (int b = 0; b < blocks; b++, scales += kTile) {
     store(scales, w.half_scales ? load_half(tile) : load(tile));
@@ -130,8 +145,6 @@ const uint8_t* to_registers(const PackedWeights& w, const uint8_t* tile, int blo
       tile += kTile;
     }
     for (int k = 0; k < block; k += 8) {
-      fetch<false>(tile + kFar);
-      fetch<true>(tile + kNear);
       if (kKind == WeightKind::kInt4) {
         const Ints rows = integers_at(tile);
         tile += 64;
@@ -158,6 +171,7 @@ struct Unit {
   const uint8_t *panel, *weights;  // the second tile's kSpanBytes later
   const float* scales;             // the second tile's kSpan later
   float* totals;                   // [tiles, kGroup, kTile]
+  int rows;                        // of the group; the numbers of others are undefined
 };
 
 // Multiplies units one by one. While the registers are at one of them, the sums of the one before are scaled and added.
@@ -219,6 +233,7 @@ class Multiplier {
     for (int t = 0; t < kTiles; t++) scales[t] = load(unit.scales + t * kSpan);
 #pragma GCC unroll 16
     for (int m = 0; m < kGroup; m++) {
+      if (m == unit.rows) break;
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; t++) {
         Vec sum = load(sums[t][0][m]);
@@ -239,6 +254,7 @@ class Multiplier {
 template <WeightKind kKind, bool kJoint, int kTiles>
 void product_of_panels(const PackedWeights& w, const Activations& x, int first, int last, float* y, ptrdiff_t stride) {
   const Panels form(w);
+  const size_t block_bytes = w.block_bytes();
   const int blocks = w.depth / w.block, block = w.block, most = kSpan / block, groups = (x.rows + kGroup - 1) / kGroup;
   alignas(64) uint8_t weights[kTiles][kSpanBytes];
   alignas(64) float scales[kTiles][kSpan], totals[kMostGroups][kTiles][kGroup * kTile];
@@ -250,10 +266,15 @@ void product_of_panels(const PackedWeights& w, const Activations& x, int first, 
     for (int from = 0; from < blocks; from += most) {
       const int count = std::min(most, blocks - from);
       for (int i = 0; i < kTiles; i++) tiles[i] = to_registers<kKind>(w, tiles[i], count, weights[i], scales[i]);
+      // Where the weights are that come next, which are fetched while these are multiplied.
+      const size_t skipped = from + count < blocks ? 0 : (kTiles - 1) * w.tile_bytes();
       for (int g = 0; g < groups; g++) {
         const uint8_t* panel = x.panels + size_t(g) * form.group_bytes + size_t(from) * form.block_bytes;
-        for (int b = 0; b < count; b++, panel += form.block_bytes)
-          multiplier.multiply({panel, weights[0] + b * block * form.size * kTile, scales[0] + b * kTile, totals[g][0]});
+        for (int b = 0; b < count; b++, panel += form.block_bytes) {
+          for (size_t line = 0; g == 0 && line < block_bytes; line += 64)
+            for (int i = 0; i < kTiles; i++) fetch<true>(tiles[i] + skipped + size_t(b) * block_bytes + line);
+          multiplier.multiply({panel, weights[0] + b * block * form.size * kTile, scales[0] + b * kTile, totals[g][0], std::min(kGroup, x.rows - g * kGroup)});
+        }
       }
       multiplier.finish();
     }
