@@ -129,8 +129,11 @@ class Graph(ABC):
     def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
         """Runs at a shape point; returns the outputs by name, without the caches."""
 
-    def chunk(self, most: int, tokens: int) -> int:
-        """T of a run that reads ``tokens`` tokens of a prompt; by default always the largest, ``most``."""
+    def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
+        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``most``.
+
+        ``alone`` says that no request waits for the run to end.
+        """
         return most
 
     def _cache_size(self, rows: int) -> int:

@@ -236,7 +236,7 @@ class Scheduler:
         # A draft reads nothing for a request that will not speculate.
         self._policy.assign(self._running)
         reread = request.view.read_again
-        request.read = not self._program.prefill(request.view)
+        request.read = not self._program.prefill(request.view, alone=not stalled)
         request.stats.cached_tokens -= request.view.read_again - reread
         if request.read and len(request.view.tree) > 1 and request.view.lookup is None:
             request.history.unread = 0

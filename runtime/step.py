@@ -148,15 +148,15 @@ class HostProgram:
     def reusable(self, slot: int, tokens: int) -> int:
         return self._target.reusable(slot, tokens)
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, alone: bool = False) -> bool:
         """Reads a chunk of all but the last token, the first step's root; returns whether tokens are unread."""
-        unread = self._read(view)
+        unread = self._read(view, alone)
         # The proposer reads its chunk in the same turn: in turns of its own it would stall the batch twice.
         if view.method is not None and len(view.tree) > 1 and view.lookup is None:
             unread |= self.proposer(view.method).prefill(view)
         return unread
 
-    def _read(self, view: SlotView) -> bool:
+    def _read(self, view: SlotView, alone: bool) -> bool:
         """Has the target read a chunk of a prompt; returns whether tokens are unread."""
         slot, top, chunk, rows = view.slot, view.params.prompt_logprobs, self._chunk, 1
         slots = range(slot, slot + 1)
@@ -169,7 +169,7 @@ class HostProgram:
             view.read_again += past - usable
             past = usable
         if top is None:
-            chunk = self._target.chunk(chunk, max(1, end - past))
+            chunk = self._target.chunk(chunk, max(1, end - past), alone)
         count, at = min(chunk, end - past), slot - slots.start
         if count <= 0:
             return False

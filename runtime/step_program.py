@@ -91,10 +91,11 @@ class StepProgram(Protocol):
     def filled(self, slot: int) -> int:
         """The number of tokens of a slot's last text in its cache."""
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, alone: bool = False) -> bool:
         """Reads up to one chunk of a prompt after the cached part; returns whether tokens are unread.
 
-        If the slot speculates, its proposer reads as much.
+        If the slot speculates, its proposer reads a chunk too. ``alone`` says that no other request waits meanwhile: a
+        chunk may be longer.
         """
 
     def step(self, views: Sequence[SlotView]) -> StepResult:

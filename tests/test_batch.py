@@ -298,9 +298,9 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
     calls: list[str] = []
     real_prefill, real_step = HostProgram.prefill, HostProgram.step
 
-    def prefill(self: HostProgram, sequence: Any) -> bool:
+    def prefill(self: HostProgram, sequence: Any, alone: bool = False) -> bool:
         calls.append("chunk")
-        return real_prefill(self, sequence)
+        return real_prefill(self, sequence, alone)
 
     def step(self: HostProgram, sequences: Any) -> StepResult:
         calls.append("step")

@@ -39,7 +39,7 @@ class Counting:
     def reusable(self, slot: int, tokens: int) -> int:
         return 0
 
-    def prefill(self, view: SlotView) -> bool:
+    def prefill(self, view: SlotView, alone: bool = False) -> bool:
         return False
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
