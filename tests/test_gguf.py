@@ -236,6 +236,13 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
         load_checkpoint(str(odd))
 
 
+def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> None:
+    """Transformers does not know SmolLM's way, and would take GPT-2's."""
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
+    split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
+    assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
+
+
 _THETA = {"rope_type": "default", "rope_theta": 300000.0}
 _LONG = {
     "short_factor": [1.0, 1.125, 1.25, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0],
@@ -289,6 +296,7 @@ def test_attention_is_that_of_the_file(
             {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.original_context_length": 8},
             r"tensor 'rope_factors_short.weight' is missing",
         ),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer.ggml.pre is 'deepseek-llm', a way to split text"),
         ({"tokenizer.ggml.model": "bert"}, r"its tokenizer could not be read: .*'bert'"),
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
     ],

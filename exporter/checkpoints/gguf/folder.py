@@ -15,6 +15,8 @@ from unittest import mock
 
 import gguf
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from specexport.contract.errors import BuildError
@@ -34,6 +36,9 @@ _TURN_ENDS = frozenset({
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
+_LIKE_GPT2 = ("", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Kinds of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer, and those that also split digits."""
 _UNMAPPED = {
     "phi3": {"attention.sliding_window": "sliding_window"},
     "starcoder2": {"rope.freq_base": "rope_theta"},
@@ -89,9 +94,10 @@ def describe(folder: Path) -> None:
         _add_attention(header, document)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
-            tokenizer.save_pretrained(folder)
         except Exception as error:  # as above
             raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
+    _set_split(header, tokenizer.backend_tokenizer)
+    tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     settings_document = json.loads(settings.read_text(encoding="utf-8"))
     # The families' own classes would ignore the file's tokenizer.
@@ -132,6 +138,19 @@ def _require_sizes(header: Header, config: dict[str, Any]) -> None:
         heads = config.get(name)
         if isinstance(heads, int) and heads < 1:
             raise BuildError(f"{header.path}: {header.architecture}.attention.{key} is {heads}; expected at least 1")
+
+
+def _set_split(header: Header, tokenizer: Tokenizer) -> None:
+    """Splits texts before merges as the file states; transformers splits unknown kinds like GPT-2."""
+    kind = header.get("tokenizer.ggml.pre", str, "default")
+    if not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
+        return
+    if kind not in _SINGLE_DIGITS:
+        raise BuildError(
+            f"{header.path}: tokenizer.ggml.pre is {kind[:40]!r}, a way to split text that transformers does not know; "
+            "build from the model that the file was made of"
+        )
+    tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
 
 def _reason(error: Exception) -> str:
