@@ -129,6 +129,17 @@ def test_missing_tensors_are_refused(model: Path) -> None:
     refused(model, f"the weights lack {name!r}")
 
 
+def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    weights = load_file(model / "model.safetensors")
+    for value in (0.0, 0.5):
+        save_file({**weights, name: torch.full((64,), value)}, model / "model.safetensors")
+        if value:
+            refused(model, f"the weights have {name!r}, which")
+        else:
+            load_checkpoint(str(model))
+
+
 # --- weights in several files -----------------------------------------------------------------------------------------
 
 
