@@ -158,6 +158,10 @@ def sharded(model: Path) -> Path:
 
 
 def test_weights_in_several_files_are_the_same(sharded: Path, checkpoint: Path) -> None:
+    placed = json.loads((sharded / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    for file in set(placed.values()):  # with older copies of what the index places in the other
+        weights = {name: torch.zeros(3) for name in placed} | load_file(sharded / file)
+        save_file(weights, sharded / file, {"format": "pt"})
     whole, parts = load_checkpoint(str(checkpoint)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
