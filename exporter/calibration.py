@@ -288,6 +288,7 @@ def gptq(name: str, weight: torch.Tensor, inputs: InputFactor, block: int) -> Ro
         blocks, 2, _LEAST, _LARGEST, zero_points=True, weight=energy.reshape(1, depth // block, block)
     )
     scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
+    scale[scale == 0] = 1.0  # a block of zeros, which compensation may change
     weights_left = weight.T[order].contiguous()  # [K,N]
     integers = torch.empty(depth, outputs, dtype=torch.int8)
     for start in range(0, depth, _COLUMNS):

@@ -30,7 +30,7 @@ class Stats:
         output_tokens: tokens generated.
         steps: verify steps, plain ones included.
         drafted: draft tokens verified.
-        accepted: draft tokens accepted.
+        accepted: draft tokens accepted; those of the last step may be behind the output's end.
         accepted_at: how often a draft token was accepted at each depth of a step's tree.
         steps_with_draft: steps that verified draft tokens.
         steps_by_draft: number of steps by number of draft tokens (0 is plain), for each method that proposed them.
@@ -70,8 +70,8 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a verify step commits: accepted ones and the bonus token."""
-        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+        """Mean tokens a verify step commits: accepted ones and the bonus token, up to the output's end."""
+        return self.output_tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:

@@ -12,7 +12,13 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+    "starcoder2": "starcoder2", "nemotron": "nemotron",
+}  # fmt: skip
+_WINDOWED = ("gemma2", "gemma3", "phi3")
+_ONE_MORE = ("gemma2", "gemma3", "nemotron")
+"""Architectures whose files hold norms with 1 added."""
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 """Sizes that blocks of 256 divide."""
 Type = GGMLQuantizationType
@@ -60,9 +66,9 @@ def make_gguf(
         f"{prefix}.feed_forward_length": config["intermediate_size"],
         f"{prefix}.attention.head_count": config["num_attention_heads"],
         f"{prefix}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{prefix}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{prefix}.attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-5)),
         f"{prefix}.attention.key_length": config.get("head_dim"),
-        f"{prefix}.attention.sliding_window": config.get("sliding_window") if architecture == "gemma3" else None,
+        f"{prefix}.attention.sliding_window": config.get("sliding_window") if architecture in _WINDOWED else None,
         f"{prefix}.rope.dimension_count": config.get("head_dim") if architecture == "llama" else None,
         f"{prefix}.rope.freq_base": float(rope.get("rope_theta") or rope["full_attention"]["rope_theta"]),
         f"{prefix}.vocab_size": config["vocab_size"],
@@ -79,7 +85,7 @@ def make_gguf(
         if architecture == "llama" and target.rpartition(".")[0].endswith(("attn_q", "attn_k")):
             heads = config["num_attention_heads" if "attn_q" in target else "num_key_value_heads"]
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        if architecture == "gemma3" and target.endswith("norm.weight"):
+        if architecture in _ONE_MORE and target.endswith("norm.weight"):
             array = array + 1
         wanted = next((other_kind for end, other_kind in (others or {}).items() if target.endswith(end)), kind)
         held[target] = _blocks(array, wanted, random) if array.ndim > 1 else (array, Type.F32)

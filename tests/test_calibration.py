@@ -30,6 +30,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     mixed = torch.randn(DEPTH // 4, DEPTH, generator=generator)  # inputs that go together, as in models
     x = torch.randn(512, DEPTH // 4, generator=generator) @ mixed + 0.3 * torch.randn(512, DEPTH, generator=generator)
     weight = torch.randn(OUTPUTS, DEPTH, generator=generator)
+    weight[: OUTPUTS // 8, 32:64] = 0  # whole blocks, as in pruned models
     rounded = gptq("w", weight, InputFactor.of(x), 32)
     alone = torch.from_numpy(fit_blocks(weight.T.numpy(), 0, 32, -8, 7, zero_points=True).restored(0)).T
 

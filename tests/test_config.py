@@ -129,6 +129,17 @@ def test_missing_tensors_are_refused(model: Path) -> None:
     refused(model, f"the weights lack {name!r}")
 
 
+def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    weights = load_file(model / "model.safetensors")
+    for value in (0.0, 0.5):
+        save_file({**weights, name: torch.full((64,), value)}, model / "model.safetensors")
+        if value:
+            refused(model, f"the weights have {name!r}, which")
+        else:
+            load_checkpoint(str(model))
+
+
 # --- weights in several files -----------------------------------------------------------------------------------------
 
 
@@ -147,6 +158,10 @@ def sharded(model: Path) -> Path:
 
 
 def test_weights_in_several_files_are_the_same(sharded: Path, checkpoint: Path) -> None:
+    placed = json.loads((sharded / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    for file in set(placed.values()):  # with older copies of what the index places in the other
+        weights = {name: torch.zeros(3) for name in placed} | load_file(sharded / file)
+        save_file(weights, sharded / file, {"format": "pt"})
     whole, parts = load_checkpoint(str(checkpoint)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

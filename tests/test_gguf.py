@@ -18,17 +18,17 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint, plain_transformers, reference_logits
 from specexport.exporter.checkpoints.gguf.header import read_header
 from specexport.exporter.checkpoints.gguf.tensors import KEPT, scales_of
 from specexport.exporter.checkpoints.locate import find, locate
-from specexport.exporter.checkpoints.stored import QuantizedTensor
+from specexport.exporter.checkpoints.stored import QuantizedTensor, read_weights
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GROUPED, make_checkpoint
 from tests.gguf_files import WIDE, Type, make_gguf
 from tests.hub import hub
 
@@ -236,6 +236,54 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
         load_checkpoint(str(odd))
 
 
+def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> None:
+    """Transformers does not know SmolLM's way, and would take GPT-2's."""
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
+    split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
+    assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
+
+
+_THETA = {"rope_type": "default", "rope_theta": 300000.0}
+_LONG = {
+    "short_factor": [1.0, 1.125, 1.25, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **_LONG}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "metadata"),
+    [
+        ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 8}, {"rope.dimension_count": 8}),
+        ("phi3", {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 256, "rope_parameters": _LONGROPE},
+         {"rope.dimension_count": 12, "rope.scaling.original_context_length": 256}),
+        ("starcoder2", {**GROUPED, "rope_parameters": _THETA}, {}),
+        ("nemotron", {**GROUPED, "partial_rotary_factor": 0.25}, {"rope.dimension_count": 4}),
+        ("gemma2", {"query_pre_attn_scalar": 256}, {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
+        ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 62, "sliding_window": 8,
+                    "layer_types": [("full" if at % 6 == 5 else "sliding") + "_attention" for at in range(62)]}, {}),
+        ("llama", {"rope_parameters": _THETA | {"rope_type": "linear", "factor": 4.0}}, {"rope.scale_linear": 4.0}),
+    ],
+    ids=["window", "long", "starcoder2", "part", "caps", "27B", "old"],
+)  # fmt: skip
+def test_attention_is_that_of_the_file(
+    tmp_path: Path, family: str, config: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    """Transformers' mapping leaves these settings at defaults, so the checkpoint is the oracle."""
+    checkpoint = make_checkpoint(tmp_path / "model", family, **config)
+    tensors = {
+        f"rope_factors_{length}.weight": np.array(_LONG[f"{length}_factor"], np.float32) for length in ("short", "long")
+    } if config.get("rope_parameters") is _LONGROPE else None  # fmt: skip
+    metadata = {f"{family}.{key}": value for key, value in metadata.items()}
+    file = make_gguf(tmp_path / "tiny.gguf", checkpoint, Type.F32, metadata=metadata, tensors=tensors)
+    logits = []
+    for source in (checkpoint, file):
+        model = load_checkpoint(str(source)).model
+        with read_weights(model), plain_transformers(model):
+            logits.append(reference_logits(model, np.arange(3, 43)))
+    np.testing.assert_array_equal(*logits)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -243,7 +291,12 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
         ({"llama.attention.head_count_kv": 0}, r"llama.attention.head_count_kv is 0; expected at least 1"),
         ({"llama.embedding_length": 1 << 30}, r"hidden_size is 1073741824; expected at most"),
         ({"llama.feed_forward_length": 128}, r"tensor 'blk.0.ffn_down.weight' \[64, 96\] fits no \[64, 128\]"),
-        ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type is 'yarn'; expected none, linear or yarn with"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type is 'yarn'; expected none, linear, or yarn or"),
+        (
+            {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.original_context_length": 8},
+            r"tensor 'rope_factors_short.weight' is missing",
+        ),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer.ggml.pre is 'deepseek-llm', a way to split text"),
         ({"tokenizer.ggml.model": "bert"}, r"its tokenizer could not be read: .*'bert'"),
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
     ],

@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine, SamplingParams, Stats
+from specexport.server.schema import ChatRequest
+from specexport.server.service import usage_of
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
 from tests.threads import wait_until
 
@@ -262,6 +265,18 @@ def test_a_prediction_is_verified(client: openai.OpenAI) -> None:
     assert response.choices[0].message.content == text
     details = response.usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+
+
+@pytest.mark.parametrize(("steps", "accepted", "output", "used"), [(1, 8, 3, 3), (2, 16, 11, 10), (2, 9, 11, 9)])
+def test_usage_counts_what_is_in_the_output(steps: int, accepted: int, output: int, used: int) -> None:
+    """A step may accept draft tokens behind the output's end."""
+    expected = {"type": "content", "content": "a"}
+    body = ChatRequest.model_validate({"messages": CHAT, "prediction": expected, "include_speculation": True})
+    stats = Stats(output_tokens=output, steps=steps, drafted=16, accepted=accepted)
+    usage = usage_of(body, [SimpleNamespace(stats=stats)], 5)
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (used, 16 - used)
+    assert usage.speculation.acceptance_length == stats.acceptance_length == output / steps
 
 
 def test_a_prediction_is_not_verified_without_speculation(client: openai.OpenAI) -> None:

@@ -124,6 +124,14 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
     chat = [*CHAT, message.model_dump(exclude_none=True), result]
     client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
+    call = message.tool_calls[0].model_dump()
+    counts = set()
+    for empty in ({"arguments": "{}"}, {"arguments": ""}, {"arguments": "null"}, {}):
+        call["function"] = {"name": "keep", **empty}
+        chat[-2] = {"role": "assistant", "content": None, "tool_calls": [call]}
+        answer = client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
+        counts.add(answer.usage.prompt_tokens)
+    assert len(counts) == 1
 
 
 def one_by_one(values: dict[str, str]) -> str:

@@ -110,6 +110,13 @@ def load_checkpoint(source: str) -> Checkpoint:
             f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
             "expected the configuration that they were saved with"
         )
+    modules = dict(model.named_modules())
+    for name in loaded["unexpected_keys"]:  # quantizers store biases of zeros, too
+        if name.endswith(".bias") and name.removesuffix(".bias") in modules and bool(tensors[name].read().any()):
+            raise BuildError(
+                f"{path}: the weights have {name!r}, which {path / 'config.json'} leaves out; expected the "
+                "configuration that they were saved with, such as attention_bias"
+            )
     max_positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_positions, int):
         raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")

@@ -24,8 +24,8 @@ from specexport.exporter.checkpoints.documents import (
     CONFIG,
     INDEX,
     SINGLE,
+    read_index,
     read_object,
-    read_shards,
     require_sane,
 )
 from specexport.exporter.checkpoints.gguf.folder import header_of
@@ -293,9 +293,11 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
         raise BuildError(f"{folder}: {unreadable(', '.join(pickled))}")
     if not path.is_file():
         raise BuildError(f"{folder}: neither {SINGLE} nor {INDEX}; expected the files that save_pretrained writes")
-    for file in read_shards(path):
+    placed = read_index(path)
+    for file in sorted(set(placed.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
         if not (folder / file).is_file():
             raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
-        yield from stored_tensors(folder / file)
+        # A file may also have older copies of tensors that the index places in another.
+        yield from (tensor for tensor in stored_tensors(folder / file) if placed.get(tensor.name, file) == file)

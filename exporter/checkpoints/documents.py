@@ -53,8 +53,8 @@ def read_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def read_shards(index: Path) -> list[str]:
-    """The names of the files in an index of safetensors, sorted.
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor in an index of safetensors.
 
     Raises:
         BuildError: it is not such an index.
@@ -62,7 +62,7 @@ def read_shards(index: Path) -> list[str]:
     placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise BuildError(f"{index}: weight_map is no object of file names by tensors; fetch the checkpoint again")
-    return sorted(set(placed.values()))
+    return placed
 
 
 def read_config(path: Path, kind: type[_Config], what: str) -> _Config:

@@ -18,8 +18,8 @@ from specexport.exporter.checkpoints.documents import (
     GENERATION,
     INDEX,
     SINGLE,
+    read_index,
     read_object,
-    read_shards,
 )
 
 GGUF = ".gguf"
@@ -203,7 +203,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         folder = fetch(*_SETTINGS, *_TOKENIZER)
         needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
         if weights:
-            needed += read_shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+            needed += sorted(set(read_index(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
             needed += _ADAPTERS[:1] if (folder / ADAPTER).is_file() else ()
         if needed:
             fetch(*needed)

@@ -140,7 +140,6 @@ class Result:
 
     steps: int = 0
     tokens: int = 0
-    accepted: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
     plain_tokens: int = 0
@@ -150,7 +149,7 @@ class Result:
     @property
     def tokens_per_step(self) -> float:
         """Acceptance length."""
-        return 1 + self.accepted / self.steps
+        return self.tokens / self.steps
 
     @property
     def speed_up(self) -> float:
@@ -169,7 +168,6 @@ class Result:
         stats = completion.stats
         self.steps += stats.steps
         self.tokens += stats.output_tokens
-        self.accepted += stats.accepted
         self.seconds += stats.decode_seconds
         self.plain_seconds += plain.stats.decode_seconds
         self.plain_tokens += plain.stats.output_tokens

@@ -83,7 +83,8 @@ def template_message(message: ChatMessage) -> Message:
         fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         for call in fields["tool_calls"]:
             with contextlib.suppress(ValueError, RecursionError):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                # Clients send nothing, or null, where a call has no arguments.
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "null") or {}
     return fields
 
 

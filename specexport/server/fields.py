@@ -184,7 +184,7 @@ class CalledFunction(RequestModel):
     """The called function, with its arguments as JSON."""
 
     name: ToolName
-    arguments: Text
+    arguments: Text = ""
 
 
 class ToolCall(RequestModel):

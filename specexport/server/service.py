@@ -390,10 +390,12 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens:
             num_accepted_tokens_per_pos=[
                 sum(counts) for counts in zip_longest(*(s.accepted_at for s in stats), fillvalue=0)
             ],
-            acceptance_length=(accepted + steps) / steps if steps else 0.0,
+            acceptance_length=output / steps if steps else 0.0,
         )
     if body.hypothesis is not None:
+        # Every step but the last adds its accepted tokens and one more; the output may end within the last.
+        used = sum(min(s.accepted, s.output_tokens - s.steps + 1) for s in stats)
         usage.completion_tokens_details = CompletionTokensDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+            accepted_prediction_tokens=used, rejected_prediction_tokens=drafted - used
         )
     return usage

@@ -15,6 +15,8 @@ from unittest import mock
 
 import gguf
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from specexport.contract.errors import BuildError
@@ -34,6 +36,22 @@ _TURN_ENDS = frozenset({
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
+_LIKE_GPT2 = ("", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Kinds of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer, and those that also split digits."""
+_UNMAPPED = {
+    "phi3": {"attention.sliding_window": "sliding_window"},
+    "starcoder2": {"rope.freq_base": "rope_theta"},
+    "stablelm": {"rope.freq_base": "rope_theta"},
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"
+    },
+}  # fmt: skip
+"""Settings by family that transformers' mapping leaves at its defaults, with their names in a configuration."""
+_PARTLY_ROTARY = ("nemotron", "phi3", "stablelm")
+"""Families whose rotary embeddings may cover a part of each head."""
+_LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose attention has a scale of its own that no file states."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings that all of Meta's models with scaled rotary frequencies share; a file holds only the factors."""
 
@@ -73,14 +91,13 @@ def describe(folder: Path) -> None:
         require_sane(header.path, document)
         _require_sizes(header, document)
         document.update(_rope_scaling(header, document))
-        head_dim = header.get(f"{header.architecture}.attention.key_length", int)
-        if head_dim is not None:  # transformers does not map it for all families
-            document.setdefault("head_dim", head_dim)
+        _add_attention(header, document)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
-            tokenizer.save_pretrained(folder)
         except Exception as error:  # as above
             raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
+    _set_split(header, tokenizer.backend_tokenizer)
+    tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     settings_document = json.loads(settings.read_text(encoding="utf-8"))
     # The families' own classes would ignore the file's tokenizer.
@@ -89,6 +106,25 @@ def describe(folder: Path) -> None:
     )
     (folder / "generation_config.json").write_text(json.dumps(_generation(header)), encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it marks the folder as complete
+
+
+def _add_attention(header: Header, config: dict[str, Any]) -> None:
+    """Adds settings of attention that transformers does not map for all families."""
+    family, prefix = header.architecture, f"{header.architecture}."
+    head_dim = header.get(f"{prefix}attention.key_length", int)
+    if head_dim is not None:
+        config.setdefault("head_dim", head_dim)
+    for key, name in _UNMAPPED.get(family, {}).items():
+        if value := header.get(prefix + key, (int, float)):  # 0 is none
+            config[name] = value
+    if family not in (*_PARTLY_ROTARY, *_LARGE_GEMMA):
+        return
+    width = header.get(f"{prefix}embedding_length", int, 0) // (header.get(f"{prefix}attention.head_count", int) or 1)
+    rotary = header.get(f"{prefix}rope.dimension_count", int, 0)
+    if family in _PARTLY_ROTARY and 0 < rotary < (head_dim or width):
+        config["partial_rotary_factor"] = rotary / (head_dim or width)
+    if _LARGE_GEMMA.get(family) == config["num_hidden_layers"]:
+        config["query_pre_attn_scalar"] = width
 
 
 def _require_sizes(header: Header, config: dict[str, Any]) -> None:
@@ -102,6 +138,19 @@ def _require_sizes(header: Header, config: dict[str, Any]) -> None:
         heads = config.get(name)
         if isinstance(heads, int) and heads < 1:
             raise BuildError(f"{header.path}: {header.architecture}.attention.{key} is {heads}; expected at least 1")
+
+
+def _set_split(header: Header, tokenizer: Tokenizer) -> None:
+    """Splits texts before merges as the file states; transformers splits unknown kinds like GPT-2."""
+    kind = header.get("tokenizer.ggml.pre", str, "default")
+    if not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
+        return
+    if kind not in _SINGLE_DIGITS:
+        raise BuildError(
+            f"{header.path}: tokenizer.ggml.pre is {kind[:40]!r}, a way to split text that transformers does not know; "
+            "build from the model that the file was made of"
+        )
+    tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
 
 def _reason(error: Exception) -> str:
@@ -132,9 +181,11 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     prefix = f"{header.architecture}.rope"
     theta = header.get(f"{prefix}.freq_base", float, 10000.0)
-    kind = header.get(f"{prefix}.scaling.type", str, "none")
+    # Older files have one key, the factor.
+    factor = header.get(f"{prefix}.scaling.factor", float, header.get(f"{prefix}.scale_linear", float, 1.0)) or 1.0
+    kind = header.get(f"{prefix}.scaling.type", str, "none" if factor == 1.0 else "linear")
     if "rope_freqs.weight" in header.tensors:
-        factors = np.ascontiguousarray(header.tensors["rope_freqs.weight"].data).view(np.float32).astype(np.float64)
+        factors = _factors(header, "rope_freqs.weight")
         scaling = {"rope_type": "llama3", "factor": float(factors.max(initial=1.0)), **_LLAMA3}
         expected = _llama3_factors(theta, len(factors), scaling)
         if not np.allclose(factors, expected, rtol=1e-3):
@@ -143,19 +194,34 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
                 f"{scaling['factor']:g} makes; build from the model that the file was made of"
             )
         return {"rope_scaling": scaling}
+    original = header.get(f"{prefix}.scaling.original_context_length", int)
+    if "rope_factors_short.weight" in header.tensors and "rope_factors_long.weight" in header.tensors:
+        kind = "longrope"
+    if kind == "longrope" and original:
+        scaling = {
+            f"{name}_factor": _factors(header, f"rope_factors_{name}.weight").tolist() for name in ("short", "long")
+        }
+        length = {"original_max_position_embeddings": original}  # in both places, as in Phi-3's own configuration
+        return {"rope_scaling": {"rope_type": kind, **scaling, **length}, **length}
     if kind in ("none", ""):
         return {}
-    factor = header.get(f"{prefix}.scaling.factor", float, 1.0)
-    original = header.get(f"{prefix}.scaling.original_context_length", int)
     if kind == "linear":
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn" and original:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         return {"rope_scaling": scaling}
     raise BuildError(
-        f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear or yarn with an original "
-        "context length; build from the model that the file was made of"
+        f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear, or yarn or longrope with "
+        "an original context length; build from the model that the file was made of"
     )
+
+
+def _factors(header: Header, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The divisors of rotary frequencies that a tensor holds."""
+    if name not in header.tensors:
+        raise BuildError(f"{header.path}: tensor {name!r} is missing; build from the model that the file was made of")
+    place = header.tensors[name]
+    return gguf.dequantize(place.data, place.kind).astype(np.float64).reshape(-1)
 
 
 def _llama3_factors(theta: float, count: int, scaling: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
