@@ -60,7 +60,7 @@ def speed(done: Sequence[Completion]) -> float:
 
 def acceptance_length(done: Sequence[Completion]) -> float:
     """Mean tokens committed per step."""
-    return 1 + sum(run.stats.accepted for run in done) / sum(run.stats.steps for run in done)
+    return sum(run.stats.output_tokens for run in done) / sum(run.stats.steps for run in done)
 
 
 def same_texts(done: Sequence[Completion], others: Sequence[Completion]) -> int:
