@@ -39,8 +39,9 @@ size_t panel_bytes(const PackedWeights& w, int rows) {
   const bool four = w.kind == WeightKind::kInt4, fits = four || (w.kind == WeightKind::kInt8 && !w.zero_points);
   // Fewer rows are as fast without, as are those that fill half a register.
   const int least = rows % kGroup == 0 && (four || w.block >= 64) ? 16 : 24;
-  if (!fits || rows < least || w.block % 16 || w.block > kSpan) return 0;
-  return size_t((rows + kGroup - 1) / kGroup) * Panels(w).group_bytes;
+  const int groups = (rows + kGroup - 1) / kGroup;
+  if (!fits || rows < least || groups > kMostGroups || w.block % 16 || w.block > kSpan) return 0;
+  return size_t(groups) * Panels(w).group_bytes;
 }
 
 // The upper halves of numbers that bfloat16 holds.
