@@ -17,7 +17,7 @@ from specexport.contract.values import counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, buffers, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
-from specexport.runtime.costs import MOST_NOISE, SECONDS, CostCurve, Costs, Progress, measure, stored_costs
+from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
@@ -29,6 +29,7 @@ from specexport.runtime.speculative import DEFAULT, Speculative, available_metho
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.text import TextStream
+from specexport.runtime.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 
 _WARM_UP_TOKENS = 32
 

@@ -23,8 +23,9 @@ from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import MOST_NOISE, Cost, CostCurve, stored_costs
+from specexport.runtime.costs import Cost, CostCurve
 from specexport.runtime.machine import cache_folder
+from specexport.runtime.timing import MOST_NOISE, stored_costs
 from specexport.tables import Styled, Table, show
 
 if TYPE_CHECKING:

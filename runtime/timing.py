@@ -1,0 +1,264 @@
+"""Measures the cost of steps when a bundle is first opened on a machine, and stores it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import Method
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tree import TokenTree
+from specexport.runtime.backend import Backend, Graph, buffers
+from specexport.runtime.costs import Cost, CostCurve, MethodCosts
+from specexport.runtime.machine import MachineRecord
+from specexport.runtime.params import SamplingParams
+from specexport.runtime.proposal import Proposal, Proposer, SlotView
+from specexport.runtime.step import HostProgram
+from specexport.runtime.step_program import LoadedMethod
+
+SECONDS = 3.0
+"""About how long calibration may take, unless single steps are slower than that allows."""
+MOST_NOISE = 1.5
+"""A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
+_VERSION = "plain steps of one request behind plain steps"
+"""Version of the measurement; older results are discarded."""
+_ROUNDS = 25
+_PLAIN_BEFORE = 5
+"""Plain steps of a single request before one that is timed."""
+_SPACING = 1.15
+"""Least ratio of neighbouring measured widths; costs between them are interpolated."""
+_WIDER = 2
+"""Widest steps of a batch that are measured, all slots together, relative to a single slot's widest."""
+_LONGER = 8
+"""Relative length of the longer text from which the cost of a further token is computed."""
+_PERIOD = 11
+"""Tokens after which the text repeats itself, so that look-ups have matches."""
+_GREEDY = SamplingParams(temperature=0.0)
+_FIXED = "fixed"
+
+Progress = Callable[[str, int, int], None]
+Trial = Callable[[], float]
+"""Runs a call once and returns the seconds that it took."""
+
+
+def stored_costs(manifest: Manifest, backend: Backend, slots: int) -> MachineRecord[CostCurve]:
+    """The stored curve of a bundle on this machine, by everything that step times depend on."""
+    content = msgspec.json.encode(manifest).decode()
+    about = (_VERSION, content, backend.device, backend.kernels_build, str(slots), *_versions())
+    return MachineRecord("costs", about, CostCurve)
+
+
+def _versions() -> list[str]:
+    """The installed libraries that steps spend their time in, with their versions."""
+    versions = []
+    for name in ("specexport", "numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return versions
+
+
+def measure(
+    manifest: Manifest,
+    target: Graph,
+    loaded_methods: Mapping[str, LoadedMethod],
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> CostCurve:
+    """Times steps and proposals, one slot first, then larger batches while there is time.
+
+    For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
+    timed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is
+    the least of 25 rounds, or of as many as there is time for, at least one after the first, which pays for buffers.
+
+    Args:
+        manifest: the bundle's.
+        target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
+        loaded_methods: the methods to measure, by name.
+        seconds: about how long it may take.
+        progress: called with what is being timed, the rounds done and the rounds in all.
+    """
+    program = HostProgram(manifest, target, {_FIXED: LoadedMethod(Method(), _Fixed())})
+    points = manifest.target.graph.points
+    tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
+    most_text = manifest.max_seq_len - tokens[-1] - 1
+    # A chunk for a draft to read; which tokens they are costs nothing.
+    length = max(2, min(manifest.prefill_chunk + 1, most_text))
+    text, longer_text = (
+        [at % min(_PERIOD, manifest.target.vocab_size) for at in range(count)]
+        for count in (length, max(length, min(_LONGER * length, most_text)))
+    )
+    target.shrink_cache(0)
+    steps: list[Cost] = []
+    proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
+    reads = {name: _read(manifest, method, text, target.sizes[-1]) for name, method in loaded_methods.items()}
+    noise: list[float] = []
+    end, batch_time = time.perf_counter() + seconds, 0.0
+    for batch in target.sizes:
+        began = time.perf_counter()
+        if steps and began + 2 * batch_time > end:  # two rounds, each about as long as the last batch size's
+            break
+        most = max(_WIDER * tokens[-1] // batch, tokens[min(1, len(tokens) - 1)])
+        trials: dict[tuple[str, int], Trial] = {
+            ("", width): _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
+            for width in tokens
+            if width <= most
+        }
+        for name, loaded in loaded_methods.items():
+            trees = loaded.method.smaller_trees(manifest.target)
+            for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
+                trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
+        left = len(target.sizes) - target.sizes.index(batch)
+        share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
+        costs = _in_turns(
+            trials, share, f"timing steps of {batch}", noise, progress, before=_PLAIN_BEFORE if batch == 1 else 1
+        )
+        for (name, nodes), least in costs.items():
+            (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
+        batch_time = sum(costs.values())
+    longer: dict[tuple[str, int], float] = {}
+    if len(longer_text) > len(text):
+        ends = {
+            ("", width): _step(program, _views(longer_text, 1, TokenTree.chain(width), _FIXED))
+            for width in sorted({tokens[0], tokens[-1]})
+        }
+        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+    for slot in range(target.sizes[-1]):
+        target.copy(slot, slot, 0)
+        for loaded in loaded_methods.values():
+            loaded.proposer.release(slot)
+    target.shrink_cache(0)
+    return CostCurve(
+        text=len(text),
+        steps=tuple(_rising(steps)),
+        longer_text=len(longer_text),
+        longer=tuple(_rising([Cost(batch=1, tokens=width, seconds=least) for (_, width), least in longer.items()])),
+        methods=tuple(
+            MethodCosts(method=name, propose=tuple(_rising(costs)), read=reads[name])
+            for name, costs in proposals.items()
+            if costs
+        ),
+        noise=statistics.median(noise),
+    )
+
+
+def _spaced(widths: Sequence[int]) -> list[int]:
+    """A selection of ascending widths that includes the first and the last."""
+    spaced = [widths[0]]
+    for width in widths[1:]:
+        if width >= _SPACING * spaced[-1] or width == widths[-1]:
+            spaced.append(width)
+    return spaced
+
+
+class _Fixed(Proposer):
+    """Proposes the token 0 throughout: the cost of a step does not depend on its tokens."""
+
+    def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
+        proposals = {}
+        for view in views:
+            tokens = np.zeros(len(view.tree) - 1, np.int64)
+            proposals[view.slot] = Proposal(tokens, view.tree, None, tokens[:, None])
+        return proposals
+
+
+def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> list[SlotView]:
+    noise = np.random.default_rng(0)
+    return [SlotView(slot, list(text), _GREEDY, noise, tree, text[:_PERIOD], method) for slot in range(slots)]
+
+
+def _step(program: HostProgram, views: Sequence[SlotView]) -> Trial:
+    """A step that can be repeated: it does not grow the text, so it writes the same cache rows each time."""
+
+    def trial() -> float:
+        start = time.perf_counter()
+        step = program.step(views)
+        return time.perf_counter() - start - step.propose
+
+    return trial
+
+
+def _propose(proposer: Proposer, views: Sequence[SlotView]) -> Trial:
+    def trial() -> float:
+        start = time.perf_counter()
+        proposer.propose(views)
+        return time.perf_counter() - start
+
+    return trial
+
+
+def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: int) -> float:
+    """Has a method read a text in every slot; returns the seconds of a chunk, 0 if no draft reads."""
+    method, proposer = loaded.method, loaded.proposer
+    views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
+    if method.target_outputs:
+        point = ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1)
+        outputs = {name: array[0] for name, array in buffers(manifest.target_signature)(point)[1].items()}
+    times: list[float] = []
+    for view in views:
+        if outputs:  # zeros: a proposer's cost does not depend on their values
+            proposer.observe(view.slot, outputs, 0)
+            proposer.observe_text(view, outputs, 0, range(len(text) - 1))
+        unread = True
+        while unread:
+            start = time.perf_counter()
+            unread = proposer.prefill(view)
+            times.append(time.perf_counter() - start)
+    return min(times) if times and not method.reads_embeddings else 0.0
+
+
+def _in_turns(
+    trials: Mapping[tuple[str, int], Trial],
+    seconds: float,
+    name: str,
+    noise: list[float],
+    progress: Progress | None,
+    before: int = 1,
+) -> dict[tuple[str, int], float]:
+    """The least time of each trial; the ratio of its median to that is appended to ``noise``.
+
+    ``before`` plain steps come before one that is timed.
+
+    Calls follow each other as in decoding: steps follow ones of their width, and a proposal if they verify any. After
+    other calls a plain step takes up to a sixth longer, which it takes several to get over, as what it reads has left
+    the nearest caches; and a small draft would stay there if no step came between its runs.
+    """
+    steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
+    end = time.perf_counter() + seconds
+    for turn in range(_ROUNDS + 1):
+        for at in range(max(len(steps), len(proposals) + 1)):
+            step = steps[at % len(steps)]
+            for _ in range(1 if at else before):
+                trials[step]()
+            proposal = (proposals[(at - 1) % len(proposals)],) if at and proposals else ()
+            for key in (*proposal, step):
+                duration = trials[key]()
+                if turn:
+                    times[key].append(duration)
+        if progress is not None:
+            progress(name, turn + 1, _ROUNDS + 1)
+        if turn and time.perf_counter() > end:
+            break
+    if progress is not None:
+        progress(name, 1, 1)
+    least = {key: max(min(durations), 1e-9) for key, durations in times.items()}
+    noise += [statistics.median(durations) / least[key] for key, durations in times.items()]
+    return least
+
+
+def _rising(costs: Sequence[Cost]) -> list[Cost]:
+    """Costs, lowered to that of any wider step or larger batch that took less: noise only adds to measurements."""
+    return [
+        msgspec.structs.replace(
+            cost,
+            seconds=min(c.seconds for c in costs if c.batch >= cost.batch and c.tokens >= cost.tokens),
+        )
+        for cost in sorted(costs, key=lambda cost: (cost.batch, cost.tokens))
+    ]
