@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ import onnx
 import torch
 import transformers
 
-from specexport.contract.engines import COMPILERS
+from specexport.contract.engines import COMPILERS, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.manifest import (
@@ -35,7 +35,6 @@ from specexport.exporter.engines.compiler import load_library, require_collectiv
 from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
 from specexport.exporter.options import PREFILL_CHUNK, BuildOptions, require_blocks
-from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.records import RECORDS, Records
 from specexport.exporter.target import build_target, for_checkpoint
 from specexport.exporter.trace import write_program
@@ -71,10 +70,21 @@ def build(
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
-        state = run_stages(Build(options, folder, report, Records(folder, _built_with())), STAGES, report)
-        if compiled is not None and state.engines is not None:
-            compiled(state.engines)
-        state.records.close()
+        records = Records(folder, _built_with())
+        source = locate(options.target)
+        build = Build(options, folder, report, source, load_tokenizer(source))
+        check_methods(build)
+        build.target = records.run("target", WrittenTarget, lambda: build_target(build))
+        methods = write_drafts(build, records)
+        check_graphs(build, methods)
+        templates = write_tokenizer(build)
+        program = trace_program(build, methods)
+        manifest = describe_bundle(build, methods, templates, program, records.files)
+        if options.engines is not None:
+            engines = compile_graphs(folder, manifest, options.engines, report)
+            if compiled is not None:
+                compiled(engines)
+        records.close()
     return options.output
 
 
@@ -84,12 +94,6 @@ def _require_output(options: BuildOptions) -> None:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
     if output.exists() and not (output / MANIFEST_NAME).is_file():
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
-
-
-def find_target(build: Build) -> None:
-    """Finds the target's checkpoint, and reads its tokenizer."""
-    build.source = locate(build.options.target)
-    build.tokenizer = load_tokenizer(build.source)
 
 
 def check_methods(build: Build) -> None:
@@ -103,58 +107,59 @@ def check_methods(build: Build) -> None:
         exporter_of(method).check(method, build.source, build.tokenizer.tokenizer)
 
 
-def write_target(build: Build) -> None:
-    """Loads, checks, traces, rewrites and writes the target; see the stages in ``exporter/target.py``."""
-    build.target = build.records.run("target", WrittenTarget, lambda: build_target(build))
-
-
-def write_drafts(build: Build) -> None:
-    """Does the same for the methods' own models."""
+def write_drafts(build: Build, records: Records) -> tuple[Method, ...]:
+    """Loads, checks, traces and writes the methods' own models; returns the methods with them."""
     methods: list[Method] = []
     for method in build.plan.methods:
         exporter = exporter_of(method)
         if exporter.stage is not None:
-            method = build.records.run(exporter.stage, Method, functools.partial(exporter.export, method, build))
+            method = records.run(exporter.stage, Method, functools.partial(exporter.export, method, build))
         methods.append(method)
-    build.methods = tuple(methods)
+    return tuple(methods)
 
 
-def check_graphs(build: Build) -> None:
+def check_graphs(build: Build, methods: Sequence[Method]) -> None:
     """Runs every graph once, and refuses outputs that are not finite."""
     graphs = [(build.target.model, target_signature(build.target.model, ()))]
-    graphs += [(model, method.signatures[role]) for method in build.methods for role, model in method.models.items()]
+    graphs += [(model, method.signatures[role]) for method in methods for role, model in method.models.items()]
     for index, (model, signature) in enumerate(graphs):
         build.progress("running the graphs once", index, len(graphs))
         require_finite(build.folder, model, signature, build.options.lowering)
     build.progress("running the graphs once", len(graphs), len(graphs))
 
 
-def write_tokenizer(build: Build) -> None:
-    """Writes the tokenizer and the chat templates."""
+def write_tokenizer(build: Build) -> dict[str, str]:
+    """Writes the tokenizer and the chat templates; returns the templates' files by name."""
     folder = build.folder / "tokenizer"
     folder.mkdir()
     text = build.tokenizer.tokenizer.to_str(pretty=True)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    build.templates = {}
+    templates = {}
     for name, source in build.tokenizer.chat_templates.items():
         stem = "chat_template" if name == DEFAULT_TEMPLATE else f"additional_chat_templates/{name}"
         file = folder / f"{stem}.jinja"
         file.parent.mkdir(exist_ok=True)
         file.write_text(source, encoding="utf-8")
-        build.templates[name] = file.relative_to(build.folder).as_posix()
+        templates[name] = file.relative_to(build.folder).as_posix()
+    return templates
 
 
-def trace_program(build: Build) -> None:
+def trace_program(build: Build, methods: Sequence[Method]) -> tuple[ProgramGraph, ...]:
     """Traces the step program, which keeps a step on a device."""
-    build.program = ()
-    if build.options.backend != "onnxruntime" and build.options.tensor_parallel == 1:
-        with build.during("tracing the step program"):
-            cache = build.target.model.cache
-            build.program = write_program(build.folder, build.methods, cache, build.options.lowering)
+    if build.options.backend == "onnxruntime" or build.options.tensor_parallel > 1:
+        return ()
+    with build.during("tracing the step program"):
+        return write_program(build.folder, methods, build.target.model.cache, build.options.lowering)
 
 
-def describe_bundle(build: Build) -> None:
-    """Writes the manifest."""
+def describe_bundle(
+    build: Build,
+    methods: tuple[Method, ...],
+    templates: dict[str, str],
+    program: tuple[ProgramGraph, ...],
+    recorded: Sequence[FileEntry],
+) -> Manifest:
+    """Writes the manifest; ``recorded`` are entries of files that are already hashed."""
     from specexport import __version__
 
     options, plan, tokenizer, target = build.options, build.plan, build.tokenizer, build.target
@@ -162,7 +167,6 @@ def describe_bundle(build: Build) -> None:
     if end is not None and end >= build.vocab_size:
         end = None
     template = other_template(build.source, tokenizer.chat_templates)
-    templates = dict(build.templates)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -174,13 +178,13 @@ def describe_bundle(build: Build) -> None:
         prefill_chunk=PREFILL_CHUNK,
         batch_sizes=plan.batches,
         target=target.model,
-        methods=build.methods,
+        methods=methods,
         tokenizer=TokenizerInfo(
             file="tokenizer/tokenizer.json",
             eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
-            chat_template=templates.pop(DEFAULT_TEMPLATE, None),
-            named_templates=templates,
+            chat_template=templates.get(DEFAULT_TEMPLATE),
+            named_templates={name: file for name, file in templates.items() if name != DEFAULT_TEMPLATE},
             split_special_tokens=tokenizer.split_special_tokens,
         ),
         generation=msgspec.structs.replace(
@@ -188,28 +192,20 @@ def describe_bundle(build: Build) -> None:
             posterior_threshold=options.posterior_threshold,
             posterior_alpha=options.posterior_alpha,
         ),
-        files=_file_entries(build),
-        program=build.program,
+        files=_file_entries(build, recorded),
+        program=program,
         notes=(*setting_notes(build.source, end, target.eos_token_ids), *(() if template is None else (template,))),
     )
     write_manifest(build.folder, manifest)
-    build.manifest = read_manifest(build.folder)
-
-
-def compile_engines(build: Build) -> None:
-    """Compiles engines for GPUs, if the options ask for them."""
-    build.engines = None
-    if build.options.engines is not None:
-        build.engines = compile_graphs(build.folder, build.manifest, build.options.engines, build.progress)
+    return read_manifest(build.folder)
 
 
 def _built_with() -> dict[str, str]:
     return {"torch": str(torch.__version__), "transformers": transformers.__version__, "onnx": onnx.__version__}
 
 
-def _file_entries(build: Build) -> tuple[FileEntry, ...]:
-    """The entries of all files; those of recorded stages are already hashed."""
-    entries = {entry.path: entry for entry in build.records.files}
+def _file_entries(build: Build, recorded: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    entries = {entry.path: entry for entry in recorded}
     files = sorted(path for path in build.folder.rglob("*") if path.is_file() and RECORDS not in path.parts)
     for index, path in enumerate(files):
         name = path.relative_to(build.folder).as_posix()
@@ -217,20 +213,3 @@ def _file_entries(build: Build) -> tuple[FileEntry, ...]:
             entries[name] = file_entry(build.folder, name)
         build.progress("hashing files", index + 1, len(files))
     return tuple(entry for _, entry in sorted(entries.items()))
-
-
-STAGES: tuple[Stage[Build], ...] = (
-    Stage(find_target, ensures=("source", "tokenizer")),
-    Stage(check_methods, needs=("source", "tokenizer")),
-    Stage(write_target, needs=("source", "tokenizer"), ensures=("target",)),
-    Stage(write_drafts, needs=("source", "target"), ensures=("methods",)),
-    Stage(check_graphs, needs=("target", "methods")),
-    Stage(write_tokenizer, needs=("tokenizer",), ensures=("templates",)),
-    Stage(trace_program, needs=("target", "methods"), ensures=("program",)),
-    Stage(
-        describe_bundle,
-        needs=("source", "tokenizer", "target", "methods", "templates", "program"),
-        ensures=("manifest",),
-    ),
-    Stage(compile_engines, needs=("manifest",), ensures=("engines",)),
-)

@@ -1,4 +1,4 @@
-"""The state of a build: its plan, and the results of its stages."""
+"""The state of a build, and its plan."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.contract.engines import ProgramGraph
 from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Model, Strict
 from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.records import Records
 
 if TYPE_CHECKING:
     from specexport.exporter.checkpoints.tokenizer import TokenizerFiles
-    from specexport.exporter.engines.bundle import CompileReport
     from specexport.exporter.options import BuildOptions
 
 BATCH_DRAFT_TOKENS = (1, 2)
@@ -116,7 +113,7 @@ class BuildPlan(Strict, frozen=True):
 
 
 class WrittenTarget(Strict, frozen=True):
-    """The result of the stage that writes the target.
+    """The result of writing the target.
 
     Attributes:
         plan: of the whole build; its methods include the models that were written with the target.
@@ -130,30 +127,21 @@ class WrittenTarget(Strict, frozen=True):
 
 @dataclass
 class Build:
-    """A build. Stages set the attributes after ``records``; see the list in ``exporter/build.py``.
+    """A build, as its steps and methods see it.
 
     Attributes:
         folder: the bundle's folder while it is written.
         source: the folder of the target's checkpoint.
         tokenizer: of the target.
-        methods: with their own models.
-        templates: files of chat templates by name.
-        program: the step program's graphs.
-        engines: the report of compiling engines, if any were compiled.
+        target: set once it is written.
     """
 
     options: BuildOptions
     folder: Path
     progress: Progress
-    records: Records
-    source: Path = field(init=False)
-    tokenizer: TokenizerFiles = field(init=False)
+    source: Path
+    tokenizer: TokenizerFiles
     target: WrittenTarget = field(init=False)
-    methods: tuple[Method, ...] = field(init=False)
-    templates: dict[str, str] = field(init=False)
-    program: tuple[ProgramGraph, ...] = field(init=False)
-    manifest: Manifest = field(init=False)
-    engines: CompileReport | None = field(init=False)
 
     @property
     def plan(self) -> BuildPlan:

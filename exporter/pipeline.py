@@ -1,26 +1,23 @@
-"""The passes over a graph, in order, from torch's export to the graph that a device runs; and stages of a build.
+"""The passes over a graph, in order, from torch's export to the graph that a device runs.
 
 A new rewrite is a file in ``exporter/passes`` and a line here. The lists run one after the other:
 :func:`export_passes`, whose results are kept in the cache folder; :func:`trace_passes`, after which a draft's pass may
-become a loop's body (``exporter/compose.py``); :func:`write_passes`; and :func:`device_passes` for GPUs. The stages
-themselves are listed in ``exporter/build.py`` and ``exporter/target.py``. Passes that need torch or onnxscript are
-imported inside the functions, as :func:`device_passes` runs without them.
+become a loop's body (``exporter/compose.py``); :func:`write_passes`; and :func:`device_passes` for GPUs. Passes that
+need torch or onnxscript are imported inside the functions, as :func:`device_passes` runs without them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
-from specexport.exporter.build_state import Progress, during
 from specexport.exporter.passes.compute_type import HALF_TYPES, Store, compute_in
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
@@ -136,34 +133,3 @@ def _name_nodes(model: ir.Model) -> None:
     """Names nodes after their outputs, as torch's names contain counters of the process."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.name = node.outputs[0].name
-
-
-# --- stages -----------------------------------------------------------------------------------------------------------
-S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Stage(Generic[S]):
-    """A stage of a build, a function of the build's state.
-
-    Attributes:
-        needs: attributes that it reads.
-        ensures: attributes that it sets.
-        title: shown as its progress; None if the stage reports its own.
-    """
-
-    run: Callable[[S], None]
-    needs: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ()
-    title: str | None = None
-
-
-def run_stages(state: S, stages: Sequence[Stage[S]], progress: Progress) -> S:
-    """Runs the stages in order, and returns the state."""
-    for stage in stages:
-        if stage.title is None:
-            stage.run(state)
-        else:
-            with during(progress, stage.title):
-                stage.run(state)
-    return state

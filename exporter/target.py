@@ -1,10 +1,11 @@
-"""The stages that build the target, from its checkpoint to its folder in the bundle."""
+"""Builds the target, from its checkpoint to its folder in the bundle."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import onnx_ir as ir
@@ -27,7 +28,6 @@ from specexport.exporter.checkpoints.split import same_when_split, split_checkpo
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
-from specexport.exporter.pipeline import Stage, run_stages
 from specexport.exporter.writing import TracedGraph, trace_checkpoint, write_models
 from specexport.graphs.step import Addition, StepModule
 
@@ -65,73 +65,45 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
     return msgspec.structs.replace(options, precision=kind, rest=unquantized)
 
 
-@dataclass
-class TargetBuild:
-    """The target while it is built. Stages set the attributes after ``build``.
-
-    Attributes:
-        checkpoint: the loaded model, until it is released.
-        calibration: the tokens of the text that it is rounded for; empty if it is not.
-        sample: the checkpoint's logits over a sample text; None if nothing is rounded.
-        added: what each method adds, in the order of the plan's methods.
-        graphs: the step graph, and graphs of methods that share its weights; empty for a split target.
-    """
-
-    build: Build
-    checkpoint: Checkpoint = field(init=False)
-    calibration: list[int] = field(init=False)
-    plan: BuildPlan = field(init=False)
-    sample: graph_checks.Reference | None = field(init=False)
-    added: list[Addition | TracedGraph | None] = field(init=False)
-    graphs: list[TracedGraph] = field(init=False)
-    written: WrittenTarget = field(init=False)
-
-    @property
-    def options(self) -> BuildOptions:
-        return self.build.options
-
-    @property
-    def embedding_size(self) -> int | None:
-        """H if prompts may hold embeddings; otherwise None."""
-        if not self.options.inputs_embeds:
-            return None
-        return int(self.checkpoint.model.get_input_embeddings().weight.shape[1])
-
-    @property
-    def state_layers(self) -> tuple[StateLayer, ...]:
-        """The layers without attention, with room for the rows of the widest step."""
-        return with_rows(list(self.checkpoint.states.values()), self.plan.widths[-1])
-
-
 def build_target(build: Build) -> WrittenTarget:
-    """Runs the target's stages."""
-    return run_stages(TargetBuild(build), STAGES, build.progress).written
+    """Loads, checks, traces, rewrites and writes the target, and measures its rounding.
+
+    Raises:
+        BuildError: it cannot be read or traced, differs from plain transformers, or does not fit options or methods.
+    """
+    options = build.options
+    calibration = read_calibration_text(build)  # first, as loading a model may take long
+    with build.during("loading the target"):
+        checkpoint = load_checkpoint(options.target)
+    plan = plan_target(options, checkpoint)
+    sample = run_sample(build, checkpoint)
+    with build.during("checking the target's lowering"):
+        check(options, checkpoint)
+    written = write_target(build, plan, checkpoint, calibration)
+    del checkpoint  # as its written graph and drafts are loaded next
+    gc.collect()
+    return measure(build, written, sample)
 
 
-def load(target: TargetBuild) -> None:
-    """Loads the checkpoint."""
-    target.checkpoint = load_checkpoint(target.options.target)
-
-
-def read_calibration_text(target: TargetBuild) -> None:
-    """Reads the text to round for, if any: first, as loading a model may take long.
+def read_calibration_text(build: Build) -> list[int]:
+    """The tokens of the text to round for; none if the options do not ask for it.
 
     Raises:
         BuildError: it cannot be read, or is too short.
     """
-    path = target.options.calibration_data
-    text = calibration_text(path) if target.options.calibrated else ""
-    target.calibration = target.build.tokenizer.tokenizer.encode(text).ids
-    if path is not None and len(target.calibration) < LEAST_TOKENS:
+    path = build.options.calibration_data
+    text = calibration_text(path) if build.options.calibrated else ""
+    tokens: list[int] = build.tokenizer.tokenizer.encode(text).ids
+    if path is not None and len(tokens) < LEAST_TOKENS:
         raise BuildError(
-            f"{path}: {counted(len(target.calibration), 'token')} of calibration data; expected some thousand, and at "
-            f"least {LEAST_TOKENS}"
+            f"{path}: {counted(len(tokens), 'token')} of calibration data; expected some thousand, and at least "
+            f"{LEAST_TOKENS}"
         )
+    return tokens
 
 
-def plan(target: TargetBuild) -> None:
+def plan_target(options: BuildOptions, checkpoint: Checkpoint) -> BuildPlan:
     """Decides trees, widths and cache sizes."""
-    options, checkpoint = target.options, target.checkpoint
     hidden = int(checkpoint.model.get_output_embeddings().weight.shape[1])
     max_seq_len = _max_seq_len(options, checkpoint)
     info = TargetInfo(
@@ -151,7 +123,7 @@ def plan(target: TargetBuild) -> None:
                 f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run on "
                 "the CPU alone yet; build it with --backend onnxruntime"
             )
-    target.plan = BuildPlan.of(methods, options, max_seq_len)
+    return BuildPlan.of(methods, options, max_seq_len)
 
 
 def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
@@ -178,123 +150,108 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
     return options.max_seq_len
 
 
-def run_sample(target: TargetBuild) -> None:
-    """Runs the checkpoint over the text that rounding is measured on."""
-    target.sample = None
-    if target.options.precision in QUANTIZED:
-        with target.build.during("reading the target's sample text"):
-            tokens = target.build.tokenizer.tokenizer.encode(graph_checks.default_text()).ids
-            target.sample = graph_checks.reference(target.checkpoint, tokens)
+def run_sample(build: Build, checkpoint: Checkpoint) -> graph_checks.Reference | None:
+    """Runs the checkpoint over the text that rounding is measured on; None if nothing is rounded."""
+    if build.options.precision not in QUANTIZED:
+        return None
+    with build.during("reading the target's sample text"):
+        tokens = build.tokenizer.tokenizer.encode(graph_checks.default_text()).ids
+        return graph_checks.reference(checkpoint, tokens)
 
 
-def check(target: TargetBuild) -> None:
+def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
     """Compares our lowering with plain transformers."""
-    parity.same_as_eager(target.checkpoint, target.options.lowering)
-    if target.options.inputs_embeds:
-        parity.same_as_eager(target.checkpoint, target.options.lowering, embeds=True)
-    if target.options.tensor_parallel > 1:
-        same_when_split(target.checkpoint, target.options.tensor_parallel)
-
-
-def trace_target(target: TargetBuild) -> None:
-    """Traces the step graph with the methods' additions; a split target is traced rank by rank as it is written."""
-    options = target.options
-    target.added = [
-        exporter_of(method).add_to_target(method, target.checkpoint, options, target.plan)
-        for method in target.plan.methods
-    ]
-    drafts = [added for added in target.added if isinstance(added, TracedGraph)]
-    if drafts and options.tensor_parallel > 1:
-        raise BuildError(
-            f"tensor_parallel is {options.tensor_parallel}, and a method drafts with layers of the target, which are "
-            "split; choose a draft of its own"
-        )
-    target.graphs = [_step(target, target.checkpoint), *drafts] if options.tensor_parallel == 1 else []
-
-
-def _step(target: TargetBuild, checkpoint: Checkpoint) -> TracedGraph:
-    """The step graph of the target, or of one rank's share of it."""
-    additions = [added for added in target.added if isinstance(added, Addition)]
-    outputs = [tensors.LOGITS, *(name for method in target.plan.methods for name in method.target_outputs)]
-    states = dict(zip(target.checkpoint.states, target.state_layers, strict=True))
-    module = StepModule(checkpoint.model, additions, outputs, target.options.lowering, states)
-    graph = trace_checkpoint(checkpoint, lambda: trace.trace_step(module, checkpoint.cache, target.embedding_size))
-    return TracedGraph("step", graph, target.plan.target_points(), checkpoint.cache, target.checkpoint.parameters)
-
-
-def round_for_text(target: TargetBuild) -> None:
-    """Rounds matrices to int4 for a text, if the options ask for it."""
-    if target.options.calibrated:
-        block_size = target.options.target_storage.block_size or DEFAULT_BLOCK_SIZE
-        target.checkpoint = calibrate(target.checkpoint, target.calibration, block_size, target.build.progress)
-
-
-def write(target: TargetBuild) -> None:
-    """Writes the weights and graphs."""
-    options, checkpoint = target.options, target.checkpoint
+    parity.same_as_eager(checkpoint, options.lowering)
+    if options.inputs_embeds:
+        parity.same_as_eager(checkpoint, options.lowering, embeds=True)
     if options.tensor_parallel > 1:
-        models = iter([_write_ranks(target)])
-    else:
-        models = iter(
-            write_models(
-                target.build, "target", target.graphs, checkpoint, options.target_storage, options.draft_storage
+        same_when_split(checkpoint, options.tensor_parallel)
+
+
+def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibration: Sequence[int]) -> WrittenTarget:
+    """Traces the step graph with what methods add, and writes it; a split target's is traced rank by rank."""
+    options, ranks = build.options, build.options.tensor_parallel
+    with build.during("tracing the target"):
+        added = [exporter_of(method).add_to_target(method, checkpoint, options, plan) for method in plan.methods]
+        graphs = [graph for graph in added if isinstance(graph, TracedGraph)]
+        if graphs and ranks > 1:
+            raise BuildError(
+                f"tensor_parallel is {ranks}, and a method drafts with layers of the target, which are split; choose a "
+                "draft of its own"
             )
-        )
+        step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
+        if ranks == 1:
+            graphs = [step.trace(checkpoint), *graphs]
+    if options.calibrated:
+        block_size = options.target_storage.block_size or DEFAULT_BLOCK_SIZE
+        checkpoint = calibrate(checkpoint, calibration, block_size, build.progress)
+    if ranks > 1:
+        models = iter([_write_ranks(build, step)])
+    else:
+        storage = (options.target_storage, options.draft_storage)
+        models = iter(write_models(build, "target", graphs, checkpoint, *storage))
     model = next(models)
     methods = tuple(
-        with_draft(method, next(models)) if isinstance(added, TracedGraph) else method
-        for method, added in zip(target.plan.methods, target.added, strict=True)
+        with_draft(method, next(models)) if isinstance(addition, TracedGraph) else method
+        for method, addition in zip(plan.methods, added, strict=True)
     )
-    target.written = WrittenTarget(
-        model=msgspec.structs.replace(model, embedding_size=target.embedding_size, states=target.state_layers),
-        plan=msgspec.structs.replace(target.plan, methods=methods),
+    return WrittenTarget(
+        model=msgspec.structs.replace(model, embedding_size=step.embedding_size, states=step.state_layers),
+        plan=msgspec.structs.replace(plan, methods=methods),
         eos_token_ids=checkpoint.eos_token_ids,
         generation=checkpoint.generation,
     )
 
 
-def _write_ranks(target: TargetBuild) -> Model:
+@dataclass(frozen=True)
+class _StepTracer:
+    """Traces the step graph of a target, or of one rank's share of it."""
+
+    options: BuildOptions
+    plan: BuildPlan
+    target: Checkpoint
+    additions: list[Addition]
+
+    @property
+    def embedding_size(self) -> int | None:
+        """H if prompts may hold embeddings; otherwise None."""
+        table = self.target.model.get_input_embeddings().weight
+        return int(table.shape[1]) if self.options.inputs_embeds else None
+
+    @property
+    def state_layers(self) -> tuple[StateLayer, ...]:
+        """The layers without attention, with room for the rows of the widest step."""
+        return with_rows(list(self.target.states.values()), self.plan.widths[-1])
+
+    def trace(self, share: Checkpoint) -> TracedGraph:
+        outputs = [tensors.LOGITS, *(name for method in self.plan.methods for name in method.target_outputs)]
+        states = dict(zip(self.target.states, self.state_layers, strict=True))
+        module = StepModule(share.model, self.additions, outputs, self.options.lowering, states)
+        graph = trace_checkpoint(share, lambda: trace.trace_step(module, share.cache, self.embedding_size))
+        return TracedGraph("step", graph, self.plan.target_points(), share.cache, self.target.parameters)
+
+
+def _write_ranks(build: Build, step: _StepTracer) -> Model:
     """Writes each rank's share of the target, cut where the ranks combine their parts."""
     models, files = [], []
-    build, options = target.build, target.options
+    options, checkpoint = build.options, step.target
     for rank in range(options.tensor_parallel):
         role = f"target/rank-{rank}"
-        graph = _step(target, split_checkpoint(target.checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [graph], target.checkpoint, options.target_storage, options.draft_storage)
+        graph = step.trace(split_checkpoint(checkpoint, rank, options.tensor_parallel))
+        (model,) = write_models(build, role, [graph], checkpoint, options.target_storage, options.draft_storage)
         segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
         models.append(model)
         files.append(RankFiles(weights=model.weights, master=model.graph.master, segments=tuple(segments)))
-    return msgspec.structs.replace(models[0], cache=target.checkpoint.cache, ranks=tuple(files))
+    return msgspec.structs.replace(models[0], cache=checkpoint.cache, ranks=tuple(files))
 
 
-def release(target: TargetBuild) -> None:
-    """Releases the checkpoint, as its written graph and drafts are loaded next."""
-    del target.checkpoint, target.added, target.graphs
-    gc.collect()
-
-
-def measure(target: TargetBuild) -> None:
+def measure(build: Build, written: WrittenTarget, sample: graph_checks.Reference | None) -> WrittenTarget:
     """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not require."""
-    if target.sample is None:
-        return
-    model = target.written.model
-    with target.build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
-        measured = graph_checks.measure(target.build.folder.joinpath, target.options.lowering, model, target.sample)
-        model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=measured))
-    target.written = msgspec.structs.replace(target.written, model=model)
-
-
-STAGES: tuple[Stage[TargetBuild], ...] = (
-    Stage(read_calibration_text, ensures=("calibration",)),
-    Stage(load, ensures=("checkpoint",), title="loading the target"),
-    Stage(plan, needs=("checkpoint",), ensures=("plan",)),
-    Stage(run_sample, needs=("checkpoint",), ensures=("sample",)),
-    Stage(check, needs=("checkpoint",), title="checking the target's lowering"),
-    Stage(trace_target, needs=("checkpoint", "plan"), ensures=("added", "graphs"), title="tracing the target"),
-    Stage(round_for_text, needs=("checkpoint", "calibration"), ensures=("checkpoint",)),
-    Stage(write, needs=("checkpoint", "plan", "added", "graphs"), ensures=("written",)),
-    Stage(release, needs=("checkpoint", "added", "graphs")),
-    Stage(measure, needs=("written", "sample"), ensures=("written",)),
-)
+    model = written.model
+    if sample is not None:
+        with build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
+            quality = graph_checks.measure(build.folder.joinpath, build.options.lowering, model, sample)
+            model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=quality))
+    return msgspec.structs.replace(written, model=model)

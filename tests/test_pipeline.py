@@ -1,4 +1,4 @@
-"""The order of a build: stages and passes find what they need."""
+"""The order of passes: each finds what it needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from specexport.exporter import build, pipeline, target
-from specexport.exporter.build_state import Build
-from specexport.exporter.pipeline import Form, Pass, Stage, run_passes, run_stages
-from specexport.exporter.target import TargetBuild
+from specexport.exporter import pipeline
+from specexport.exporter.pipeline import Form, Pass, run_passes
 
 pytestmark = pytest.mark.exporter
 
@@ -45,24 +43,6 @@ def test_passes_are_in_an_order_in_which_each_gets_what_it_needs(lowering: Any) 
 def test_passes_in_another_order_do_not() -> None:
     with pytest.raises(AssertionError, match="SIMPLE"):
         form_after(reversed(pipeline.export_passes({})), Form.EXPORTED)
-
-
-def test_stages_are_in_an_order_in_which_each_gets_what_it_needs() -> None:
-    lists = ((build.STAGES, Build, set()), (target.STAGES, TargetBuild, set()))
-    for stages, state, known in lists:
-        for stage in stages:
-            assert {*stage.needs} <= known, stage.run
-            known |= {*stage.ensures}
-        unset = {name for name, entry in state.__dataclass_fields__.items() if not entry.init}
-        assert known == unset
-
-
-def test_stages_run_in_turn_and_report_theirs() -> None:
-    seen: list[Any] = []
-    first = Stage[list[int]](lambda state: state.append(1), title="one")
-    stages = (first, Stage[list[int]](lambda state: state.append(2)))
-    assert run_stages([], stages, lambda *report: seen.append(report)) == [1, 2]
-    assert seen == [("one", 0, 1), ("one", 1, 1)]
 
 
 def test_passes_rewrite_in_place() -> None:
