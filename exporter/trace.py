@@ -33,11 +33,10 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
-from specexport.exporter import pipeline
 from specexport.exporter.checkpoints.quiet import quiet, uncollected
 from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.kept_traces import kept_trace
-from specexport.exporter.pipeline import run_passes
+from specexport.exporter.pipeline import export_passes, trace_passes
 from specexport.graphs.ops import translations
 from specexport.graphs.program import (
     AcceptModule,
@@ -182,13 +181,13 @@ def trace_module(
             except torch.onnx.OnnxExporterError as error:
                 raise RuntimeError(str(_root_cause(error))) from error
             assert program is not None
-            run_passes(program.model, pipeline.export_passes(_aliases(module)))
+            export_passes(program.model, _aliases(module))
         return program.model
 
     module.eval()
     about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
     model = kept_trace(module, about, make)
-    run_passes(model, pipeline.trace_passes(lowering))
+    trace_passes(model, lowering)
     return model
 
 

@@ -15,7 +15,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.options import QUANTIZED, Storage
-from specexport.exporter.pipeline import run_passes, write_passes
+from specexport.exporter.pipeline import write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
 
 
@@ -64,7 +64,7 @@ def write_models(
         for graph in graphs:
             weights.report = WeightsReport()
             store = partial(weights.externalize, storage=storage, heads=heads, checkpoint=checkpoint.tensors)
-            run_passes(graph.model, write_passes(store, branches=storage.branches))
+            write_passes(graph.model, store, branches=storage.branches)
             ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(

@@ -1,4 +1,6 @@
-"""Access to a model's decoder layers: the states between them, and models cut off after their first layers."""
+"""Access to the inside of a model: the states between its layers and before its head, and models cut off after their
+first layers.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +64,34 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def hidden_and_logits(
+    model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a transformers causal LM; logits are most of the cost, so they are computed at selected positions only.
+
+    Args:
+        model: the model.
+        ids: int64 ``[B,L]``.
+        rows: bool ``[B,L]``, the M positions to return logits for; none by default.
+
+    Returns:
+        Hidden states after the final norm, ``[B,L,H]``, and logits, ``[M,V]``.
+    """
+    hidden: list[torch.Tensor] = []
+
+    def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden.append(args[0])
+        # At least one row, as some models do not accept an empty selection.
+        return (args[0][:1, :1] if rows is None else args[0][rows][None], *args[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    return hidden[0], logits[0] if rows is not None else logits[:0, 0]
 
 
 def keep_first_layers(model: Any, count: int) -> Callable[[], None]:

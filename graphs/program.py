@@ -3,6 +3,8 @@
 On a GPU every operator is a launch, and one over ``[B,N,V]`` moves tens of megabytes, so the accept graphs have few of
 either. None sorts, sums up or searches a whole vocabulary at once: TensorRT's TopK is limited to 3840 elements, and
 ONNX Runtime runs a row's TopK in one block and a CumSum in quadratic time.
+
+``contract/signature.py`` declares what the modules take and return.
 """
 
 from __future__ import annotations
@@ -155,7 +157,7 @@ class GreedyModule(torch.nn.Module):
     def forward(
         self, logits: torch.Tensor, parents: torch.Tensor, tree_mask: torch.Tensor, draft_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`AcceptModule.forward`. A node that is its own parent never stays."""
+        """Decides a step; a node that is its own parent never stays."""
         best, nodes = logits.argmax(-1), torch.arange(parents.shape[1])
         predicted = best.gather(1, parents.clamp(min=0))
         drafted = torch.cat([parents[:, :1], draft_tokens], 1)  # the root's entry is never used
@@ -194,24 +196,10 @@ class AcceptModule(torch.nn.Module):
         top_p: torch.Tensor,
         min_p: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Decides one step of ``B`` slots over trees of ``N`` nodes, the root included.
+        """Decides a step of ``B`` slots over trees of ``N`` nodes, the root included.
 
-        Args:
-            logits: float32 ``[B,N,V]``, the target's at every node.
-            parents: int64 ``[B,N]``; -1 for the root.
-            tree_mask: bool ``[B,N,N]``, ancestors and itself.
-            draft_tokens: int64 ``[B,N-1]``, those of nodes 1 to N-1.
-            draft_ids: int64 ``[B,N-1,M]``, the distinct tokens that each was drawn from; equal for siblings if M > 1.
-            draft_probs: float32 ``[B,N-1,M]``, their q; a token chosen without drawing has q = 1.
-            uniform: float32 ``[B,N]`` noise in [0,1): a number for each draft token, and the last for the final draw.
-            temperature: see :func:`target_weights`, as for the following.
-            top_k: see there; 1 is greedy: p is then 1 at the first of the most probable tokens.
-            top_p: see there.
-            min_p: see there.
-
-        Returns:
-            The number of accepted draft tokens, int64 ``[B]``; the accepted tokens, the bonus token, then 0, int64
-            ``[B,N]``; and the path, int64 ``[B,N]``: the root, the accepted nodes, then 0.
+        If M > 1, siblings have the same ids. The noise has a number for each draft token, and the last one for the
+        final draw. A top-k of 1 is greedy: p is then 1 at the first of the most probable tokens.
         """
         p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
         greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
@@ -279,7 +267,7 @@ class TypicalModule(torch.nn.Module):
         posterior_threshold: torch.Tensor,
         posterior_alpha: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`AcceptModule.forward`, but for ``uniform [B,1]`` and float32 ``[B]`` epsilon and alpha."""
+        """Decides a step; the noise is for the bonus token alone."""
         p, mass, _ = target_weights(logits, temperature, top_k, top_p, min_p)
         mass = mass.squeeze(2)
         entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
@@ -313,18 +301,6 @@ class FillModule(torch.nn.Module):
         tree_rows: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fills the nodes of a tree except the root.
-
-        Args:
-            draft_tokens: int64 ``[K,B]``, the drawn tokens, from the propose graph.
-            draft_ids: int64 ``[K,B,M]``, the support of q, most probable first.
-            draft_probs: float32 ``[K,B,M]``, their q.
-            tree_rows: int64 ``[B,N-1]``, which of the K rows belongs to each node.
-            tree_ranks: int64 ``[B,N-1]``, each node's rank among its siblings.
-
-        Returns:
-            Tokens, int64 ``[B,N-1]``, and ids, int64, and q, float32 ``[B,N-1,M]``, for the accept graph.
-        """
         drafted = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
         return _filled(*drafted, tree_rows, tree_ranks)
 
@@ -340,7 +316,6 @@ class StagesFillModule(torch.nn.Module):
         tree_rows: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`FillModule`; a stage's tensors are ``[B,T]``, and ``[B,T,M]`` of q."""
         drafted = (torch.cat(draft_tokens, 1), torch.cat(draft_ids, 1), torch.cat(draft_probs, 1))
         return _filled(*drafted, tree_rows, tree_ranks)
 
@@ -366,13 +341,7 @@ class CommitModule(torch.nn.Module):
     def forward(
         self, past_length: torch.Tensor, path: torch.Tensor, past: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the caches, which are bound to the memory of ``past``.
-
-        Args:
-            past_length: int64 ``[B]``, of the step.
-            path: int64 ``[B,N]``, from the accept graph: the root, the accepted nodes in order, then 0.
-            past: each layer's key and value cache ``[B,Hkv,S,D]``.
-        """
+        """Returns the caches, which are bound to the memory of ``past``."""
         rows = past_length[:, None] + path
         moved = []
         for cache in past:

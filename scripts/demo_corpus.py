@@ -11,7 +11,6 @@ import hashlib
 import json
 import random
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,23 +83,6 @@ def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -
     )
 
 
-def encode_stream(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], seed: int) -> torch.Tensor:
-    """Return all files in one shuffled stream of token ids `[tokens]`, each ended by the end-of-text token."""
-    order = list(files)
-    random.Random(seed).shuffle(order)
-    stream: list[int] = []
-    for ids in tokenizer([file.text for file in order])["input_ids"]:
-        stream.extend(ids)
-        stream.append(tokenizer.eos_token_id)
-    return torch.tensor(stream, dtype=torch.long)
-
-
-def random_windows(stream: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Cut `count` windows at random offsets out of `stream`: `[count, length]`."""
-    starts = torch.randint(0, stream.numel() - length, (count, 1), generator=generator)
-    return stream[starts + torch.arange(length)]
-
-
 def cut_prompts(
     tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], count: int, tokens: int, seed: int
 ) -> list[dict[str, str]]:
@@ -133,8 +115,8 @@ def cut_prompts(
     return prompts
 
 
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, readme: str) -> None:
-    """Write the model in float16 with its tokenizer, generation settings and card."""
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the model in float16 with its tokenizer and generation settings."""
     half = copy.deepcopy(model).to(torch.float16)
     end = tokenizer.eos_token_id
     half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
@@ -147,18 +129,8 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     settings = json.loads(settings_path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name in transformers before 5
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(readme, encoding="utf-8")
 
 
-def accuracy_table(label: str, rows: Sequence[Sequence[float]], first: int) -> str:
-    """A Markdown table of accuracies: for each row, numbered from `first`, the shares of its first ranks."""
-    ranks = (1, 2, 3, 5, 10)
-    table = [f"| {label} | {' | '.join(f'top-{rank}' for rank in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
-    for number, row in enumerate(rows, first):
-        table.append(f"| {number} | " + " | ".join(f"{sum(row[:rank]):.3f}" for rank in ranks) + " |")
-    return "\n".join(table)
-
-
-def card(name: str, **facts: object) -> str:
+def card(name: str, /, **facts: object) -> str:
     """Fill in the model card template of that name."""
     return (Path(__file__).parent / "cards" / f"{name}.md").read_text(encoding="utf-8").format(**facts)

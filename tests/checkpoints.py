@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.medusa.export import save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
-from specexport.methods.mlp_speculator.train import speculator_loss
+from specexport.methods.mlp_speculator.train import stage_losses
 from specexport.training.data import Windows
-from specexport.training.hidden import run_model
+from specexport.training.hidden import weighted_loss
 
 VOCAB = 320
 MAX_POSITIONS = 512
@@ -269,10 +270,10 @@ def make_speculator(
         prompts = torch.randint(3, vocab, (32, 12))
         ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=36)
         windows = Windows(ids.int(), torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids).int())
-        states, _ = run_model(model, ids)
+        states, _ = hidden_and_logits(model, ids)
         optimizer = torch.optim.Adam(speculator.parameters(), 1e-2)
         for _ in range(steps):
-            loss, _ = speculator_loss(speculator, states, windows.rows(torch.arange(len(ids))), 1.0)
+            loss, _ = weighted_loss(stage_losses(speculator, states, windows.rows(torch.arange(len(ids)))), 1.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

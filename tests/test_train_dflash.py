@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from specexport.graphs.layers import recorded_states
 from specexport.methods.dflash.export import save_dflash
-from specexport.methods.dflash.train import draft_accuracy, draft_loss, new_draft, random_anchors
+from specexport.methods.dflash.train import draft_losses, new_draft, random_anchors
 from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.training.data import Windows
-from specexport.training.loop import Loss
+from specexport.training.hidden import Losses, measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import VOCAB
 from tests.test_dflash import Paper
@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
     anchors = torch.tensor([[0, 3, 6], [1, 5, 7]])
     texts: list[torch.Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))
-    loss, _ = draft_loss(draft, loaded.model, STATES, windows.rows(torch.arange(2)), anchors, decay)
+    loss, _ = weighted_loss(draft_losses(draft, loaded.model, STATES, windows.rows(torch.arange(2)), anchors), decay)
     hook.remove()
 
     plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
@@ -71,14 +71,14 @@ def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashTraini
     torch.manual_seed(0)
     draft = new_draft(options(), loaded, STATES)
 
-    def loss_of(batch: Windows, number: int) -> Loss:
-        return draft_loss(draft, loaded.model, STATES, batch, random_anchors(batch, 8, 0, number), 0.8)
+    def losses_of(batch: Windows, number: int) -> Losses:
+        return draft_losses(draft, loaded.model, STATES, batch, random_anchors(batch, 8, 0, number))
 
-    trained = train_on_language(draft, loaded.model, loss_of, 100, tmp_path / "draft.pt")
+    trained = train_on_language(draft, loaded.model, losses_of, 100, tmp_path / "draft.pt")
     windows = windows_of(LANGUAGE[:8])
     with saying(loaded.model) as say:
         say(windows.rows(torch.arange(8)))
-        accuracy = draft_accuracy(draft, loaded.model, STATES, windows, CPU)
+        accuracy = measure_accuracy(partial(draft_losses, draft, loaded.model, STATES), BLOCK - 1, windows, CPU)
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
     assert accuracy.paths[0, 0, 0] > 0.8
     assert len(trained.history[-1]["top-1"]) == BLOCK - 1

@@ -20,13 +20,13 @@ from specexport.graphs.layers import recorded_states
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
 from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
-    draft_accuracy,
-    draft_loss,
+    draft_losses,
     initial_draft,
     new_draft,
     train_eagle3,
 )
 from specexport.methods.eagle3.train_options import Eagle3Training
+from specexport.training.hidden import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.test_eagle3 import Paper
@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
     save_eagle3(tmp_path / "draft", draft, STATES, tied=False, dtype=torch.float32)
     texts: list[torch.Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))
-    loss, _ = draft_loss(draft, loaded.model, STATES, windows.rows(torch.arange(2)), steps, decay)
+    loss, _ = weighted_loss(draft_losses(draft, loaded.model, STATES, windows.rows(torch.arange(2)), steps), decay)
     hook.remove()
 
     plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
@@ -93,10 +93,10 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
     torch.manual_seed(0)
     draft = new_draft(options(), loaded, STATES, windows)
     trained = train_on_language(
-        draft, loaded.model, lambda batch, _: draft_loss(draft, loaded.model, STATES, batch, 3, 0.8), 60,
+        draft, loaded.model, lambda batch, _: draft_losses(draft, loaded.model, STATES, batch, 3), 60,
         tmp_path / "draft.pt", [draft.lm_head],
     )  # fmt: skip
-    accuracy = draft_accuracy(draft, loaded.model, STATES, 3, windows, CPU)
+    accuracy = measure_accuracy(lambda batch: draft_losses(draft, loaded.model, STATES, batch, 3), 3, windows, CPU)
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
     assert accuracy.paths[0, 0, 0] > 0.8
     assert len(trained.history[-1]["top-1"]) == 3

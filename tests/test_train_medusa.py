@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
-from specexport.methods.medusa.train import head_accuracy, heads_loss, new_heads, train_medusa
+from specexport.methods.medusa.train import head_accuracy, head_losses, new_heads, train_medusa
 from specexport.methods.medusa.train_options import MedusaTraining
-from specexport.training.hidden import run_model
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 
@@ -37,9 +37,9 @@ def test_heads_read_the_language_model_heads_input(family: str) -> None:
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     rows = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.5
     with torch.no_grad():
-        hidden, logits = run_model(model, ids, rows)
+        hidden, logits = hidden_and_logits(model, ids, rows)
         whole = model(input_ids=ids, use_cache=False).logits
-        alone, _ = run_model(model, ids)
+        alone, _ = hidden_and_logits(model, ids)
     assert hidden.shape == (2, 12, model.get_output_embeddings().weight.shape[1])
     torch.testing.assert_close(logits, whole[rows], rtol=1e-4, atol=1e-4)
     assert torch.equal(hidden, alone)
@@ -52,7 +52,7 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
     heads = new_heads(4, 1, model, tied=tied)
     lm_head = model.get_output_embeddings()
     trained = train_over(
-        heads, lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, 0.8), model, windows,
+        heads, lambda hidden, batch: head_losses(heads, hidden, batch, lm_head), model, windows,
         tmp_path / "heads.pt", steps=150, batch_size=8, lr=1e-2,
     )  # fmt: skip
     accuracy = head_accuracy(heads, model, windows, CPU)

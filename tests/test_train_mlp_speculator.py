@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specexport.cli import main
-from specexport.methods.mlp_speculator.train import new_speculator, speculator_loss, stage_accuracy
+from specexport.methods.mlp_speculator.train import new_speculator, stage_accuracy, stage_losses
 from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from tests.checkpoints import make_model
 from tests.training import CPU, train_over, training_options, windows_of, write_words
@@ -37,7 +37,7 @@ def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., Spec
     torch.manual_seed(0)
     speculator = new_speculator(options(n_predict=3, inner_dim=64, tie_weights=True, scale_input=True), model)
     trained = train_over(
-        speculator, lambda hidden, batch: speculator_loss(speculator, hidden, batch, 1.0), model, windows,
+        speculator, partial(stage_losses, speculator), model, windows,
         tmp_path / "stages.pt", steps=120, batch_size=24, lr=5e-3,
     )  # fmt: skip
     accuracy = stage_accuracy(speculator, model, windows, CPU)

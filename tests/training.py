@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.dflash.train import train_dflash
 from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.eagle3.train import train_eagle3
@@ -20,8 +21,8 @@ from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.methods.mlp_speculator.train import train_mlp_speculator
 from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
-from specexport.training.hidden import hidden_loss
-from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, muon_and_adamw, train
+from specexport.training.hidden import Losses, weighted_loss
+from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, optimizers, train
 from specexport.training.run import Place
 from tests.checkpoints import VOCAB
 
@@ -104,7 +105,7 @@ def saying(model: Any) -> Iterator[Callable[[Windows], None]]:
 def train_on_language(
     draft: Any,
     model: Any,
-    loss_of: Callable[[Windows, int], Loss],
+    losses_of: Callable[[Windows, int], Losses],
     steps: int,
     checkpoint: Path,
     heads: Sequence[torch.nn.Module] = (),
@@ -114,7 +115,7 @@ def train_on_language(
     Args:
         draft: of ``methods``, for the model.
         model: the target.
-        loss_of: the loss of a batch and its number.
+        losses_of: the losses of a batch and its number.
         steps: of the training.
         checkpoint: where it is kept.
         heads: modules that AdamW trains; the rest is Muon's.
@@ -122,16 +123,16 @@ def train_on_language(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     windows = windows_of(LANGUAGE)
     parameters = {name: tensor for name, tensor in draft.named_parameters() if tensor.requires_grad}
-    optimizers = muon_and_adamw(parameters.values(), heads, 1e-2)
+    muon = optimizers("muon", parameters.values(), heads, 1e-2)
     with saying(model) as say:
 
         def loss_at(number: int) -> Loss:
             batch = windows.rows(windows.order(number, 16, 0))
             say(batch)
-            return loss_of(batch, number)
+            return weighted_loss(losses_of(batch, number), 0.8)
 
         schedule = Schedule(steps, steps // 10)
-        record = train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
+        record = train("test", parameters, muon, schedule, loss_at, checkpoint=checkpoint, log=silent)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(draft.embed_tokens.weight, before["model.embed_tokens.weight"])
     return record
@@ -139,7 +140,7 @@ def train_on_language(
 
 def train_over(
     trained: torch.nn.Module,
-    loss_of: Callable[[torch.Tensor, Windows], Loss],
+    losses_of: Callable[[torch.Tensor, Windows], Losses],
     model: Any,
     windows: Windows,
     checkpoint: Path,
@@ -150,11 +151,24 @@ def train_over(
 ) -> Trained:
     """Trains what reads a model's hidden states, which leaves the model as it was."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    loss_at = hidden_loss(model, lambda number: windows.rows(windows.order(number, batch_size, 0)), loss_of, CPU)
-    optimizers = [adamw([(list(trained.parameters()), lr)])]
+
+    def loss_at(number: int) -> Loss:
+        batch = windows.rows(windows.order(number, batch_size, 0))
+        with torch.no_grad():
+            hidden, _ = hidden_and_logits(model, batch.ids)
+        return weighted_loss(losses_of(hidden, batch), 0.8)
+
     schedule = Schedule(steps, steps // 10)
     parameters = dict(trained.named_parameters())
-    record = train("test", parameters, optimizers, schedule, loss_at, checkpoint=checkpoint, log=silent)
+    record = train(
+        "test",
+        parameters,
+        [adamw([(list(trained.parameters()), lr)])],
+        schedule,
+        loss_at,
+        checkpoint=checkpoint,
+        log=silent,
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     return record
 

@@ -49,12 +49,12 @@ def distillation_loss(
     keep: int,
     kind: str,
     *,
-    learnt: torch.Tensor | None = None,
-    bf16: bool = True,
+    learnt: torch.Tensor,
+    bf16: bool,
 ) -> torch.Tensor:
     """Divergence over the last ``keep`` predicted positions of texts, int64 ``[B,L+1]``.
 
-    ``learnt``, bool ``[B,keep]``, selects the positions that count; all by default. The teacher gets no gradients.
+    ``learnt``, bool ``[B,keep]``, selects the positions that count. The teacher gets no gradients.
     """
     with torch.no_grad():
         teacher_logits = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
@@ -64,9 +64,7 @@ def distillation_loss(
         # Models with the same tokenizer may pad their vocabularies differently; all tokens are in the smaller one.
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
-    if learnt is not None:
-        return divergence(logits[learnt], teacher_logits[learnt], kind)
-    return divergence(logits.flatten(0, 1), teacher_logits.flatten(0, 1), kind)
+    return divergence(logits[learnt], teacher_logits[learnt], kind)
 
 
 @torch.no_grad()

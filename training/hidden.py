@@ -16,44 +16,21 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from specexport.contract.errors import TrainError
 from specexport.contract.tree import MAX_NODES
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
+from specexport.graphs.layers import hidden_and_logits
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.training.data import Windows
 from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
+Losses = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""A result of :func:`summed_loss` for each prediction i of a batch, over the positions of ``learnt_from(2 + i)``."""
 _MEASURED_AT_ONCE = 8
 """Number of windows in a batch to measure."""
 _LOGITS_AT_ONCE = 1 << 27
 """Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
 
 
-def run_model(model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states that heads read, and logits at selected positions only, as these are most of the cost.
-
-    Args:
-        model: a causal LM.
-        ids: int64 ``[B,L]``.
-        rows: bool ``[B,L]``, the M positions to return logits for; none by default.
-
-    Returns:
-        Hidden states after the final norm, ``[B,L,H]``, and logits, ``[M,V]``.
-    """
-    hidden: list[torch.Tensor] = []
-
-    def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden.append(args[0])
-        # At least one row, as some models do not accept an empty selection.
-        return (args[0][:1, :1] if rows is None else args[0][rows][None], *args[1:])
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
-    try:
-        logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        hook.remove()
-    return hidden[0], logits[0] if rows is not None else logits[:0, 0]
-
-
-def weighted_loss(losses: Iterable[tuple[torch.Tensor, torch.Tensor]], decay: float) -> Loss:
+def weighted_loss(losses: Losses, decay: float) -> Loss:
     """Σ decay^i · the mean of loss i, and the top-1 and top-5 accuracy of each prediction."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
@@ -107,54 +84,36 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (logits > logits.gather(-1, labels[:, None])).to(torch.uint8).sum(dim=-1, dtype=torch.int32)
 
 
-def hidden_loss(
-    model: Any,
-    batch_at: Callable[[int], Windows],
-    loss_of: Callable[[torch.Tensor, Windows], Loss],
-    place: Place,
-    cached: Callable[[int], torch.Tensor] | None = None,
-) -> Callable[[int], Loss]:
-    """A function from a batch's number to its loss, over cached or newly computed hidden states ``[B,L,H]``."""
-
-    def loss_at(number: int) -> Loss:
-        batch = batch_at(number)
-        with place.autocast():
-            if cached is not None:
-                hidden = cached(number)
-            else:
-                with torch.no_grad():
-                    hidden = run_model(model, batch.ids)[0].to(place.frozen_dtype)
-            return loss_of(hidden, batch)
-
-    return loss_at
-
-
 def train_over_hidden(
     run: Run[Any],
     name: str,
     trained: torch.nn.Module,
-    loss_of: Callable[[torch.Tensor, Windows], Loss],
+    losses_of: Callable[[torch.Tensor, Windows], Losses],
     steps: int,
     *,
     seed: int,
 ) -> None:
     """Trains a module over the target's hidden states of the run's windows; the target is not trained.
 
-    ``loss_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` determines the batches.
+    ``losses_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` determines the batches.
 
     Raises:
         TrainError: the disk has no room for the hidden states, or the checkpoint belongs to another training.
     """
     options, model, place = run.options, run.target.model, run.place
-    cached = None
-    if options.cache_hidden:
-        states = _cached_hidden(run, run.work / f"hidden-{name}.bin")
+    cached = _cached_hidden(run, run.work / f"hidden-{name}.bin") if options.cache_hidden else None
 
-        def cached(number: int) -> torch.Tensor:
-            return states[run.windows.order(number, options.batch_size, seed)].to(place.device)
+    def loss_at(number: int) -> Loss:
+        batch = run.batch(number, seed)
+        with place.autocast():
+            if cached is not None:
+                hidden = cached[run.windows.order(number, options.batch_size, seed)].to(place.device)
+            else:
+                with torch.no_grad():
+                    hidden = hidden_and_logits(model, batch.ids)[0].to(place.frozen_dtype)
+            return weighted_loss(losses_of(hidden, batch), options.decay)
 
     optimizer = adamw([(list(trained.parameters()), options.lr)])
-    loss_at = hidden_loss(model, lambda number: run.batch(number, seed), loss_of, place, cached)
     run.train(name, dict(trained.named_parameters()), [optimizer], steps, loss_at)
 
 
@@ -181,7 +140,7 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
     with progress_bar("hidden states", len(windows)) as bar:
         for rows in windows.in_order(run.options.batch_size):
             with place.autocast():
-                hidden, _ = run_model(model, windows.rows(rows).ids.to(place.device))
+                hidden, _ = hidden_and_logits(model, windows.rows(rows).ids.to(place.device))
             states[rows[0] : rows[-1] + 1] = hidden.to(place.frozen_dtype).cpu()
             bar.update(len(rows))
     writing.replace(path)
@@ -190,16 +149,9 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def measure_accuracy(
-    losses_of: Callable[[Windows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
-    count: int,
-    windows: Windows,
-    place: Place,
+    losses_of: Callable[[Windows], Losses], count: int, windows: Windows, place: Place
 ) -> HeadAccuracy:
-    """Measures predictions of several tokens ahead, over windows that they were not trained on.
-
-    For a batch, ``losses_of`` returns a result of :func:`summed_loss` for each of ``count`` predictions, over the
-    positions of ``learnt_from(2 + i)``.
-    """
+    """Measures ``count`` predictions ahead, over windows that they were not trained on."""
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
     positions = 0

@@ -109,31 +109,21 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
     )
 
 
-def muon_and_adamw(
-    parameters: Iterable[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, and AdamW for norms, biases and the ``outer`` modules: embedding and output projection."""
-    outside = {id(module.weight) for module in outer}
-    matrices: list[torch.nn.Parameter] = []
-    adamw_parameters: list[torch.nn.Parameter] = []
-    for parameter in parameters:
-        (matrices if parameter.ndim == 2 and id(parameter) not in outside else adamw_parameters).append(parameter)
-    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(adamw_parameters, rate)])]
-
-
 def optimizers(
     name: Optimizer, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of a name in :data:`LEARNING_RATES`; see :func:`muon_and_adamw`.
+    """AdamW; or Muon for matrices, and AdamW for norms, biases and the ``outer`` modules (embedding and head).
 
-    Args:
-        name: ``adamw`` or ``muon``.
-        parameters: to train.
-        outer: the output projection and the embedding, if they are trained.
-        rate: the learning rate; None for the optimizer's default.
+    A rate of None is the optimizer's default.
     """
     rate = rate or LEARNING_RATES[name]
-    return muon_and_adamw(parameters, outer, rate) if name == "muon" else [adamw([(list(parameters), rate)])]
+    if name == "adamw":
+        return [adamw([(list(parameters), rate)])]
+    outside = {id(module.weight) for module in outer}
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outside]
+    inner = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in parameters if id(parameter) not in inner]
+    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(others, rate)])]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
-from specexport.graphs.layers import keep_first_layers
+from specexport.graphs.layers import hidden_and_logits, keep_first_layers
 from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies, take_one_position_row
 
@@ -223,13 +223,10 @@ def reference_logits(model: Any, text: Array) -> Array:
 
 def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """A model's logits after each token of a text, ``[N,V]``, and the inputs of its head, ``[N,H]``."""
-    head_inputs: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: head_inputs.append(args[0]))
-    try:
-        logits = torch.from_numpy(reference_logits(model, text))
-    finally:
-        hook.remove()
-    return logits, head_inputs[0][0].float()
+    ids = torch.from_numpy(text)[None]
+    with torch.no_grad():
+        hidden, logits = hidden_and_logits(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    return logits.float(), hidden[0].float()
 
 
 def reference_embeds(model: Any, text: Array) -> Array:

@@ -21,7 +21,7 @@ from specexport.contract.shapes import CATCH_UP_TOKENS, ShapePoint, uncached_poi
 from specexport.exporter.external_data import INLINE_BYTES, DataFile
 from specexport.exporter.passes.fix_sizes import fix_sizes
 from specexport.exporter.passes.ranks import cut
-from specexport.exporter.pipeline import device_passes, run_passes
+from specexport.exporter.pipeline import device_passes
 
 _CACHE_STEP = 4
 _SMALL_CACHE = 1024
@@ -146,7 +146,7 @@ def write_source(
                 return ir.tensor(array, dtype, name=name)
             return file.write(name, dtype, array.shape, iter([array.view(np.uint16)]))  # NumPy knows no bfloat16
 
-        run_passes(model, device_passes(compute, drafts, sizes, store, compiled=compiled, ranks=ranks))
+        device_passes(model, compute, drafts, sizes, store, compiled=compiled, ranks=ranks)
     model.graph.name = output.stem
     ir.save(model, output)
     if not converted.stat().st_size:

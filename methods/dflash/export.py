@@ -32,7 +32,7 @@ from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
-from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashModule, DFlashShape, block_lowering
+from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashModule, block_lowering
 from specexport.methods.dflash.spec import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
@@ -99,15 +99,10 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
         return tuple(round(1 + at * spacing) + 1 for at in range(draft_layers))
 
     def make(self, layers: int) -> DFlashDraft:
-        shape = DFlashShape(
-            config=self.layer,
-            target_hidden=self.target_hidden,
-            states=len(self.seen(layers)),
-            draft_vocab=self.draft_vocab,
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(BlockSettings)},
-        )
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(BlockSettings)}
+        width = len(self.seen(layers)) * self.target_hidden
         with torch.device("meta"):
-            return DFlashDraft(shape)
+            return DFlashDraft(self.layer, BlockSettings(**settings), width, self.draft_vocab)
 
 
 def read_dflash(source: str) -> DFlashOutline:
@@ -180,14 +175,14 @@ def save_dflash(
         layers: number of the target's layers.
         dtype: of the stored tensors.
     """
-    shape, layer = draft.shape, draft.shape.config.to_dict()
+    layer = draft.config.to_dict()
     config = {
         "architectures": ["DFlashDraftModel"],
         **{name: layer[name] for name in Layer.__struct_fields__ if name in layer},
         "rope_theta": layer["rope_parameters"]["rope_theta"],
-        "block_size": shape.block_size,
+        "block_size": draft.settings.block_size,
         "dflash_config": {
-            "mask_token_id": shape.mask_token,
+            "mask_token_id": draft.settings.mask_token,
             "target_layer_ids": [count - 1 for count in states],
         },
         "num_target_layers": layers,
@@ -228,12 +223,11 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     ) -> Sequence[torch.Tensor]:
         """See :class:`StatesDraftExporter`; recomputes the context's rows for every block."""
         model: DFlashDraft = draft.model
-        config: Any = model.shape.config
-        empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim)
+        empty = torch.zeros(1, model.config.num_key_value_heads, 0, model.config.head_dim)
         past, count = torch.zeros(1).long(), torch.tensor([len(drafted) + 1])
         caches = [(empty, empty)] * len(model.layers)
         active, block_positions, positions = block_lowering(
-            model.shape.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
+            model.settings.causal, caches, past, torch.tensor([len(text) - 2]), count, len(text) - 1, len(drafted) + 1
         )
         with lowering(active):
             block = model.block(torch.tensor([text[-1]]), len(drafted) + 1)

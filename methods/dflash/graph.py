@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from specexport.contract.model import LoweredAs
@@ -50,23 +49,14 @@ class BlockSettings:
     logit_softcap: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DFlashShape(BlockSettings):
-    """Sizes and switches of a draft.
-
-    Attributes:
-        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        states: number of the target's layers it reads.
-    """
-
-    config: PretrainedConfig
-    target_hidden: int
-    states: int
-    draft_vocab: int
-
-
 class DFlashDraft(torch.nn.Module):
     """The draft's parameters and computations.
+
+    Args:
+        config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
+        settings: of its blocks.
+        states_width: width of the target's states that it reads, all layers concatenated.
+        draft_vocab: number of tokens that it may propose.
 
     Attributes:
         target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
@@ -74,19 +64,18 @@ class DFlashDraft(torch.nn.Module):
 
     target_ids: torch.Tensor | None
 
-    def __init__(self, shape: DFlashShape) -> None:
+    def __init__(self, config: Any, settings: BlockSettings, states_width: int, draft_vocab: int) -> None:
         super().__init__()
-        self.shape = shape
-        config: Any = shape.config
+        self.config, self.settings = config, settings
         H, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
-        self.fc = torch.nn.Linear(shape.states * shape.target_hidden, H, bias=False)
+        self.fc = torch.nn.Linear(states_width, H, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(H, eps)
         self.layers = torch.nn.ModuleList(
             [qwen3.Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)]
         )
         self.norm = qwen3.Qwen3RMSNorm(H, eps)
-        self.lm_head = torch.nn.Linear(H, shape.draft_vocab, bias=False)
+        self.lm_head = torch.nn.Linear(H, draft_vocab, bias=False)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
 
@@ -97,7 +86,7 @@ class DFlashDraft(torch.nn.Module):
 
     def block(self, roots: torch.Tensor, rows: int) -> torch.Tensor:
         """Blocks that begin with the roots ``[N]``, int64 ``[N,rows]``."""
-        masks = torch.full((roots.shape[0], rows - 1), self.shape.mask_token, device=roots.device)
+        masks = torch.full((roots.shape[0], rows - 1), self.settings.mask_token, device=roots.device)
         # Token ids beyond the embedding, which only the target has, are read as its last one.
         return torch.cat([roots.clamp(max=self.embed_tokens.num_embeddings - 1)[:, None], masks], 1)
 
@@ -115,7 +104,7 @@ class DFlashDraft(torch.nn.Module):
         Returns:
             The input of :meth:`logits`, ``[B,R,H]``.
         """
-        hidden = self.embed_tokens(block) * self.shape.embedding_scale
+        hidden = self.embed_tokens(block) * self.settings.embedding_scale
         block_rotary, all_rotary = self.rotary_emb(hidden, block_positions), self.rotary_emb(hidden, positions)
         layer: Any
         for layer in self.layers:
@@ -129,9 +118,9 @@ class DFlashDraft(torch.nn.Module):
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., draft_vocab]`` of rows, in float32."""
         logits: torch.Tensor = self.lm_head(output).float()
-        if self.shape.logit_scale != 1.0:
-            logits = logits * self.shape.logit_scale
-        cap = self.shape.logit_softcap
+        if self.settings.logit_scale != 1.0:
+            logits = logits * self.settings.logit_scale
+        cap = self.settings.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -238,17 +227,7 @@ class DFlashModule(torch.nn.Module):
         sampling: list[torch.Tensor],
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Drafts K tokens in every slot.
-
-        Args:
-            input_ids: int64 ``[B,1]``, the roots.
-            layer_states: float32 ``[B,T,n*H]``, of the text's tokens that have no row in the cache yet.
-            last_row: int64 ``[B]``, index of the last of the T rows that is not padding.
-            past_length: int64 ``[B]``, valid rows of the cache.
-            block_rows: int64 ``[B]``, rows of each slot's block; the rest of the 1 + K are masked.
-            uniform: float32 ``[B,K]``.
-            sampling: temperature, top_k, top_p and min_p ``[B]`` of :func:`~specexport.graphs.propose.draw_candidate`.
-            past: caches.
+        """Drafts K tokens in every slot; see ``block_inputs`` in ``spec.py``.
 
         Returns:
             ``(token [K,B], ids [K,B,M], probs [K,B,M], caches...)`` with the target's token ids. The portable lowering
@@ -256,7 +235,7 @@ class DFlashModule(torch.nn.Module):
         """
         T, rows = layer_states.shape[1], uniform.shape[1] + 1
         active, block_positions, positions = block_lowering(
-            self.model.shape.causal, pairs(past), past_length, last_row, block_rows, T, rows
+            self.model.settings.causal, pairs(past), past_length, last_row, block_rows, T, rows
         )
         with lowering(active):
             block = self.model.block(input_ids[:, 0], rows)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import Qwen3Config
 
-from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import lowering
 from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
-from specexport.methods.dflash.graph import DFlashDraft, DFlashShape, each_layer
+from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, each_layer
 from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
-from specexport.training.loop import Log, Loss
+from specexport.training.hidden import Losses, summed_loss
+from specexport.training.loop import Log
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
+from specexport.training.run import TrainingModel, choose_place, load_model, open_run
 
 _AT_ONCE = 32
 """Number of a window's blocks that are evaluated together."""
@@ -41,16 +39,16 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
         run.prepare(options.self_distill)
         draft = new_draft(options, target, states)
 
-        def loss_of(batch: Windows, number: int) -> Loss:
-            anchors = random_anchors(batch, options.anchors, options.seed, number)
-            return draft_loss(draft, target.model, states, batch, anchors, options.decay)
+        def losses(batch: Windows, number: int | None) -> Losses:
+            anchors = None if number is None else random_anchors(batch, options.anchors, options.seed, number)
+            return draft_losses(draft, target.model, states, batch, anchors)
 
         train_and_write(
             run,
             draft,
             (),
-            loss_of,
-            lambda windows: draft_accuracy(draft, target.model, states, windows, place),
+            losses,
+            options.draft_block - 1,
             lambda folder: save_dflash(folder, draft.cpu(), states, target.layers),
             read_dflash,
         )
@@ -73,16 +71,8 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
         mask = next(token for token in spare if token is not None)
     within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
     config = Qwen3Config(**layer_sizes(target, options.intermediate_size), num_hidden_layers=options.layers)
-    shape = DFlashShape(
-        config=config,
-        target_hidden=hidden,
-        states=len(states),
-        draft_vocab=vocab,
-        block_size=options.draft_block,
-        mask_token=mask,
-        causal=(False,) * options.layers,
-    )
-    draft = DFlashDraft(shape).to(head.device)
+    settings = BlockSettings(block_size=options.draft_block, mask_token=mask, causal=(False,) * options.layers)
+    draft = DFlashDraft(config, settings, len(states) * hidden, vocab).to(head.device)
     draft.embed_tokens.weight, draft.lm_head.weight = frozen(table), frozen(head)
     return draft
 
@@ -94,33 +84,16 @@ def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.
     return drawn.topk(min(count, learnt.shape[1])).indices.sort().values.to(batch.ids.device)
 
 
-def draft_loss(
-    draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor, decay: float
-) -> Loss:
-    """Σ decay^i · CE_i over the tokens of blocks whose contexts end at the anchors ``[B,A]``.
+def draft_losses(
+    draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor | None = None
+) -> Losses:
+    """For each position i of a block, the cross-entropy with the target's distribution i + 2 tokens after its anchor.
 
-    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, given the text
-    before it. As the draft does not see the tokens in between, it learns that distribution marginalized over them.
+    Anchors ``[B,A]`` end the blocks' contexts; by default every token is one. As the draft does not see the tokens in
+    between, it learns that distribution marginalized over them.
     """
-    return weighted_loss(_losses(draft, model, states, batch, anchors), decay)
-
-
-def draft_accuracy(
-    draft: DFlashDraft, model: Any, states: tuple[int, ...], windows: Windows, place: Place
-) -> HeadAccuracy:
-    """Measures each position of a block after every token of windows that the draft was not trained on."""
-
-    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if anchors is None:
         anchors = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-        return _losses(draft, model, states, batch, anchors)
-
-    return measure_accuracy(losses, draft.shape.block_size - 1, windows, place)
-
-
-def _losses(
-    draft: DFlashDraft, model: Any, states: tuple[int, ...], batch: Windows, anchors: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The losses of :func:`summed_loss` for each position i of a block, over anchors in ``learnt_from(2 + i)``."""
     target_states, logits, at = run_target(model, states, batch)
     context = draft.context(target_states)
     blocks = [_blocks(draft, context, batch.ids, part) for part in torch.split(anchors, _AT_ONCE, 1)]
@@ -133,7 +106,7 @@ def _losses(
         def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
             return logits[targets[rows]].float().softmax(-1)
 
-        yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.shape.draft_vocab, taught)
+        yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.lm_head.out_features, taught)
 
 
 def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -141,7 +114,7 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
 
     All blocks of a window run together; each row sees its own block and the context up to its anchor.
     """
-    (batch, length), count, rows = ids.shape, anchors.shape[1], draft.shape.block_size
+    (batch, length), count, rows = ids.shape, anchors.shape[1], draft.settings.block_size
     roots = ids.gather(1, (anchors + 1).clamp(max=length - 1))
     block = draft.block(roots.flatten(), rows).view(batch, count * rows)
     place = torch.arange(count * rows, device=ids.device)
@@ -152,9 +125,8 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
     same_block = (place // rows)[:, None] == place // rows
     seen = torch.cat([before <= last[:, :, None], same_block.expand(batch, -1, -1)], -1)
     later = torch.cat([torch.zeros_like(before), place])[None, :] > place[:, None]
-    config: Any = draft.shape.config
-    empty = context.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
+    empty = context.new_zeros(batch, draft.config.num_key_value_heads, 0, draft.config.head_dim)
     past, no_past = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
-    with lowering(each_layer(draft.shape.causal, past, no_past, seen, later, positions)):
+    with lowering(each_layer(draft.settings.causal, past, no_past, seen, later, positions)):
         output: torch.Tensor = draft(block, context, block_positions, positions)
     return output.view(batch, count, rows, -1)[:, :, 1:]

@@ -17,7 +17,7 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import save_head_tensors
-from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
+from specexport.methods.eagle3.graph import Eagle3Draft
 from specexport.methods.eagle3.spec import Eagle3, Eagle3Options
 from specexport.methods.hidden_states.checkpoint import (
     D2T,
@@ -63,7 +63,7 @@ class Eagle3Outline(OwnFilesOutline):
     """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
-        switches: fields of :class:`~specexport.methods.eagle3.graph.Eagle3Shape`.
+        switches: of :class:`~specexport.methods.eagle3.graph.Eagle3Draft`.
     """
 
     switches: dict[str, bool]
@@ -85,7 +85,7 @@ class Eagle3Outline(OwnFilesOutline):
     def make(self, layers: int) -> Eagle3Draft:
         with torch.device("meta"):
             return Eagle3Draft(
-                Eagle3Shape(self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches)
+                self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches
             )
 
 
@@ -131,13 +131,13 @@ def save_eagle3(
         tied: leave out the head too, because it is the target's.
         dtype: of the stored tensors.
     """
-    layer: Any = draft.shape.config
+    layer = draft.config
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **{name: getattr(layer, name) for name in _SIZES},
         "rope_theta": layer.rope_parameters["rope_theta"],
-        "draft_vocab_size": draft.shape.draft_vocab,
+        "draft_vocab_size": draft.lm_head.out_features,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(states),

@@ -10,11 +10,9 @@ Parameters are named as in checkpoints of the ``speculators`` library; those of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -25,41 +23,39 @@ LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer
 """Layer classes by ``model_type``."""
 
 
-@dataclass(frozen=True)
-class Eagle3Shape:
-    """Sizes and switches of a draft.
+class Eagle3Draft(OwnStateModule):
+    """The draft's parameters and the computation of its rows.
 
-    Attributes:
+    Args:
         config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
+        target_hidden: the target's hidden size.
         states: number of the target's layers it reads.
+        draft_vocab: number of tokens that it may propose.
         norm_before_residual: whether the first layer's residual is the normed state.
         norm_before_fc: whether there is one norm over all of the target's states (``input_norm``).
         fc_norm: whether there is a norm for the states of each layer (EAGLE-3.1).
         norm_output: whether the next row reads the state after the last norm (EAGLE-3.1).
     """
 
-    config: PretrainedConfig
-    target_hidden: int
-    states: int
-    draft_vocab: int
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-
-class Eagle3Draft(OwnStateModule):
-    """The draft's parameters and the computation of its rows."""
-
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(
+        self,
+        config: Any,
+        target_hidden: int,
+        states: int,
+        draft_vocab: int,
+        *,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ) -> None:
         super().__init__()
-        self.shape = shape
-        config: Any = shape.config
-        H, wide, eps = config.hidden_size, shape.states * shape.target_hidden, config.rms_norm_eps
+        self.config, self.norm_before_residual, self.norm_output = config, norm_before_residual, norm_output
+        H, wide, eps = config.hidden_size, states * target_hidden, config.rms_norm_eps
         self.states_width, self.hidden = wide, H
         self.embed_tokens = torch.nn.Embedding(config.vocab_size, H)
-        self.input_norm = LlamaRMSNorm(wide, eps) if shape.norm_before_fc else None
-        norms = [LlamaRMSNorm(shape.target_hidden, eps) for _ in range(shape.states)] if shape.fc_norm else None
+        self.input_norm = LlamaRMSNorm(wide, eps) if norm_before_fc else None
+        norms = [LlamaRMSNorm(target_hidden, eps) for _ in range(states)] if fc_norm else None
         self.fc_norm = None if norms is None else torch.nn.ModuleList(norms)
         self.fc = torch.nn.Linear(wide, H, bias=False)
         self.layers = torch.nn.ModuleList(
@@ -72,7 +68,7 @@ class Eagle3Draft(OwnStateModule):
             wide_projection = torch.nn.Linear(2 * H, narrow.out_features, bias=narrow.bias is not None)
             setattr(first.self_attn, name, wide_projection)
         self.norm = LlamaRMSNorm(H, eps)
-        self.lm_head = torch.nn.Linear(H, shape.draft_vocab, bias=False)
+        self.lm_head = torch.nn.Linear(H, draft_vocab, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
 
@@ -93,7 +89,7 @@ class Eagle3Draft(OwnStateModule):
         rotary, cache = self.rotary_emb(embedded, position_ids), PassThroughCache(len(self.layers))
         first: Any = self.layers[0]
         normed = first.hidden_norm(hidden)
-        residual = normed if self.shape.norm_before_residual else hidden
+        residual = normed if self.norm_before_residual else hidden
         seen = torch.cat([first.input_layernorm(embedded), normed], -1)
         attended, _ = first.self_attn(
             hidden_states=seen, position_embeddings=rotary, attention_mask=None, past_key_values=cache
@@ -103,4 +99,4 @@ class Eagle3Draft(OwnStateModule):
         for layer in self.layers[1:]:
             state = layer(state, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
         output = self.norm(state)
-        return (output if self.shape.norm_output else state), output
+        return (output if self.norm_output else state), output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,17 +10,16 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
 from specexport.contract.errors import TrainError
-from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.attention import AttentionCall, lowering
 from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
-from specexport.methods.eagle3.graph import Eagle3Draft, Eagle3Shape
+from specexport.methods.eagle3.graph import Eagle3Draft
 from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
-from specexport.training.hidden import measure_accuracy, summed_loss, weighted_loss
-from specexport.training.loop import Log, Loss
+from specexport.training.hidden import Losses, summed_loss
+from specexport.training.loop import Log
 from specexport.training.options import within
-from specexport.training.run import Place, TrainingModel, choose_place, load_model, open_run
+from specexport.training.run import TrainingModel, choose_place, load_model, open_run
 
 
 def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
@@ -44,8 +42,8 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
             run,
             draft,
             (draft.lm_head,),
-            lambda batch, _: draft_loss(draft, target.model, states, batch, options.ttt_steps, options.decay),
-            lambda windows: draft_accuracy(draft, target.model, states, options.ttt_steps, windows, place),
+            lambda batch, _: draft_losses(draft, target.model, states, batch, options.ttt_steps),
+            options.ttt_steps,
             lambda folder: save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head),
             read_eagle3,
             watch=True,
@@ -67,7 +65,7 @@ def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int,
     draft_vocab = options.draft_vocab_size or vocab
     within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
     config = LlamaConfig(**layer_sizes(target, options.intermediate_size), num_hidden_layers=1)
-    draft = Eagle3Draft(Eagle3Shape(config, hidden, len(states), draft_vocab)).to(head.device)
+    draft = Eagle3Draft(config, hidden, len(states), draft_vocab).to(head.device)
     draft.embed_tokens.weight = frozen(table)
     if draft_vocab < vocab:
         counts = windows.ids[windows.learn].long().bincount(minlength=vocab)
@@ -113,25 +111,15 @@ def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle
     for linear in (mlp.gate_proj, mlp.up_proj):
         linear.weight = torch.nn.Parameter(linear.weight.detach()[kept])
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
-    draft.shape.config.intermediate_size = len(kept)
+    draft.config.intermediate_size = len(kept)
     return draft, outline.seen(target.layers)
 
 
-def draft_loss(
-    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int, decay: float
-) -> Loss:
-    """Σ decay^i · CE_i over the tokens drafted after each token of a text, given the text's true tokens.
+def draft_losses(draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int) -> Losses:
+    """For each step i of the training-time test, the cross-entropy with the target's distribution i + 2 tokens later.
 
-    CE_i is the mean cross-entropy with the target's distribution of the token i + 2 positions later, restricted to the
-    draft's vocabulary, over positions whose most probable token is in that vocabulary (arXiv 2503.01840, SpecForge).
-    """
-    return weighted_loss(_losses(draft, model, states, batch, steps), decay)
-
-
-def _losses(
-    draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The losses of :func:`summed_loss` for each step of the training-time test, over ``learnt_from(2 + step)``.
+    It is restricted to the draft's vocabulary, and to positions whose most probable token is in that vocabulary (arXiv
+    2503.01840, SpecForge); drafts continue the text's true tokens.
 
     Row t of step 0 reads the target's states at token t and the next token. Row t of a later step continues the draft
     that began at t: it reads the draft's own state and attends to the rows that it would see when drafting
@@ -160,13 +148,6 @@ def _losses(
 
         total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
         yield total, torch.where(labels >= 0, ranks, vocab)
-
-
-def draft_accuracy(
-    draft: Eagle3Draft, model: Any, states: tuple[int, ...], steps: int, windows: Windows, place: Place
-) -> HeadAccuracy:
-    """Measures each drafted position, after correct drafts, over windows that the draft was not trained on."""
-    return measure_accuracy(lambda batch: _losses(draft, model, states, batch, steps), steps, windows, place)
 
 
 class _TrainingTimeTest:

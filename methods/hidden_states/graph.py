@@ -105,16 +105,8 @@ class OwnStatePass(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Runs rows after the cache and after the R rows not in it yet.
 
-        Args:
-            input_ids: int64 ``[B,T]``, see :meth:`OwnStateModule.forward`.
-            last_row: int64 ``[B]``, index of the last of the T rows that is not padding.
-            uniform: float32 ``[B]``.
-            past_length: int64 ``[B]``, valid rows of the cache.
-            hidden: float32 ``[B,T,H]``.
-            real: float32 ``[B,R]``, 1 for earlier rows, 0 for padding.
-            sampling: temperature, top_k, top_p and min_p ``[B]`` of :func:`~specexport.graphs.propose.draw_candidate`.
-            past: caches.
-            rows: the R rows, ``[B,Hkv,R,D]``.
+        ``hidden`` is what :meth:`OwnStateModule.forward` reads; ``real``, float32 ``[B,R]``, is 1 for earlier rows and
+        0 for padding; ``sampling`` holds the last arguments of :func:`~specexport.graphs.propose.draw_candidate`.
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], hidden [B,1,H], real [B,R+T], rows...)`` with the target's token ids.

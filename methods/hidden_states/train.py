@@ -12,10 +12,10 @@ from specexport.contract.errors import TrainError
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.exporter.checkpoints.config import text_sizes
 from specexport.graphs.attention import ATTENTION_NAME
-from specexport.graphs.layers import recorded_states
+from specexport.graphs.layers import hidden_and_logits, recorded_states
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.training.data import Windows
-from specexport.training.hidden import run_model
+from specexport.training.hidden import Losses, measure_accuracy, weighted_loss
 from specexport.training.loop import Loss, optimizers
 from specexport.training.run import Run, TrainingModel
 
@@ -27,8 +27,8 @@ def train_and_write(
     run: Run[Any],
     draft: torch.nn.Module,
     outer: Iterable[torch.nn.Module],
-    loss_of: Callable[[Windows, int], Loss],
-    accuracy_of: Callable[[Windows], HeadAccuracy],
+    losses_of: Callable[[Windows, int | None], Losses],
+    count: int,
     save: Callable[[Path], None],
     read: Callable[[str], DraftOutline],
     *,
@@ -36,9 +36,15 @@ def train_and_write(
 ) -> None:
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
-    ``outer`` is as in :func:`~specexport.training.loop.optimizers`; ``loss_of`` takes a batch and its number. With
-    ``watch``, the draft is also measured on a few held-out windows at every checkpoint. The output of ``save`` is read
-    again as a check.
+    Args:
+        run: the run.
+        draft: for the run's target.
+        outer: as in :func:`~specexport.training.loop.optimizers`.
+        losses_of: the losses of a batch and its number; None to measure.
+        count: number of drafted tokens.
+        save: writes the draft into a folder, which is read again as a check.
+        read: reads its configuration.
+        watch: whether to measure the draft on a few held-out windows at every checkpoint too.
 
     Raises:
         BuildError: what was written does not fit the target.
@@ -49,7 +55,10 @@ def train_and_write(
 
     def loss_at(number: int) -> Loss:
         with run.place.autocast():
-            return loss_of(run.batch(number, options.seed), number)
+            return weighted_loss(losses_of(run.batch(number, options.seed), number), options.decay)
+
+    def accuracy_of(windows: Windows) -> HeadAccuracy:
+        return measure_accuracy(lambda batch: losses_of(batch, None), count, windows, run.place)
 
     def evaluate() -> str:
         watched = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
@@ -113,5 +122,5 @@ def run_target(model: Any, states: Sequence[int], batch: Windows) -> tuple[torch
     """
     rows = batch.learnt_from(1)
     with torch.no_grad(), recorded_states(model, states) as by_layer:
-        _, logits = run_model(model, batch.ids, rows)
+        _, logits = hidden_and_logits(model, batch.ids, rows)
     return torch.cat([by_layer[count] for count in states], -1), logits, rows.flatten().cumsum(0).view_as(rows) - 1

@@ -5,18 +5,13 @@ from __future__ import annotations
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.method import MethodExporter, TargetInfo
-from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, lookahead_method
+from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, guess_tree
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
     """Exports no graph, as the window runs within the target's own steps."""
 
     def resolve(self, options: LookaheadOptions, target: TargetInfo) -> Lookahead:
-        """See :class:`MethodExporter`.
-
-        Raises:
-            BuildError: W, N or G is out of range.
-        """
         W, N, G = _sizes(options, target.parameters)
         named = f"lookahead is {W},{N},{G}"
         if W < 1 or G < 1 or not 2 <= N <= 32:
@@ -26,7 +21,11 @@ class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
             raise BuildError(f"{named}, (N - 1)(W + G) = {nodes} tokens a step; at most {MAX_NODES} are verified")
         if W < N - 2:
             raise BuildError(f"{named}; the window fills only if W is at least N - 2 = {N - 2}")
-        return lookahead_method(options, W, N, G)
+        counts = [G]  # a step may also verify G/2, G/4, ... guesses
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        trees = tuple(guess_tree(count, N).choices for count in counts)
+        return Lookahead(trees=trees, window=W, ngram=N, guesses=G, prompt_seeding=options.prompt_seeding)
 
     def default_trees(self, method: Lookahead) -> tuple[TokenTree, ...]:
         return method.token_trees()

@@ -124,17 +124,3 @@ def gpu_preset(parameters: int) -> str:
 def guess_tree(guesses: int, ngram: int) -> TokenTree:
     """The tree of G guesses: chains of N - 1 tokens below the root."""
     return TokenTree.from_choices([(guess, *[0] * at) for guess in range(guesses) for at in range(ngram - 1)])
-
-
-def lookahead_method(options: LookaheadOptions, window: int, ngram: int, guesses: int) -> Lookahead:
-    """The method with W, N and G, and its trees: a step may also verify G/2, G/4, ... guesses."""
-    counts = [guesses]
-    while counts[-1] > 1:
-        counts.append(counts[-1] // 2)
-    return Lookahead(
-        trees=tuple(guess_tree(count, ngram).choices for count in counts),
-        window=window,
-        ngram=ngram,
-        guesses=guesses,
-        prompt_seeding=options.prompt_seeding,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from specexport.exporter.checkpoints.accuracy import HeadAccuracy, accuracy_conf
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
+from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, save_compatible, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
-from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
+from specexport.training.hidden import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
@@ -56,7 +57,7 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
                 run,
                 "heads",
                 heads,
-                lambda hidden, batch: heads_loss(heads, hidden, batch, lm_head, options.decay),
+                lambda hidden, batch: head_losses(heads, hidden, batch, lm_head),
                 alone,
                 seed=options.seed,
             )
@@ -74,21 +75,11 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
     return run.record
 
 
-def heads_loss(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any, decay: float) -> Loss:
-    """Σ decay^i · CE_i, where CE_i is head i's mean cross-entropy of the token 2 + i positions later (section 2.2).
+def head_losses(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any) -> Losses:
+    """Head i's cross-entropy of the token 2 + i positions later (section 2.2).
 
     Hidden states are ``[B,L,H]``, windows ``[B,L]``; ``lm_head`` is the model's own, for heads that are tied to it.
-
-    Returns:
-        The loss, and each head's ``top-1`` and ``top-5`` accuracy.
     """
-    return weighted_loss(_losses(heads, hidden, batch, lm_head), decay)
-
-
-def _losses(
-    heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_head: Any
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """See :func:`summed_loss`; the losses of each head."""
     for ahead, head in enumerate(heads):
 
         def project(states: torch.Tensor, head: Any = head) -> torch.Tensor:
@@ -103,8 +94,8 @@ def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place
     """Measures heads over windows that they were not trained on."""
     lm_head = model.get_output_embeddings()
 
-    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return _losses(heads, run_model(model, batch.ids)[0], batch, lm_head)
+    def losses(batch: Windows) -> Losses:
+        return head_losses(heads, hidden_and_logits(model, batch.ids)[0], batch, lm_head)
 
     return measure_accuracy(losses, len(heads), windows, place)
 
@@ -152,14 +143,14 @@ def _train_jointly(run: Run[MedusaTraining], heads: MedusaHeads, steps: int) -> 
         batch = run.batch(number, options.seed + 1)
         learnt = batch.learnt_from(1)
         with place.autocast():
-            hidden, logits = run_model(model, batch.ids, learnt)
+            hidden, logits = hidden_and_logits(model, batch.ids, learnt)
             if kind == "kl":
                 with torch.no_grad(), original() as teacher:
-                    _, teacher_logits = run_model(teacher, batch.ids, learnt)
+                    _, teacher_logits = hidden_and_logits(teacher, batch.ids, learnt)
                 distillation = divergence(logits, teacher_logits, "forward_kl")
             else:
                 distillation = F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt])
-            of_heads, figures = heads_loss(heads, hidden, batch, lm_head, options.decay)
+            of_heads, figures = weighted_loss(head_losses(heads, hidden, batch, lm_head), options.decay)
         return distillation + options.heads_weight * of_heads, {f"lm {kind}": distillation.detach()} | figures
 
     optimizer = adamw([(list(heads.parameters()), options.lr), (list(base.values()), rate)])
@@ -199,7 +190,7 @@ def _lm_loss(run: Run[MedusaTraining]) -> float:
         if not bool(learnt.any()):
             continue
         with run.place.autocast():
-            _, logits = run_model(run.target.model, batch.ids, learnt)
+            _, logits = hidden_and_logits(run.target.model, batch.ids, learnt)
         total += F.cross_entropy(logits.float(), batch.ids.roll(-1, dims=1)[learnt], reduction="sum").item()
         count += int(learnt.sum())
     return total / max(1, count)

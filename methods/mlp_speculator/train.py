@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
+from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
-from specexport.training.hidden import measure_accuracy, run_model, summed_loss, train_over_hidden, weighted_loss
-from specexport.training.loop import Log, Loss
+from specexport.training.hidden import Losses, measure_accuracy, summed_loss, train_over_hidden
+from specexport.training.loop import Log
 from specexport.training.options import within
 from specexport.training.run import Place, choose_place, load_model, open_run
 
@@ -39,7 +39,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
                 run,
                 name,
                 speculator,
-                lambda hidden, batch: speculator_loss(speculator, hidden, batch, options.decay),
+                lambda hidden, batch: stage_losses(speculator, hidden, batch),
                 steps,
                 seed=seed,
             )
@@ -71,18 +71,11 @@ def new_speculator(options: SpeculatorTraining, model: Any) -> SpeculatorStages:
     return stages.to(model.device)
 
 
-def speculator_loss(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows, decay: float) -> Loss:
-    """Σ decay^i · CE_i, where CE_i is stage i's mean cross-entropy of the token 2 + i positions later.
+def stage_losses(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows) -> Losses:
+    """Stage i's cross-entropy of the token 2 + i positions later, after the true tokens (arXiv 2404.19124).
 
-    The input token of each stage is the true one (arXiv 2404.19124). Hidden states are those after the model's final
-    norm, ``[B,L,H]``.
+    Hidden states are ``[B,L,H]``, windows ``[B,L]``.
     """
-    return weighted_loss(_losses(speculator, hidden, batch), decay)
-
-
-def _losses(
-    speculator: SpeculatorStages, hidden: torch.Tensor, batch: Windows
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     state = speculator.first_state(hidden)
     for stage, head in enumerate(speculator.head):
         state = speculator.advance(stage, state, batch.ids.roll(-1 - stage, dims=1))
@@ -94,7 +87,7 @@ def _losses(
 def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
     """Measures each stage, after true tokens, over windows that it was not trained on."""
 
-    def losses(batch: Windows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return _losses(speculator, run_model(model, batch.ids)[0], batch)
+    def losses(batch: Windows) -> Losses:
+        return stage_losses(speculator, hidden_and_logits(model, batch.ids)[0], batch)
 
     return measure_accuracy(losses, len(speculator), windows, place)
