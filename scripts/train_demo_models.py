@@ -30,8 +30,8 @@ from specexport.methods.medusa.train import head_losses, new_heads
 from specexport.tables import Table
 from specexport.training.data import Windows, read_windows
 from specexport.training.distill import inherit_embedding
-from specexport.training.hidden import weighted_loss
 from specexport.training.loop import Loss, Schedule, optimizers, train
+from specexport.training.predictions import weighted_loss
 from specexport.training.run import Place, load_model, save_model
 
 VOCAB_SIZE, MAX_POSITIONS = 4096, 1024

@@ -25,7 +25,7 @@ from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train import stage_losses
 from specexport.training.data import Windows
-from specexport.training.hidden import weighted_loss
+from specexport.training.predictions import weighted_loss
 
 VOCAB = 320
 MAX_POSITIONS = 512

@@ -15,7 +15,7 @@ from specexport.methods.dflash.export import save_dflash
 from specexport.methods.dflash.train import draft_losses, new_draft, random_anchors
 from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.training.data import Windows
-from specexport.training.hidden import Losses, measure_accuracy, weighted_loss
+from specexport.training.predictions import Losses, measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import VOCAB
 from tests.test_dflash import Paper

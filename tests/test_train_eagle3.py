@@ -26,7 +26,7 @@ from specexport.methods.eagle3.train import (
     train_eagle3,
 )
 from specexport.methods.eagle3.train_options import Eagle3Training
-from specexport.training.hidden import measure_accuracy, weighted_loss
+from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.test_eagle3 import Paper

@@ -21,8 +21,8 @@ from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.methods.mlp_speculator.train import train_mlp_speculator
 from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
-from specexport.training.hidden import Losses, weighted_loss
 from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, optimizers, train
+from specexport.training.predictions import Losses, weighted_loss
 from specexport.training.run import Place
 from tests.checkpoints import VOCAB
 

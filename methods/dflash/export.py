@@ -168,12 +168,8 @@ def save_dflash(
 ) -> None:
     """Writes a draft in z-lab's layout, without the embedding and head, which are the target's.
 
-    Args:
-        folder: created if missing.
-        draft: with full attention and the target's whole vocabulary.
-        states: the layer counts, each at least 1, after which it reads the target's residual stream.
-        layers: number of the target's layers.
-        dtype: of the stored tensors.
+    It has full attention and the target's whole vocabulary. ``states`` are the layer counts, each at least 1, after
+    which it reads the residual stream of the target's ``layers``.
     """
     layer = draft.config.to_dict()
     config = {

@@ -13,9 +13,9 @@ from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, each_lay
 from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
-from specexport.training.hidden import Losses, summed_loss
 from specexport.training.loop import Log
 from specexport.training.options import within
+from specexport.training.predictions import Losses, summed_loss
 from specexport.training.run import TrainingModel, choose_place, load_model, open_run
 
 _AT_ONCE = 32
@@ -103,10 +103,10 @@ def draft_losses(
         targets = at.roll(-1 - ahead, dims=1).gather(1, anchors)[learnt]
         labels = batch.ids.roll(-2 - ahead, dims=1).gather(1, anchors)[learnt]
 
-        def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+        def soft_targets(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
             return logits[targets[rows]].float().softmax(-1)
 
-        yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.lm_head.out_features, taught)
+        yield summed_loss(draft.logits, output[:, :, ahead][learnt], labels, draft.lm_head.out_features, soft_targets)
 
 
 def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

@@ -122,14 +122,10 @@ def read_eagle3(source: str) -> Eagle3Outline:
 def save_eagle3(
     folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Writes a draft of one Llama layer in EAGLE's layout, without the embedding, which is the target's.
+    """Writes a draft of one Llama layer, with all switches off, in EAGLE's layout, without the target's embedding.
 
-    Args:
-        folder: created if missing.
-        draft: with all switches off.
-        states: the layer counts after which it reads the target's residual stream.
-        tied: leave out the head too, because it is the target's.
-        dtype: of the stored tensors.
+    ``states`` are the layer counts after which it reads the target's residual stream; ``tied`` leaves out the head too,
+    because it is the target's.
     """
     layer = draft.config
     config: dict[str, Any] = {

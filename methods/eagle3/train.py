@@ -16,9 +16,9 @@ from specexport.methods.eagle3.graph import Eagle3Draft
 from specexport.methods.eagle3.train_options import Eagle3Training
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
-from specexport.training.hidden import Losses, summed_loss
 from specexport.training.loop import Log
 from specexport.training.options import within
+from specexport.training.predictions import Losses, summed_loss
 from specexport.training.run import TrainingModel, choose_place, load_model, open_run
 
 
@@ -143,10 +143,10 @@ def draft_losses(draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch:
         targets = at.roll(-1 - step, dims=1)[learnt]
         labels = number[batch.ids.roll(-2 - step, dims=1)[learnt]]
 
-        def taught(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+        def soft_targets(rows: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
             return logits[targets[rows]].float().softmax(-1) * in_vocab[targets[rows], None]
 
-        total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, taught)
+        total, ranks = summed_loss(draft.lm_head, output[learnt], labels.clamp(min=0), vocab, soft_targets)
         yield total, torch.where(labels >= 0, ranks, vocab)
 
 

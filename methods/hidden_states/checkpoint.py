@@ -174,10 +174,8 @@ class DraftOutline(ABC):
     def load(self, target: Path, layers: int, positions: int) -> Any:
         """Loads a draft that has passed :meth:`require_fit`, in fp32 and evaluation mode.
 
-        Args:
-            target: the target's folder, for the tensors that the draft shares with it.
-            layers: number of the target's layers.
-            positions: length of the longest text; rotary frequencies that would change for longer texts are fixed.
+        Tensors that it shares with the target are in the folder ``target``. Rotary frequencies that would change for
+        texts longer than ``positions`` are fixed.
 
         Raises:
             BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.

@@ -15,8 +15,8 @@ from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.layers import hidden_and_logits, recorded_states
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.training.data import Windows
-from specexport.training.hidden import Losses, measure_accuracy, weighted_loss
 from specexport.training.loop import Loss, optimizers
+from specexport.training.predictions import Losses, measure_accuracy, weighted_loss
 from specexport.training.run import Run, TrainingModel
 
 _WATCHED_WINDOWS = 16

@@ -201,15 +201,9 @@ def save_medusa(
 ) -> None:
     """Writes heads in our layout and, in a subfolder, in that of ``FasterDecoding/Medusa``.
 
-    Args:
-        folder: created if missing.
-        heads: the heads.
-        lm_head: weight of the model's own head, ``[V,H]``, which the compatible files of tied heads multiply by.
-        base: name or folder of the model that they were trained for.
-        accuracy: of the heads, if measured.
-        choices: the default tree.
-        dtype: of the stored tensors.
-        compatible: whether to write the subfolder, which for tied heads is many times larger than the rest.
+    ``lm_head`` is the weight of the model's own head, ``[V,H]``, which the compatible files of tied heads multiply by;
+    ``base`` the name or folder of the model, ``choices`` the default tree. Without ``compatible`` there is no
+    subfolder, which for tied heads is many times larger than the rest.
     """
     config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
     if choices is not None:

@@ -54,13 +54,9 @@ class MedusaHeads(torch.nn.ModuleList):
             blocks.append(last)
             self.append(torch.nn.Sequential(*blocks))
 
-    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Each head's input of the model's head, ``[..., H]``, if tied, else its logits ``[..., V]``."""
-        return [head(hidden) for head in self]
-
     def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
         """Every head's logits, ``[N, ..., V]``, from hidden states after the final norm, ``[..., H]``."""
-        states = torch.stack(self.states(hidden))
+        states = torch.stack([head(hidden) for head in self])  # if tied, the input of the model's head
         logits: torch.Tensor = lm_head(states) if self.tied else states
         return logits
 

@@ -24,9 +24,9 @@ from specexport.methods.medusa.graph import MedusaHeads
 from specexport.methods.medusa.train_options import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
-from specexport.training.hidden import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
+from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
 _NOISE = 0.01

@@ -194,12 +194,8 @@ def save_speculator(
 ) -> None:
     """Writes a speculator in the layout of ``fms-extras`` and vLLM; tied tensors are stored once.
 
-    Args:
-        folder: created if missing.
-        speculator: its stages.
-        widths: ``top_k_tokens_per_head``; None for :func:`default_widths`.
-        accuracy: if measured; stored under keys that other readers ignore.
-        dtype: of the stored tensors.
+    ``widths`` is ``top_k_tokens_per_head``; None for :func:`default_widths`. The accuracy is stored under keys that
+    other readers ignore.
     """
     stages = len(speculator)
     config: dict[str, Any] = {

@@ -13,9 +13,9 @@ from specexport.methods.mlp_speculator.checkpoint import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train_options import SpeculatorTraining
 from specexport.training.data import Windows
-from specexport.training.hidden import Losses, measure_accuracy, summed_loss, train_over_hidden
 from specexport.training.loop import Log
 from specexport.training.options import within
+from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden
 from specexport.training.run import Place, choose_place, load_model, open_run
 
 

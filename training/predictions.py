@@ -1,4 +1,4 @@
-"""Training and evaluation over a model's hidden states: Medusa heads, speculators, EAGLE-3 and DFlash drafts."""
+"""Losses and accuracy of predictions several tokens ahead, by heads, stages or drafts over a model's hidden states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def summed_loss(
     states: torch.Tensor,
     labels: torch.Tensor,
     vocab: int,
-    taught: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    soft_targets: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy of M tokens, and their ranks, ``[M]``.
 
@@ -56,17 +56,17 @@ def summed_loss(
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
         vocab: V.
-        taught: returns the distributions to learn, ``[N,V]``, for N of the M rows, by index; by default the tokens
-            themselves are learned.
+        soft_targets: returns the distributions to learn, ``[N,V]``, for N of the M rows, by index; by default the
+            tokens themselves are learned.
     """
 
     def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = project(states).float()
-        targets = labels if taught is None else taught(rows)
+        targets = labels if soft_targets is None else soft_targets(rows)
         return F.cross_entropy(logits, targets, reduction="sum"), _ranks(logits, labels)
 
     # Distributions to learn are kept as well, for every drafted token.
-    at_once = max(1, _LOGITS_AT_ONCE // (vocab if taught is None else 8 * vocab))
+    at_once = max(1, _LOGITS_AT_ONCE // (vocab if soft_targets is None else 8 * vocab))
     rows = torch.arange(len(states), device=states.device)
     if len(states) <= at_once:
         return part(rows, states, labels)
