@@ -180,11 +180,7 @@ def reference(checkpoint: Checkpoint, tokens: Sequence[int]) -> Reference | None
 def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expected: Reference) -> Quality:
     """Runs a bundle's step graph over the same windows, in chunks, as it would read a prompt.
 
-    Args:
-        file: returns the path of a file of the bundle.
-        lowering: of the bundle.
-        model: the bundle's target.
-        expected: the logits to compare with.
+    ``file`` returns the path of a file of the bundle.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.

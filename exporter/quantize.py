@@ -135,18 +135,9 @@ def fit_blocks(
     *,
     zero_points: bool,
 ) -> Blocks:
-    """Rounds a matrix with the scale, and zero point, of least squared error for each block along ``axis``.
+    """Rounds a matrix to integers from ``least`` to ``largest``, with the scale of least squared error for each block.
 
-    Args:
-        matrix: of any rank.
-        axis: the axis of the blocks.
-        block: how many weights share a scale.
-        least: smallest integer.
-        largest: largest integer.
-        zero_points: whether to choose a zero point for each block; otherwise it is 0.
-
-    Returns:
-        Integers, and scales that fp16 holds exactly if possible (:func:`in_half`).
+    With ``zero_points`` each block along ``axis`` has one, too; otherwise it is 0. For scales see :func:`in_half`.
     """
     leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
     x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
