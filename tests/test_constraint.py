@@ -185,6 +185,11 @@ def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, w
         engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
 
 
+def test_a_grammar_that_cannot_be_used_is_refused(engine: Engines) -> None:
+    with pytest.raises(RequestError, match="the grammar cannot be used"):
+        engine("llama-near").stream(PROMPT, SamplingParams(grammar="start: nothing"))
+
+
 # --- the end of a text in a draft ------------------------------------------------------------------------------------
 
 PAIR: dict[str, Any] = {

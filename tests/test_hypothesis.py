@@ -238,14 +238,6 @@ def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
     assert checked.token_ids == loaded.generate("one", GREEDY, PLAIN).token_ids
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
-def test_thresholds_are_checked(value: float) -> None:
-    with pytest.raises(RequestError, match="likelihood_threshold is"):
-        SamplingParams(likelihood_threshold=value)
-    with pytest.raises(RequestError, match="entropy_threshold is"):
-        SamplingParams(entropy_threshold=-1.0 if value < 2 else value)
-
-
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 

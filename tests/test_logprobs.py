@@ -133,14 +133,6 @@ def test_a_prompt_that_cannot_be_scored_is_refused(engine: Engines) -> None:
     assert len(loaded.generate([5] * 512, params).prompt_logprobs) == 511
 
 
-@pytest.mark.parametrize("value", [-1, 21, 1.5, True])
-def test_too_many_are_refused(value: Any) -> None:
-    with pytest.raises(RequestError, match="logprobs is"):
-        SamplingParams(logprobs=value)
-    with pytest.raises(RequestError, match="prompt_logprobs is"):
-        SamplingParams(prompt_logprobs=value)
-
-
 def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine: Engines) -> None:
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -110,30 +110,6 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
     assert len(completion.token_ids) > 10
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"logit_bias": {5: 101.0}},
-        {"logit_bias": {-1: 1.0}},
-        {"frequency_penalty": 2.1},
-        {"presence_penalty": float("nan")},
-        {"repetition_penalty": 0.001},
-        {"min_tokens": 200},
-    ],
-)
-def test_values_out_of_range_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**wrong)
-    assert caught.value.param in wrong
-
-
 def test_a_bias_is_for_tokens_there_are(engine: Engines) -> None:
     with pytest.raises(RequestError, match="logit_bias has token 99999"):
         engine("llama-near").stream(PROMPT, SamplingParams(logit_bias={99999: 1.0}))
-
-
-def test_a_grammar_of_lark_is_followed(engine: Engines) -> None:
-    params = SamplingParams(temperature=1.3, seed=1, max_tokens=40, grammar='start: "cat" | "dog" "s"')
-    assert engine("llama-near").generate(PROMPT, params).text in ("cat", "dogs")
-    with pytest.raises(RequestError, match="the grammar cannot be used"):
-        engine("llama-near").stream(PROMPT, SamplingParams(grammar="start: nothing"))

@@ -55,12 +55,14 @@ def test_token_ids_come_in_arrays(llm: LLM, engine: Callable[[str], Engine], ids
         assert all(type(token) is int for token in (*output.prompt_token_ids, *output.outputs[0].token_ids))
 
 
-def test_an_array_of_rows_is_a_prompt_each(llm: LLM) -> None:
+def test_lists_and_arrays_of_rows_are_a_prompt_each(llm: LLM) -> None:
     rows = np.array([[5, 6, 7], [8, 9, 10]])
     outputs = llm.generate(rows, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [(5, 6, 7), (8, 9, 10)]
     texts = llm.generate(np.array(["one", "two"]), GREEDY, use_tqdm=False)
     assert [output.prompt for output in texts] == ["one", "two"]
+    for prompts, count in (([[5, 6], [7]], 2), ({"prompt": "one"}, 1), ([], 0)):
+        assert len(llm.generate(prompts, GREEDY, use_tqdm=False)) == count
     with pytest.raises(RequestError, match="prompt 0: prompt_token_ids is 2 lists; expected one of token ids"):
         llm.generate({"prompt_token_ids": rows}, GREEDY)
 
@@ -226,20 +228,6 @@ def test_the_context_limits_minimum_lengths(
     params = SamplingParams(temperature=0.0, max_tokens=most, min_tokens=least, logit_bias=dict.fromkeys(ends, 100.0))
     for done in (engine(NAME).generate(prompt, params), llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]):
         assert (len(done.token_ids), done.finish_reason) == (20, "length")
-
-
-def test_a_shorter_max_model_len_ends_it_too(bundle: Callable[[str], Path]) -> None:
-    with LLM(bundle=bundle(NAME), threads=1, calibrate=False, max_model_len=24) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=100, min_tokens=50)
-        (output,) = llm.generate([IDS], params, use_tqdm=False)
-        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (20, "length")
-        (output,) = llm.generate([IDS], params.replace(max_tokens=None), use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 20
-
-
-def test_a_least_above_the_most_is_still_refused() -> None:
-    with pytest.raises(RequestError, match="min_tokens is 50; expected 0 to max_tokens, which is 20"):
-        SamplingParams(max_tokens=20, min_tokens=50)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
