@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name
+from specexport.contract.reading import file_entry
 from specexport.contract.tree import TokenTree
 from specexport.runtime.costs import Cost, CostCurve, MethodCosts
 
@@ -27,6 +30,34 @@ def rewritten(folder: Path, change: Callable[[Document], object]) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     change(document)
     path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def at(document: Document, place: str) -> tuple[Any, Any]:
+    """What holds the value at a place like ``target.cache.0.heads``, and its key there."""
+    *parents, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    for parent in parents:
+        document = document[parent]
+    return document, last
+
+
+def put(folder: Path, place: str, value: Any) -> None:
+    """Sets the value at a place of a bundle's manifest."""
+
+    def change(document: Document) -> None:
+        holder, key = at(document, place)
+        holder[key] = value
+
+    rewritten(folder, change)
+
+
+def relist(folder: Path, *added: str) -> None:
+    """Makes the sizes and hashes of the manifest those of the files there; ``added`` are listed too."""
+
+    def change(document: Document) -> None:
+        names = dict.fromkeys([*(file["path"] for file in document["files"]), *added])
+        document["files"] = [msgspec.to_builtins(file_entry(folder, name)) for name in names]
+
+    rewritten(folder, change)
 
 
 def trees_of(manifest: Manifest, name: str) -> tuple[TokenTree, ...]:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from specexport.async_engine import AsyncEngine
-from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.server.app import Server, create_app
 from specexport.server.service import Service
+from tests.manifests import put, relist
 from tests.threads import JOIN, wait_until
 
 TEMPLATE = (
@@ -37,18 +36,13 @@ NAME = "tiny"
 def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE, **named: str) -> Path:
     """A copy of a bundle whose model has a chat template, and perhaps others by name."""
     folder = shutil.copytree(bundle, place)
-    manifest = read_manifest(folder)
-    name, others = "tokenizer/chat_template.jinja", {other: f"tokenizer/{other}.jinja" for other in named}
-    for file, source in {name: template, **{others[other]: source for other, source in named.items()}}.items():
-        (folder / file).write_text(source, encoding="utf-8")
-    tokenizer = msgspec.structs.replace(
-        manifest.tokenizer,
-        chat_template=name,
-        named_templates=others,
-        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
-    )
-    entries = (file_entry(folder, file) for file in (name, *others.values()))
-    write_manifest(folder, msgspec.structs.replace(manifest, tokenizer=tokenizer, files=(*manifest.files, *entries)))
+    files = {name: f"tokenizer/{name}.jinja" for name in ("chat_template", *named)}
+    for name, source in {"chat_template": template, **named}.items():
+        (folder / files[name]).write_text(source, encoding="utf-8")
+    put(folder, "tokenizer.chat_template", files["chat_template"])
+    put(folder, "tokenizer.named_templates", {name: files[name] for name in named})
+    put(folder, "tokenizer.special_tokens", {"bos_token": "<s>", "eos_token": "</s>"})
+    relist(folder, *files.values())
     return folder
 
 

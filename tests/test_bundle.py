@@ -20,7 +20,7 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import changing, check_files, read_manifest, sha256, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from tests.manifests import Document, cached_as_the_hub_does, rewritten
+from tests.manifests import Document, at, cached_as_the_hub_does, put, relist, rewritten
 
 CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 
@@ -29,24 +29,6 @@ CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
     """A bundle to do harm to."""
     return shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
-
-
-def at(document: Document, place: str) -> tuple[Any, Any]:
-    """What holds the value at a place like ``target.cache.0.heads``, and its key there."""
-    *parents, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
-    for parent in parents:
-        document = document[parent]
-    return document, last
-
-
-def put(folder: Path, place: str, value: Any) -> None:
-    """Sets the value at a place of a bundle's manifest."""
-
-    def change(document: Document) -> None:
-        holder, key = at(document, place)
-        holder[key] = value
-
-    rewritten(folder, change)
 
 
 def refused(folder: Path, *words: str, check_hashes: bool = True) -> None:
@@ -215,7 +197,7 @@ def test_links_to_and_within_a_bundle_are_fine(copy: Path, tmp_path: Path) -> No
 
 def test_invalid_tokenizers_are_named(copy: Path) -> None:
     (copy / "tokenizer" / "tokenizer.json").write_text("{}", encoding="utf-8")
-    rewritten(copy, lambda document: relisted(copy, document))
+    relist(copy)
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
         Engine.load(copy)
 
@@ -454,19 +436,12 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
 
 def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[[str], Path]) -> None:
     """Graph and weights of another bundle, whose target takes embeddings too."""
-    rewritten(copy, lambda document: document["methods"].clear())
+    put(copy, "methods", [])
     other = bundle("gemma2-embeds")
     shutil.copytree(other / "target", copy / "target", dirs_exist_ok=True)
-    rewritten(copy, lambda document: relisted(copy, document))
+    relist(copy)
     with pytest.raises(BundleError, match=r"step\.onnx: input .* by .* of the manifest"):
         Engine.load(copy, threads=1).close()
-
-
-def relisted(folder: Path, document: Document) -> None:
-    """Makes the sizes and hashes of the manifest those of the files there are."""
-    for file in document["files"]:
-        raw = (folder / file["path"]).read_bytes()
-        file.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
 
 
 @pytest.mark.parametrize(
