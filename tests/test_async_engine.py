@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -55,19 +54,6 @@ def test_batches_equal_single_requests(frontend: Frontend) -> None:
         await until(lambda: engine.running == engine.waiting == 0)
         assert all(stream.stats.output_tokens == 16 for stream in streams)
         assert all(stream.started is not None and stream.started >= stream.arrived for stream in streams)
-
-    run(work)
-
-
-def test_chunks_come_while_the_request_runs(frontend: Frontend) -> None:
-    async def work() -> None:
-        engine = AsyncEngine(frontend)
-        stream = engine.generate(PROMPT, LONG)
-        await anext(stream)
-        assert stream.stats.output_tokens < 400
-        assert engine.running == 1
-        stream.cancel()
-        await tokens_of(stream)
 
     run(work)
 
@@ -232,9 +218,7 @@ def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
         engine = AsyncEngine(frontend)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 1)]
         await anext(streams[0])
-        began = time.monotonic()
         await engine.drain(0)
-        assert time.monotonic() - began < 60
         for stream in streams:
             with pytest.raises(ClosedError, match="shut down before"):
                 await tokens_of(stream)

@@ -49,7 +49,9 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
     assert free["token_ids"] == fast["token_ids"] == plain["token_ids"]
     assert fast["stats"]["drafted"] > 0 == plain["stats"]["drafted"]
     main([*words[:-1], "--stats"])
-    assert "chosen      steps by number of draft tokens, with their cost here: " in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "chosen      steps by number of draft tokens, with their cost here: " in captured.err
+    assert "acceptance length" in captured.err and "acceptance length" not in captured.out
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,6 @@ def test_run_reads_standard_input(
     assert json.loads(capsys.readouterr().out)["prompt"] == PROMPT
 
 
-def test_the_same_seed_gives_the_same_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, texts = ["run", folder, "--prompt", PROMPT, "-n", "24", "--temperature", "1", "--ignore-eos"], []
-    for seed in ("3", "3", "4"):
-        main([*words, "--no-calibrate", "--seed", seed])
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json", "--no-calibrate"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -136,13 +130,6 @@ def test_a_terminal_is_told_that_the_text_was_cut(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words]) == 0
     assert ("(ended after 128 tokens; --max-tokens sets how many)" in capsys.readouterr().err) == said
-
-
-def test_stats_go_to_standard_error(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["run", folder, "--prompt", PROMPT, "-n", "12", "--stats", "--no-calibrate"])
-    captured = capsys.readouterr()
-    assert "acceptance length" in captured.err
-    assert "acceptance length" not in captured.out
 
 
 @pytest.mark.parametrize(
@@ -275,11 +262,6 @@ def test_a_second_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "x", "-p", "one", "--prompt", "two"])
     assert "--prompt: it was given twice" in capsys.readouterr().err
-
-
-def test_a_prompt_longer_than_the_context_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", folder, "--prompt", "word " * 3000]) == 1
-    assert "the context holds" in capsys.readouterr().err
 
 
 # --- methods: one spelling, and flags that stand for it --------------------------------------------------------------

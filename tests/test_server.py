@@ -301,6 +301,8 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
         refused = http.post("/tokenize", json=unused)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, [*unused][1])
     assert http.post("/tokenize", json={"messages": CHAT, "add_special_tokens": False}).status_code == 200
+    cut = http.post("/tokenize", content=json.dumps({"prompt": HALF}), headers={"Content-Type": "application/json"})
+    assert (cut.status_code, cut.json()["error"]["param"]) == (400, "prompt")
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
 
@@ -343,7 +345,8 @@ def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, 
 NEEDED: Any = {"completions": {"prompt": "a"}, "chat/completions": {"messages": CHAT}, "responses": {"input": "a"}}
 """What a request must hold, by endpoint."""
 NOTHING = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
-CUT = {"type": "function", "name": "f", "parameters": {"title": "\ud800"}}
+HALF = "cut \ud83d"
+CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
 
 
 @pytest.mark.parametrize(
@@ -387,7 +390,20 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": "\ud800"}}
         ("completions", {"speculative": {"method": "magic"}}, "speculative.method", "the bundle has draft_model"),
         ("completions", {"speculative": {"num_speculative_tokens": 3}}, "speculative.num_speculative_tokens", "1, 2"),
         ("completions", {"speculative": {"k": 3}}, "speculative.k", "without a method"),
-        ("completions", {"prompt": "\ud800"}, "prompt", "half a character"),
+        ("completions", {"prompt": HALF}, "prompt", "half a character"),
+        ("completions", {"stop": HALF}, "stop", "half a character"),
+        ("completions", {"user": HALF}, "user", "half a character"),
+        ("completions", {"structured_outputs": {"regex": HALF}}, "structured_outputs.regex", "half a character"),
+        ("completions", {"structured_outputs": {"json": {"const": HALF}}}, "structured_outputs", "hex escape"),
+        ("completions", {"speculative": {"hypothesis": HALF}}, "speculative", "half a character"),
+        ("completions", {"speculative": {"method": "ngram", "prompt_lookup_max": HALF}}, "speculative", "half a"),
+        ("chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content", "half a"),
+        ("chat/completions", {"chat_template_kwargs": {"x": HALF}}, "x", "half of a character, at position 4"),
+        ("chat/completions", {"prediction": {"type": "content", "content": HALF}}, "prediction.content", "half a"),
+        ("responses", {"input": HALF}, "input", "half a character"),
+        ("responses", {"instructions": HALF}, "instructions", "half a character"),
+        ("responses", {"metadata": {"a": HALF}}, "metadata", "half a character"),
+        ("responses", {"stream": True, "tools": [CUT], "tool_choice": "none"}, "tools.0.parameters", "half a"),
         (
             "responses",
             {"input": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -403,9 +419,6 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": "\ud800"}}
         ("responses", {"input": ["a"]}, "input.0", "should be a message, a function_call or"),
         ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0", "should be a message"),
         ("responses", {"input": [{"type": None}]}, "input.0.message.role", "required"),
-        ("responses", {"metadata": {"a": "\ud800"}}, "metadata", "half a character"),
-        ("responses", {"stream": True, "tools": [CUT], "tool_choice": "none"}, "tools.0.parameters", "half a"),
-        ("completions", {"speculative": {"method": "ngram", "prompt_lookup_max": "\ud800"}}, "speculative", "half a"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
         ("chat/completions", {"tools": [TOOL]}, "tools", "names no way of calling tools"),
@@ -431,6 +444,7 @@ def test_a_wrong_request_is_answered_with_the_field(
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert words in error["message"]
+    assert error["message"].isprintable()
     assert (error["code"] == "context_length_exceeded") == ("the context holds 512" in words)
 
 
@@ -444,6 +458,8 @@ def test_a_wrong_request_is_answered_with_the_field(
         (b'{"prompt": NaN}', 400),
         (b'{"prompt": "a", "temperature": NaN}', 400),
         (b"\xff\xfe", 400),
+        (b'{"prompt": "' + b"a" * 90_000 + b'\xff"}', 400),
+        (rb'{"prompt": "a", "cut \ud83d": 1}', 400),
         (b"[" * 50_000, 400),
         (b'{"prompt": "' + b"a" * 120_000 + b'"}', 413),
     ],

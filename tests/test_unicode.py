@@ -7,16 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from specexport.contract.errors import BundleError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from tests.serving import Served, served, with_chat_template
 
 NAME = "llama-near"
 WRONG = b"ab\xff"
@@ -124,55 +122,3 @@ def test_unprintable_characters_are_replaced(bundle: Callable[[str], Path]) -> N
     assert plain.stdout.decode("ascii") == "".join(letter if letter.isascii() else "?" for letter in shown)
     table = command("inspect", bundle(NAME), env={"PYTHONIOENCODING": "ascii"})
     assert table.returncode == 0
-
-
-# --- over HTTP --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = with_chat_template(bundle(NAME), tmp_path_factory.mktemp("unicode") / "bundle")
-    with served(folder) as server:
-        yield server
-
-
-@pytest.mark.parametrize("size", [1, 100_000])
-def test_a_body_that_is_not_utf8_is_refused(running: Served, size: int) -> None:
-    body = b'{"max_tokens": 1, "prompt": "' + b"a" * size + b'\xff"}'
-    answer = httpx.post(f"{running.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", r'{"prompt": "HALF"}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "stop": "HALF"}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "user": "HALF"}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "HALF"}}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": {"const": "HALF"}}}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "speculative": {"hypothesis": "HALF"}}'),
-        ("/v1/completions", r'{"prompt": "a", "max_tokens": 1, "HALF": 1}'),
-        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "HALF"}], "max_tokens": 1}'),
-        (
-            "/v1/chat/completions",
-            r'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "HALF"}, "max_tokens": 1}',
-        ),
-        (
-            "/v1/chat/completions",
-            r'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "prediction": '
-            r'{"type": "content", "content": "HALF"}}',
-        ),
-        ("/v1/responses", r'{"input": "HALF", "max_output_tokens": 1}'),
-        ("/v1/responses", r'{"input": "a", "instructions": "HALF", "max_output_tokens": 1}'),
-        ("/tokenize", r'{"prompt": "HALF"}'),
-    ],
-)
-def test_half_a_character_in_json_is_refused(running: Served, path: str, body: str) -> None:
-    sent = body.replace("HALF", r"cut \ud83d")
-    answer = httpx.post(
-        f"{running.url}{path}", content=sent.encode(), headers={"Content-Type": "application/json"}, timeout=60
-    )
-    assert answer.status_code == 400, answer.text
-    message = answer.json()["error"]["message"]
-    assert message.isprintable()
