@@ -1,35 +1,310 @@
-"""The fill and commit graphs, traced and run in onnxruntime, against their NumPy twins."""
+"""Graphs of the step program, traced and run in onnxruntime, against their NumPy twins: same noise, same tokens."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specexport.contract import signature, tensors
+from specexport.contract.engines import LARGEST_TOP_K
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
+from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import drawn
+from specexport.runtime.sampling import (
+    Distributions,
+    accept_greedy,
+    accept_sampled,
+    accept_typical,
+    target_distribution,
+)
+from tests.conftest import MAX_CHILDREN
+from tests.reference import draw_candidates, p_of
 
 pytestmark = pytest.mark.exporter
 
-CANDIDATES = 6
+CANDIDATES = 12
 
 
-def _session(model: ir.Model) -> ort.InferenceSession:
+def session(serialized: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
+# --- accepting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sessions(accept_graph: Callable[[str, int], bytes]) -> dict[int, Any]:
+    """The lossless graph by how many candidates q has."""
+    return {candidates: session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
+
+
+@pytest.fixture(scope="module")
+def greedy(accept_graph: Callable[[str, int], bytes]) -> Any:
+    return session(accept_graph("greedy", 1))
+
+
+@pytest.fixture(scope="module")
+def typical(accept_graph: Callable[[str, int], bytes]) -> Any:
+    return session(accept_graph("typical", 1))
+
+
+@st.composite
+def trees(draw_value: Any) -> TokenTree:
+    parents = [-1]
+    for node in range(1, draw_value(st.integers(2, 14))):
+        free = [parent for parent in range(node) if parents.count(parent) < MAX_CHILDREN]
+        parents.append(draw_value(st.sampled_from(free)))
+    return TokenTree(tuple(parents))
+
+
+def params_of(seed: int) -> SamplingParams:
+    random = np.random.default_rng(seed)
+    return (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(top_k=int(random.integers(2, 20))),
+        SamplingParams(temperature=1.5, top_p=float(random.uniform(0.2, 0.99))),
+        SamplingParams(top_k=9, top_p=0.8, min_p=float(random.uniform(0, 0.4))),
+    )[seed % 5]
+
+
+def feed(
+    tree: TokenTree, logits: np.ndarray, tokens: np.ndarray, q: Distributions, params: SamplingParams, uniform: Any
+) -> dict[str, np.ndarray]:
+    """One slot's inputs, without the batch axis."""
+    return {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: np.array(tree.parents),
+        tensors.TREE_MASK: tree.mask,
+        tensors.DRAFT_TOKENS: tokens,
+        tensors.DRAFT_IDS: q.ids,
+        tensors.DRAFT_PROBS: q.probs,
+        tensors.UNIFORM: uniform.astype(np.float32),
+        tensors.TEMPERATURE: np.float32(params.temperature or 1.0),
+        tensors.TOP_K: np.int64(1 if params.greedy else params.top_k),
+        tensors.TOP_P: np.float32(params.top_p),
+        tensors.MIN_P: np.float32(params.min_p),
+    }
+
+
+def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int], list[int]]]:
+    """Path and tokens of each slot."""
+    batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
+    counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
+    accepted = []
+    for count, row, path in zip(counts, tokens, paths, strict=True):
+        assert path[0] == 0
+        assert not path[count + 1 :].any()
+        assert not row[count + 1 :].any()
+        accepted.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return accepted
+
+
+def drafted(
+    tree: TokenTree, logits: np.ndarray, params: SamplingParams, random: np.random.Generator
+) -> tuple[np.ndarray, Distributions]:
+    """Draft tokens drawn from a q that is near p at the parent of each node, or chosen of what it knows (q = 1).
+
+    Siblings may be the same token.
+    """
+    parents = np.array(tree.parents[1:])
+    near = (logits + random.normal(0, 0.7, logits.shape)).astype(np.float32)[parents]  # siblings know the same tokens
+    tokens, ids, probs = draw_candidates(near, random.random(len(parents), np.float32), params, CANDIDATES)
+    chosen = random.random(len(parents)) < 0.4
+    return tokens, Distributions(ids, np.where(chosen[:, None], ids == tokens[:, None], probs).astype(np.float32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+    slots, expected = [], []
+    for slot in (seed, seed + 1):  # two slots with parameters of their own
+        random = np.random.default_rng(slot)
+        params = params_of(slot)
+        logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+        tokens, q = drafted(tree, logits, params, random)
+        noise = random.random(len(tree), np.float32)
+        slots.append(feed(tree, logits, tokens, q, params, noise))
+        if params.greedy:
+            path, bonus = accept_greedy(logits, tree, tokens)
+        else:
+            path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
+        expected.append((path, [*(int(tokens[node - 1]) for node in path), bonus]))
+    assert run(sessions[CANDIDATES], slots) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    params = params_of(seed)
+    logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+    ranked = np.argsort(-logits, axis=-1)
+    rank = [tree.children[parent].index(node) for node, parent in enumerate(tree.parents[1:], start=1)]
+    tokens = ranked[np.array(tree.parents[1:]), rank]  # siblings are different tokens
+    noise = random.random(len(tree), np.float32)
+    certain = Distributions(tokens[:, None], np.ones((len(tokens), 1), np.float32))
+    if params.greedy:
+        path, bonus = accept_greedy(logits, tree, tokens)
+    else:
+        path, bonus = accept_sampled(logits, tree, tokens, None, params, noise.astype(np.float64))
+    outputs = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
+    assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, Any], seed: int) -> None:
+    """Whole-number logits tie; the final draw, over all of p's range, shows which tokens were kept."""
+    random = np.random.default_rng(seed)
+    params = SamplingParams(top_k=int(random.integers(0, 12)), top_p=float(random.choice([1.0, 0.55, 0.93])))
+    logits = random.integers(-3, 4, (2, 10)).astype(np.float32)
+    chain = TokenTree.chain(2)
+    tokens = np.array([int(logits[0].argmin())])
+    certain = Distributions(tokens[:, None], np.ones((1, 1), np.float32))
+    for last in np.linspace(0.003, 0.997, 12, dtype=np.float32):
+        noise = np.array([0.999, last], np.float32)
+        path, bonus = (
+            accept_greedy(logits, chain, tokens)
+            if params.greedy
+            else accept_sampled(logits, chain, tokens, None, params, noise.astype(np.float64))
+        )
+        outputs = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
+        assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("arguments", [{"top_p": 0.3}, {"top_p": 0.97}, {"top_k": LARGEST_TOP_K, "top_p": 0.9}])
+def test_thresholds_deep_in_a_large_vocabulary(
+    sessions: dict[int, Any], spread: float, arguments: dict[str, Any]
+) -> None:
+    """The last token that is kept, and so every other: where p is nearly flat, thousands are."""
+    random = np.random.default_rng(int(10 * spread))
+    params, vocab, chain = SamplingParams(**arguments), 9001, TokenTree.chain(2)
+    logits = np.sort(random.normal(0, spread, (2, vocab)).astype(np.float32))[:, ::-1].copy()
+    p = target_distribution(logits[0], params)
+    kept = vocab if p.ids is None else len(p.ids)
+    certain = Distributions(np.array([[vocab - 1]]), np.ones((1, 1), np.float32))
+    slots = []
+    for last in (0.0, 0.2, 0.5, 0.8, 1 - 2**-24):
+        noise = np.array([0.9999, last], np.float32)
+        slots.append(feed(chain, logits, np.array([vocab - 1]), certain, params, noise))
+    outputs = [tokens[-1] for _, tokens in run(sessions[1], slots)]
+    assert outputs[0] == 0
+    for token, last in zip(outputs[1:4], (0.2, 0.5, 0.8), strict=True):
+        assert abs(token - p.draw(last)) <= 1  # float32 sums against float64 ones
+    assert kept - 2 <= outputs[4] < kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(0, 10**6), st.integers(0, 3))
+def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, seed: int, padding: int) -> None:
+    random = np.random.default_rng(seed)
+    nodes = len(tree) + padding
+    logits = random.integers(0, 4, (nodes, 6)).astype(np.float32)  # of which many tie
+    firsts = logits.argmax(-1)
+    tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:] + random.integers(0, 2)) % 6
+    mask = np.eye(nodes, dtype=np.bool_)
+    mask[: len(tree), : len(tree)] = tree.mask
+    slot = {
+        tensors.LOGITS: logits,
+        tensors.PARENTS: np.array([*tree.parents, *range(len(tree), nodes)]),
+        tensors.TREE_MASK: mask,
+        tensors.DRAFT_TOKENS: np.concatenate([tokens, firsts[len(tree) :]]),
+    }
+    path, bonus = accept_greedy(logits[: len(tree)], tree, tokens)
+    assert run(greedy, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@pytest.mark.parametrize(
+    ("rule", "candidates", "most"), [("greedy", 1, 28), ("lossless", 64, 240), ("typical", 1, 190)]
+)
+def test_a_graph_has_few_operators(
+    accept_graph: Callable[[str, int], bytes], rule: str, candidates: int, most: int
+) -> None:
+    """On a GPU each is a launch, or two; views are none."""
+    views = {"Reshape", "Unsqueeze", "Squeeze", "Shape", "Range"}
+    nodes = [node.op_type for node in onnx.load_from_string(accept_graph(rule, candidates)).graph.node]
+    assert sum(node not in views for node in nodes) <= most
+    # ReduceMax and ReduceMin are cuDNN's; a CumSum or TopK over all of a vocabulary takes quadratic time or one block.
+    assert not {"ReduceMax", "ReduceMin"} & set(nodes)
+
+
+# --- typical acceptance -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None)
+@given(trees(), st.integers(0, 10**6))
+def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    params = params_of(seed).replace(
+        acceptance="typical",
+        posterior_threshold=float(random.uniform(0, 0.3)),
+        posterior_alpha=float(random.uniform(0, 1)),
+    )
+    if params.greedy:
+        params = params.replace(temperature=1.0)
+    logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
+    ranked = np.argsort(-logits - random.normal(0, 0.7, logits.shape))
+    tokens = ranked[np.array(tree.parents[1:]), tree.ranks[1:]]  # siblings differ, as they do in any proposal
+    noise = random.random(1, np.float32)
+    path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
+    slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)
+    slot = {name: value for name, value in slot.items() if name not in (tensors.DRAFT_IDS, tensors.DRAFT_PROBS)}
+    slot[tensors.THRESHOLD] = np.float32(params.posterior_threshold)
+    slot[tensors.ALPHA] = np.float32(params.posterior_alpha)
+    assert run(typical, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+
+
+@given(trees(), st.integers(0, 10**6))
+def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int) -> None:
+    """Written out slowly: every path is judged on its own, the deepest wins, then the most probable."""
+    random = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.9, posterior_threshold=0.12, posterior_alpha=0.4)
+    logits = random.normal(0, 1.5, (len(tree), 12)).astype(np.float32)
+    firsts = random.integers(0, 12, len(tree))
+    tokens = (firsts[list(tree.parents[1:])] + tree.ranks[1:]) % 12  # siblings differ, as they do in any proposal
+    paths = []
+    for leaf in tree.leaf_paths:
+        taken, log_p = [], 0.0
+        for parent, node in itertools.pairwise(leaf):
+            p = p_of(logits[parent], params)
+            limit = min(0.12, 0.4 * np.exp((p * np.log(p)).sum()))
+            if not p[tokens[node - 1]] > limit:
+                break
+            taken.append(node)
+            log_p += np.log(p[tokens[node - 1]])
+        paths.append((len(taken), log_p, taken))
+    best = max(paths, key=lambda path: path[:2])
+    path, bonus = accept_typical(logits, tree, tokens, params, 0.5)
+    assert path == best[2]
+    assert bonus == target_distribution(logits[path[-1] if path else 0], params).draw(0.5)
+
+
+# --- filling and committing -------------------------------------------------------------------------------------------
+
+
+def serialized(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString()
 
 
 @pytest.fixture(scope="module")
 def fill() -> Any:
-    return _session(trace_fill(CANDIDATES))
+    return session(serialized(trace_fill(CANDIDATES)))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +344,7 @@ def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> 
 def test_fill_graph_of_stages_equals_the_proposer() -> None:
     choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
-    fill, width = _session(trace_fill(CANDIDATES, stages)), tree.level_width + 1
+    fill, width = session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
     rows = MlpSpeculatorProposer(cast(Any, None)).rows(tree, width)
     for _ in range(40):
         count = 1 + (stages - 1) * width
@@ -93,15 +368,15 @@ def test_fill_graph_of_stages_equals_the_proposer() -> None:
 
 def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
     shapes = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
-    session, random = _session(trace_commit(shapes)), np.random.default_rng(1)
+    commit, random = session(serialized(trace_commit(shapes))), np.random.default_rng(1)
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
     kept = (3, 4)
     caches = {
         name: random.standard_normal(name.shape({"B": 2, "S": rows})).astype(np.float32)
         for name in signature.caches(shapes)
     }
-    outputs = session.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
-    names = [value.name for value in session.get_outputs()]
+    outputs = commit.run(None, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches})
+    names = [value.name for value in commit.get_outputs()]
     for name, moved in zip(names, outputs, strict=True):
         before = caches[name.replace("present", "past")]
         for slot in range(2):
