@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.reading import read_manifest
+from specexport.contract.reading import read_manifest, write_manifest
 from specexport.contract.tree import TokenTree
 from specexport.methods.ngram import Ngram, NgramIndex, NgramProposer
 from specexport.methods.suffix import OutputStore, Suffix, SuffixAutomaton, SuffixProposer
@@ -23,6 +27,8 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Chains, SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import recorded
+from tests.manifests import curve
+from tests.serving import served
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
@@ -277,17 +283,6 @@ def test_a_store_lets_a_request_use_another_ones_output() -> None:
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [COPY, RANDOM, [9], [9, 9], [4] * 120], ids=["copy", "random", "1", "2", "same"])
-def test_greedy_text_is_plain_decodings(engine: Engines, prompt: list[int]) -> None:
-    loaded = engine(NAME)
-    assert list(loaded.loaded_methods) == ["draft_model", "ngram", "suffix", "hypothesis"]
-    plain = loaded.generate(prompt, GREEDY, PLAIN)
-    for method, size in WAYS:
-        done = loaded.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": size})
-        assert done.token_ids == plain.token_ids
-        assert done.stats.steps <= plain.stats.steps
-
-
 def test_repetitions_take_fewer_steps(engine: Engines) -> None:
     loaded = engine(NAME)
     long = GREEDY.replace(max_tokens=120)
@@ -392,3 +387,96 @@ def test_build_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ngram.lookup_sizes == (2, 3)
     assert ngram.trees == suffix.trees == chains(6, 3)
     assert not (out / "draft").exists()
+
+
+# --- by default, where a bundle was built without a method ------------------------------------------------------------
+
+
+REPEATED = [5, 6, 7, 8, 9] * 8
+LONG = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[(), ("hypothesis",)], ids=["none", "hypothesis"])
+def folder(
+    request: pytest.FixtureRequest, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle that is built for nothing, or for hypotheses alone, which no request has by itself."""
+    folder = shutil.copytree(bundle("qwen3-lookup"), tmp_path_factory.mktemp("default") / "bundle")
+    manifest = read_manifest(folder)
+    methods = tuple(method for method in manifest.methods if method.name in request.param)
+    write_manifest(folder, msgspec.structs.replace(manifest, methods=methods))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def free(folder: Path) -> Iterator[Engine]:
+    """Where a step of many tokens takes as long as one of few."""
+    with Engine.load(folder, threads=1, costs=curve(read_manifest(folder), lambda *_: 1.0)) as engine:
+        yield engine
+
+
+def test_repeated_text_is_looked_up(free: Engine) -> None:
+    plain = free.generate(REPEATED, LONG, PLAIN)
+    assert plain.stats.drafted == 0
+    for arguments in (None, "auto", {"method": "auto"}):
+        done = free.generate(REPEATED, LONG, arguments)
+        assert done.token_ids == plain.token_ids
+        assert done.stats.accepted > 0
+        assert done.stats.steps < plain.stats.steps
+        assert set(done.stats.steps_by_draft) <= {"plain", "ngram"}
+    few = free.generate(REPEATED, LONG, {"num_speculative_tokens": 2})
+    assert few.token_ids == plain.token_ids
+    assert few.stats.accepted > 0
+
+
+def test_it_is_left_where_it_does_not_pay(folder: Path) -> None:
+    dear = curve(read_manifest(folder), lambda _, tokens: float(tokens) ** 2)
+    with Engine.load(folder, threads=1, costs=dear) as engine:
+        done = engine.generate(REPEATED, LONG)
+        assert done.token_ids == engine.generate(REPEATED, LONG, PLAIN).token_ids
+        # What is tried now and then is little.
+        assert done.stats.steps > 0.8 * len(done.token_ids)
+
+
+def test_nothing_is_looked_up_where_nothing_was_measured(folder: Path) -> None:
+    with Engine.load(folder, threads=1, calibrate=False) as engine:
+        assert engine.costs is None
+        assert engine.generate(REPEATED, LONG).stats.drafted == 0
+        with pytest.raises(RequestError, match="num_speculative_tokens is 2, but the bundle was built without a way"):
+            engine.stream(REPEATED, LONG, {"num_speculative_tokens": 2})
+
+
+def test_it_is_measured_when_it_is_first_opened(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
+    with Engine.load(folder, threads=1) as engine:
+        assert engine.costs is not None
+        assert engine.costs.curve.steps
+        assert engine.costs.curve.methods == ()  # look-ups take next to nothing
+    assert main(["bench", str(folder), "--prompts", "1", "--prompt-tokens", "32", "-n", "8", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["method"] for row in rows} == {"default", "hypothesis", "ngram", "suffix"}
+    assert all(row["lossless"] for row in rows)
+
+
+def test_inspect_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert ("looked up in the text, where that pays" in shown) == (not read_manifest(folder).methods)
+
+
+def test_the_server_lists_every_method(folder: Path, bundle: Callable[[str], Path]) -> None:
+    with served(folder) as server:
+        model, *_ = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert {method["name"]: method["num_speculative_tokens"] for method in model["methods"]} == {
+            name: sorted(len(tree) - 1 for tree in server.service.engine.frontend.engine.methods[name].token_trees())
+            for name in ("ngram", "suffix")
+        }
+        for method in model["methods"]:
+            body = {"prompt": REPEATED, "max_tokens": 4, "speculative": {"method": method["name"]}}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    with served(bundle("qwen3-lookup")) as server:
+        model, *_ = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [method["name"] for method in model["methods"]] == ["draft_model", "ngram", "suffix"]
