@@ -269,26 +269,48 @@ class Tables:
         """The probability of every text."""
         return text_distribution(lambda text: warped(self.target[(*self.start, *text)[-2:]], params), LENGTH)
 
-    def texts(self, setting: Setting, runs: int, accept: Accept = accept_sampled, candidates: int = 64) -> list[Text]:
-        """Generates many texts side by side as the engine does one: draft K tokens, accept some, go on after them."""
+    def texts(
+        self,
+        tree: TokenTree,
+        params: SamplingParams,
+        runs: int = RUNS,
+        accept: Accept = accept_sampled,
+        *,
+        candidates: int = 64,
+        drawn: bool = True,
+    ) -> list[Text]:
+        """Generates many texts side by side as the engine does one: draft a tree, accept a path, go on after it.
+
+        Args:
+            tree: of the draft tokens.
+            params: temperature and filters.
+            runs: how many texts.
+            accept: what decides.
+            candidates: most tokens that q knows.
+            drawn: whether siblings are drawn from q one by one, or its most probable tokens (q = 1).
+        """
         random = np.random.default_rng(7)
         texts = [self.start] * runs
         end = len(self.start) + LENGTH
         while unfinished := [run for run, text in enumerate(texts) if len(text) < end]:
-            last = np.array([texts[run][-2:] for run in unfinished])
-            drafted, logits = [], [self.target[last[:, 0], last[:, 1]]]
-            for _ in range(setting.K):
+            last = np.zeros((len(tree), len(unfinished), 2), np.int64)  # the last two tokens at every node
+            last[0] = np.array([texts[run][-2:] for run in unfinished])
+            drafts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+            for node, parent in enumerate(tree.parents[1:], start=1):
+                logits = self.draft[last[parent, :, 0], last[parent, :, 1]]
                 noise = random.random(len(unfinished), np.float32)
-                result = draw_candidates(self.draft[last[:, 0], last[:, 1]], noise, setting.params, candidates)
-                drafted.append(result)
-                last = np.stack([last[:, 1], result[0]], 1)
-                logits.append(self.target[last[:, 0], last[:, 1]])
-            tokens, ids, probs = (np.stack(part, 1) for part in zip(*drafted, strict=True))
-            rows, noise = np.stack(logits, 1), random.random((len(unfinished), setting.K + 1))
+                tokens, ids, probs = draw_candidates(logits, noise, params, candidates)
+                if not drawn:
+                    tokens = ids[:, tree.children[parent].index(node)]
+                drafts.append((tokens, ids, probs))
+                last[node] = np.stack([last[parent, :, 1], tokens], 1)
+            tokens, ids, probs = (np.stack(part, 1) for part in zip(*drafts, strict=True))
+            uniform = random.random((len(unfinished), len(tree)))
             for i, run in enumerate(unfinished):
-                q = Distributions(ids[i], probs[i])
-                path, bonus = accept(rows[i], TokenTree.chain(setting.K + 1), tokens[i], q, setting.params, noise[i])
-                texts[run] = (*texts[run], *tokens[i, : len(path)].tolist(), bonus)[:end]
+                q = Distributions(ids[i], probs[i]) if drawn else None
+                rows = self.target[last[:, i, 0], last[:, i, 1]]
+                path, bonus = accept(rows, tree, tokens[i], q, params, uniform[i])
+                texts[run] = (*texts[run], *(int(tokens[i, node - 1]) for node in path), bonus)[:end]
         return [text[len(self.start) :] for text in texts]
 
 
@@ -296,13 +318,13 @@ class Tables:
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=str)
 def test_acceptance_keeps_the_target_distribution(setting: Setting) -> None:
     tables = Tables(setting.draft)
-    assert_distributed(tables.texts(setting, RUNS), tables.exact(setting.params))
+    assert_distributed(tables.texts(TokenTree.chain(setting.K + 1), setting.params), tables.exact(setting.params))
 
 
 @pytest.mark.slow
 def test_a_draft_that_considers_few_candidates_changes_nothing() -> None:
-    tables, setting = Tables("near"), Setting("near", 3, SamplingParams())
-    assert_distributed(tables.texts(setting, RUNS, candidates=3), tables.exact(setting.params))
+    tables, params = Tables("near"), SamplingParams()
+    assert_distributed(tables.texts(TokenTree.chain(4), params, candidates=3), tables.exact(params))
 
 
 @pytest.mark.slow
@@ -312,39 +334,11 @@ def test_tokens_chosen_without_drawing_change_nothing() -> None:
     def without_q(logits: Floats, tree: Any, tokens: Any, _: Any, params: Any, noise: Any) -> Accepted:
         return accept_sampled(logits, tree, tokens, None, params, noise)
 
-    tables, setting = Tables("near"), Setting("near", 3, FILTERS[2])
-    assert_distributed(tables.texts(setting, RUNS, without_q), tables.exact(setting.params))
+    tables, params = Tables("near"), FILTERS[2]
+    assert_distributed(tables.texts(TokenTree.chain(4), params, accept=without_q), tables.exact(params))
 
-
-# --- sampling: trees --------------------------------------------------------------------------------------------------
 
 TREE = TokenTree((-1, 0, 0, 0, 1, 1, 2, 4, 4))
-
-
-def tree_texts(tables: Tables, params: SamplingParams, drawn: bool, runs: int) -> list[Text]:
-    """Texts generated over :data:`TREE`: siblings drawn from q one by one, or its most probable tokens (q = 1)."""
-    random = np.random.default_rng(3)
-    texts = [tables.start] * runs
-    end = len(tables.start) + LENGTH
-    while unfinished := [run for run, text in enumerate(texts) if len(text) < end]:
-        last = np.zeros((len(TREE), len(unfinished), 2), np.int64)  # the last two tokens at every node
-        last[0] = np.array([texts[run][-2:] for run in unfinished])
-        results: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
-        for node, parent in enumerate(TREE.parents[1:], start=1):
-            logits = tables.draft[last[parent, :, 0], last[parent, :, 1]]
-            tokens, ids, probs = draw_candidates(logits, random.random(len(unfinished), np.float32), params, 64)
-            if not drawn:
-                tokens = ids[:, TREE.children[parent].index(node)]
-            results.append((tokens, ids, probs))
-            last[node] = np.stack([last[parent, :, 1], tokens], 1)
-        tokens, ids, probs = (np.stack(part, 1) for part in zip(*results, strict=True))
-        noise = random.random((len(unfinished), len(TREE)))
-        for i, run in enumerate(unfinished):
-            q = Distributions(ids[i], probs[i]) if drawn else None
-            rows = tables.target[last[:, i, 0], last[:, i, 1]]
-            path, bonus = accept_sampled(rows, TREE, tokens[i], q, params, noise[i])
-            texts[run] = (*texts[run], *(int(tokens[i, node - 1]) for node in path), bonus)[:end]
-    return [text[len(tables.start) :] for text in texts]
 
 
 @pytest.mark.slow
@@ -353,7 +347,7 @@ def tree_texts(tables: Tables, params: SamplingParams, drawn: bool, runs: int) -
 def test_acceptance_over_a_tree_keeps_the_target_distribution(draft: str, params: SamplingParams) -> None:
     """Siblings are drawn or the most probable ones in turn: each draft and each filter meets both."""
     tables, drawn = Tables(draft), (DRAFTS.index(draft) + FILTERS.index(params)) % 2 == 0
-    assert_distributed(tree_texts(tables, params, drawn, RUNS), tables.exact(params))
+    assert_distributed(tables.texts(TREE, params, drawn=drawn), tables.exact(params))
 
 
 # --- the tests above would notice -------------------------------------------------------------------------------------
@@ -384,9 +378,9 @@ def off_by_one(logits: Floats, tree: Any, tokens: Any, q: Any, params: Any, nois
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always, off_by_one])
 @pytest.mark.parametrize("draft", ["bad", "near"])
 def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
-    tables, setting = Tables(draft), Setting(draft, 3, SamplingParams())
+    tables, params = Tables(draft), SamplingParams()
     with pytest.raises(AssertionError):
-        assert_distributed(tables.texts(setting, ENGINE_RUNS, wrong), tables.exact(setting.params))
+        assert_distributed(tables.texts(TokenTree.chain(4), params, ENGINE_RUNS, wrong), tables.exact(params))
 
 
 @pytest.mark.slow
