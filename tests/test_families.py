@@ -32,9 +32,11 @@ from specexport.exporter.passes.fix_sizes import fix_drafts
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
+from specexport.runtime import SamplingParams
 from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import instruction_set
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
+from tests.reference import draw_candidates
 
 pytestmark = pytest.mark.exporter
 
@@ -400,7 +402,7 @@ def test_propose_graph_equals_transformers(family: Family, propose_graph: Path) 
     drafts = graph.propose(np.array([t[-2:] for t in texts]), [len(t) - 2 for t in texts], [1, 1], 2, **sampling)
     for slot, text in enumerate(texts):
         for index in range(2):
-            ids, probs, token = candidate_of(family.logits(text)[-1], NOISE, **sampling)
+            token, ids, probs = expected_draft(family.logits(text)[-1], NOISE, **sampling)
             kept = probs > 0
             assert drafts[tensors.DRAFT_IDS][index, slot][kept].tolist() == ids[kept].tolist()
             np.testing.assert_allclose(drafts[tensors.DRAFT_PROBS][index, slot], probs, atol=1e-4)
@@ -447,21 +449,11 @@ def test_propose_graph_is_plain_onnx(family: Family, propose_graph: Path) -> Non
     assert columns(_weight_shape(node) for node in body) == columns(map(_shape, linear_layers(family.eager)))
 
 
-def candidate_of(
-    logits: Array, noise: float, *, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[Array, Array, int]:
-    """The draft's distribution and draw, said in NumPy: candidates, their probabilities and the token."""
-    ids = np.argsort(-logits.astype(np.float64), kind="stable")[:MAX_CANDIDATES]
-    scores = logits[ids].astype(np.float64) / temperature
-    probs = np.exp(scores - scores[0])
-    if top_k:
-        probs[top_k:] = 0
-    probs /= probs.sum()
-    kept = [i for i in range(len(ids)) if i == 0 or (probs[:i].sum() < top_p and probs[i] >= min_p * probs[0])]
-    probs = np.where(np.isin(np.arange(len(ids)), kept), probs, 0)
-    probs /= probs.sum()
-    last = int(np.flatnonzero(probs)[-1])
-    return ids, probs, int(ids[min(last, int((probs.cumsum() <= noise).sum()))])
+def expected_draft(logits: Array, noise: float, **settings: Any) -> tuple[int, Array, Array]:
+    """The draft's token, candidates and their probabilities, as NumPy computes them."""
+    params = SamplingParams(**settings)
+    token, ids, probs = draw_candidates(logits[None], np.array([noise], np.float32), params, MAX_CANDIDATES)
+    return int(token[0]), ids[0], probs[0]
 
 
 @pytest.mark.parametrize("vocab", [3, MAX_CANDIDATES - 1, MAX_CANDIDATES, 500])
@@ -483,7 +475,7 @@ def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
     for row in range(n):
         settings = {"temperature": temperature[row], "top_k": top_k[row], "top_p": top_p[row], "min_p": min_p[row]}
-        expected_ids, expected, _ = candidate_of(logits[row], noise[row], **settings)
+        _, expected_ids, expected = expected_draft(logits[row], noise[row], **settings)
         np.testing.assert_array_equal(ids[row], expected_ids)
         np.testing.assert_allclose(probs[row], expected, atol=2e-5, err_msg=str(settings))
         (index,) = np.flatnonzero(ids[row] == token[row])
