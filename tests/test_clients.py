@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from pydantic import ValidationError
 
-from specexport.server.answers import AssistantCall, OutputCall, OutputMessage
+from specexport.server.answers import OutputCall, OutputMessage
 from specexport.server.fields import Function, Only, StructuredOutputs
 from specexport.server.responses import Output
 from specexport.server.schema import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
-from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling, whole_calls
+from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling
 from tests import serving
 from tests.serving import NAME, Served, served, with_chat_template
 
@@ -201,24 +200,6 @@ def written(form: Any, calls: list[tuple[str, str]]) -> str:
         f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls
     ]
     return "\n".join(marks)
-
-
-@pytest.mark.parametrize("form", [HERMES, LLAMA])
-@pytest.mark.parametrize("seed", range(5))
-def test_calls_are_read_however_their_text_is_cut(form: Any, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    calls = list(zip(("keep", "lose"), ARGUMENTS, strict=True))[: 2 if form.begin else 1]
-    before = "well <tool_" if form.begin else ""
-    text = before + written(form, calls)
-    reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
-    texts, pieces, at = "", list[AssistantCall](), 0
-    while at < len(text):
-        end = min(len(text), at + int(random.integers(1, 9)))
-        more, new = reader.push(text[at:end], end == len(text))
-        texts, at = texts + more, end
-        pieces += new
-    assert texts == before
-    assert [(call.function.name, call.function.arguments) for call in whole_calls(pieces)] == calls
 
 
 def test_texts_without_calls_are_returned_unchanged() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,10 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def refused(model: Path, *words: str) -> None:
-    """Checks that a build is refused soon, with one line that holds these words, and writes nothing."""
+    """Checks that a build is refused as it loads, with one line that holds these words, and writes nothing."""
     steps: list[str] = []
-    start = time.process_time()  # whatever else the machine does
     with pytest.raises(BuildError) as caught:
         build(BuildOptions(target=str(model), output=model.parent / "out"), lambda step, *_: steps.append(step))
-    assert time.process_time() - start < 20
     assert set(steps) <= {"loading the target"}
     assert "\n" not in str(caught.value)
     for word in words:

@@ -278,12 +278,6 @@ def test_thresholds_out_of_range_are_refused() -> None:
         BuildOptions(target="x", output=Path("y"), posterior_alpha=2.0)
 
 
-def test_a_drafts_tree_has_a_spine(built: Callable[..., Path], checkpoints: dict[str, str]) -> None:
-    tree = TokenTree.from_choices([[0], [1], [1, 0]])
-    with pytest.raises(BuildError, match="only the most probable token of each depth can have children"):
-        built(*ways(draft=checkpoints["target"], trees=(tree,)))
-
-
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
