@@ -1,10 +1,12 @@
-"""The speech example: three stages over a real encoder's draft, each counted as the models say it must be."""
+"""The examples: the notebook, and three stages of speech recognition over a real encoder's draft."""
 
 from __future__ import annotations
 
+import re
 import wave
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ def relaxed(likelihood: float, entropy: float | None = None) -> SamplingParams:
     return GREEDY.replace(acceptance="relaxed", likelihood_threshold=likelihood, entropy_threshold=entropy)
 
 
-def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_of_speech_recognition_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     speech.main(["prepare", str(tmp_path)])
     sound, encoder = speech.chirp(1.7), speech.Encoder(tmp_path)
     heard = encoder.hear(sound)
@@ -98,3 +100,34 @@ def test_stages_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "stage 1  not sure enough" in printed
     assert "stage 3" in printed
+
+
+# --- the notebook -----------------------------------------------------------------------------------------------------
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.slow
+def test_the_notebook_draws_its_measurements() -> None:
+    """It runs from its first cell to its last, and its charts show what it measured."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(EXAMPLES / "speedup.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)  # they would change with each run
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": EXAMPLES}}).execute()
+    printed = "".join(output.text for cell in cells for output in cell.outputs if output.get("name") == "stdout")
+    measured = re.findall(r"K = (\d): ([\d.]+)x, ([\d.]+) tokens a step", printed)
+    assert [int(k) for k, *_ in measured] == [1, 2, 3, 4, 6, 8]
+    for which, cell in enumerate(cells[-2:], start=1):
+        (shown,) = cell.outputs
+        drawn = ElementTree.fromstring(shown["data"]["image/svg+xml"])
+        titles = [output.text or "" for output in drawn.iter("{http://www.w3.org/2000/svg}title")]
+        points = re.findall(r": ([\d.]+) at (\d)", "\n".join(titles))
+        assert [(k, round(float(y), 2)) for y, k in points] == [
+            (output[0], pytest.approx(float(output[which]), abs=0.011)) for output in measured
+        ]
+    length = [float(output[2]) for output in measured]
+    assert 1 < length[0] < 2 < length[3] < 5  # K = 1 and 4
