@@ -38,9 +38,8 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
-from tests.manifests import rewritten
+from tests.manifests import put
 from tests.streams import started, tokens_of
-from tests.test_bundle import at
 from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
@@ -350,11 +349,6 @@ def test_manifests_describe_graph_inputs(bundle: Callable[[str], Path], tmp_path
         )
     ):
         folder = shutil.copytree(bundle("qwen3_5_text-hybrid"), tmp_path / str(number))
-
-        def put(document: dict[str, Any], place: str = place, value: Any = value) -> None:
-            holder, key = at(document, place)
-            holder[key] = value
-
-        rewritten(folder, put)
+        put(folder, place, value)
         with pytest.raises(BundleError, match=text):
             Engine.load(folder)
