@@ -262,39 +262,38 @@ def test_suggest_takes_a_bundle(
 # --- without torch ----------------------------------------------------------------------------------------------------
 
 
-def answered(*words: object) -> tuple[str, float]:
-    """What a command prints in a process of its own, where torch and transformers cannot be imported, and its time."""
+def answered(*words: object) -> str:
+    """What a command prints in a process of its own, where torch and transformers cannot be imported."""
     program = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from specexport.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
-    before = os.times()
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, check=False
     )
-    after = os.times()
     assert done.returncode == 0, done.stderr
-    taken = sum(getattr(after, kind) - getattr(before, kind) for kind in ("children_user", "children_system"))
-    return done.stdout, taken
+    return done.stdout
 
 
 def test_a_configuration_is_all_that_suggest_and_plan_need(
     tmp_path: Path, tied: Path, bundle: Callable[[str], Path]
 ) -> None:
-    """Within 2 s of processor time, so that other processes do not matter."""
+    """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
+    weights = large / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(large / name, bare / name)
     device = ("--device", "orin-nano-8gb")
     for folder in (large, bare):
-        shown, taken = answered("suggest", folder, "--draft", tied)
-        assert f"--draft {tied} --num-speculative-tokens 4" in shown and taken < 2
-        shown, taken = answered("plan", folder, "--draft", tied, *device)
-        assert f"{meta_model(large).num_parameters():,}" in shown and "with draft_model" in shown and taken < 2
+        assert f"--draft {tied} --num-speculative-tokens 4" in answered("suggest", folder, "--draft", tied)
+        shown = answered("plan", folder, "--draft", tied, *device)
+        assert f"{meta_model(large).num_parameters():,}" in shown
+        assert "with draft_model" in shown
     for words in (("suggest", bundle("llama-near")), ("plan", bundle("llama-near"), *device)):
-        assert answered(*words)[1] < 2
+        assert answered(*words)
 
 
 def test_of_the_hub_no_weights_are_fetched(tmp_path: Path, tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
