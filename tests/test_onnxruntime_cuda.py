@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -23,23 +22,38 @@ from specexport.cli import main
 from specexport.commands.run import describe
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
-from specexport.contract.reading import read_manifest, write_manifest
+from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Completion, complete
-from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.speculative import PLAIN
 from specexport.verify.graphs import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
-from tests.device import require_same_as_alone
+from tests.manifests import put
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
-from tests.step_program import GREEDY, SAMPLED, WAYS, for_onnxruntime, same, says_what_it_says
+from tests.step_program import GREEDY, SAMPLED, TYPICAL, for_onnxruntime, same
 from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
+
+WAYS = {
+    "dice-near": ("draft_model",),
+    "dice-mixed": ("draft_model", "ngram"),
+    "dice-mixed-portable": ("draft_model", "ngram"),
+    "dice-self": ("self_draft",),
+    "dice-medusa": ("medusa",),
+    "dice-medusa-draft": ("medusa_draft",),
+    "dice-mlp": ("mlp_speculator",),
+    "dice-eagle3": ("eagle3",),
+    "dice-dflash": ("dflash",),
+    "dice-dflash-portable": ("dflash",),
+    "dice-mtp-cuda": ("mtp",),
+}
+"""Bundles, and the methods of theirs whose steps stay on the device."""
 
 
 @pytest.fixture
@@ -70,11 +84,23 @@ def load(
 def test_texts_equal_the_cpus(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
 ) -> None:
+    """Greedy, lossless and typical acceptance of chains and trees: the same noise, tokens and steps."""
     # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu, gpu.cuda.sealed():
         assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
-        with gpu.cuda.sealed():
-            says_what_it_says(on_gpu, cpu, WAYS[name], "graph per step")
+        for params, prompt in (
+            (GREEDY, [7, 9, 11]),
+            (SAMPLED, list(range(12)) * 2),
+            (TYPICAL, [5] * 20),
+            (GREEDY, [5]),
+        ):
+            for method in (*WAYS[name], PLAIN):
+                ours = on_gpu.generate(prompt, params, method)
+                same(ours, cpu.generate(prompt, params, method))
+                assert ours.stats.execution == "graph per step"
+        for tree in on_gpu.methods[WAYS[name][0]].token_trees():
+            way = {"method": WAYS[name][0], "num_speculative_tokens": len(tree) - 1}
+            same(on_gpu.generate([7, 9, 11], SAMPLED, way), cpu.generate([7, 9, 11], SAMPLED, way))
 
 
 @pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])
@@ -107,16 +133,6 @@ def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: 
     assert sum(loaded.stats.accepted for loaded in texts) > 0
 
 
-@pytest.mark.parametrize("name", ["dice-dflash", "dice-dflash-portable"])
-def test_dflash_drafts_in_one_call(name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]) -> None:
-    """The host hands the target's states over, and writes what a block says into trees of both sizes."""
-    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        for params in (GREEDY, SAMPLED):
-            for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
-                for speculation in ("dflash", Speculative(method="dflash", num_speculative_tokens=5)):
-                    same(on_gpu.generate(prompt, params, speculation), cpu.generate(prompt, params, speculation))
-
-
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
@@ -134,17 +150,6 @@ def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str],
     with load("granite-embeds") as on_gpu:
         for prompt in (EmbedsPrompt(rows[:1]), EmbedsPrompt([[5, 6], rows, [7]]), [5, 6, 7]):
             same(on_gpu.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
-
-
-@pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch"])
-def test_concurrent_requests_equal_single_ones(
-    name: str, load: Callable[..., Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
-) -> None:
-    """Joining and leaving, prompts that begin alike, more requests than slots; plain ones among them."""
-    alone = engine(name.replace("-batch", ""))
-    prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [7, 9, 11, 13, 15]]
-    with load(name, max_batch_size=4) as on_gpu:
-        require_same_as_alone(on_gpu, alone, prompts, gpu.cuda)
 
 
 @pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
@@ -379,9 +384,6 @@ def test_building_for_it(
 
 def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
-    manifest = read_manifest(folder)
-    precision = msgspec.structs.replace(manifest.target.precision, weights="int8")
-    target = msgspec.structs.replace(manifest.target, precision=precision)
-    write_manifest(folder, msgspec.structs.replace(manifest, target=target))
+    put(folder, "target.precision.weights", "int8")
     with pytest.raises(BuildError, match=r"bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
         compile_bundle(folder, CompileOptions("onnxruntime-cuda", compute="bf16"))

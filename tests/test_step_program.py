@@ -20,7 +20,7 @@ from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import PLAIN_TREE
 from tests.compiled import compiled
-from tests.step_program import GREEDY, SAMPLED, TYPICAL, WAYS, program_of, same, says_what_it_says
+from tests.step_program import GREEDY, SAMPLED, TYPICAL, program_of, same
 from tests.tensorrt_stand_in import TensorRT, installed
 
 pytestmark = pytest.mark.exporter  # it traces the step program's graphs
@@ -49,17 +49,6 @@ class Load(Protocol):
     """Loads a copy of a bundle with engines."""
 
     def __call__(self, name: str, slots: int = 1) -> Engine: ...
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dice-self", "dice-medusa-draft", "dice-eagle3", "dice-mtp-cuda"])
-def test_texts_equal_the_cpus(name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
-    """Of methods that propose for one request alone; the others' batches are compared below."""
-    # Both new, as heads propose nothing where the whole prompt is in the cache.
-    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        assert on_gpu.backend.execution == "graph per step", on_gpu.backend.fallback
-        with gpu.cuda.sealed():
-            says_what_it_says(on_gpu, cpu, WAYS[name], "graph per step")
 
 
 @pytest.mark.parametrize("name", ["dice-mixed", "dice-medusa", "dice-mlp", *READ_AGAIN])

@@ -23,13 +23,13 @@ from specexport.runtime.backends.cuda import api, library, trt
 from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
-from tests.device import require_same_as_alone
-from tests.streams import tokens_of
+from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
 pytestmark = pytest.mark.exporter  # which compiles their engines
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+TAKING = {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"}
 RUN = ("llama-near", "llama-near-portable", "gpt2-tree", "gemma2-self", "qwen3-medusa", "qwen3-medusa-draft-portable")
 
 
@@ -69,7 +69,7 @@ def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[
         assert (
             gpu.cuda.calls.count("cudaStreamSynchronize") == done.stats.steps + done.stats.steps_with_draft + prefills
         )
-        assert not {"cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost"} & set(gpu.cuda.calls)
+        assert not TAKING & set(gpu.cuda.calls)
 
 
 def test_plain_decoding_runs_without_a_profile_of_one_token(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
@@ -260,8 +260,15 @@ def test_concurrent_requests_equal_single_ones(
     """Joining and leaving, prompts that begin alike, growing caches, more requests than slots; plain ones too."""
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [5] * 240, [7, 9, 11, 13, 15]]
+    params = [GREEDY.replace(max_tokens=8 + 4 * at) for at in range(len(prompts))]
+    ways = [PLAIN if at == 2 else None for at in range(len(prompts))]
     with Engine.load(compiled(bundle(name), gpu.folder, batches=(1, 4)), max_batch_size=4) as on_gpu:
-        require_same_as_alone(on_gpu, alone, prompts, gpu.cuda)
+        assert on_gpu.slots == 4
+        gpu.cuda.calls.clear()
+        streams = started(map(on_gpu.stream, prompts, params, ways))
+        for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+            assert tokens_of(stream) == alone.generate(prompt, params[at], PLAIN).token_ids, at
+        assert not TAKING & set(gpu.cuda.calls)
 
 
 def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Callable[[str], Path], gpu: TensorRT) -> None:
