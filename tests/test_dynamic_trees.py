@@ -1,11 +1,8 @@
-"""Dynamic and adaptive trees: the most probable nodes are chosen, greedy text stays plain decoding's, samples stay the
-target's.
-"""
+"""Dynamic trees: the most probable nodes are chosen, greedy text stays plain decoding's, samples stay the target's."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -19,6 +16,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
+from tests.manifests import put
 from tests.reference import exact_texts
 from tests.streams import started, tokens_of
 from tests.test_losslessness import LENGTH, PROMPT, Setting, assert_distributed, engine_texts
@@ -31,11 +29,9 @@ WIDE = TokenTree.from_choices([[0], [0, 0], [0, 0, 0], [1], [2], [3], [4], [5]])
 def dynamic(source: Path, to: Path, trees: list[Any] | None = None) -> Path:
     """The bundle with dynamic trees, and perhaps with others."""
     copytree(source, to)
-    manifest = json.loads((to / "specexport.json").read_text())
-    manifest["methods"][0]["dynamic_tree"] = True
+    put(to, "methods.0.dynamic_tree", True)
     if trees is not None:
-        manifest["methods"][0]["trees"] = trees
-    (to / "specexport.json").write_text(json.dumps(manifest))
+        put(to, "methods.0.trees", trees)
     return to
 
 

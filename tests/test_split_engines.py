@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, BundleError
@@ -41,8 +39,9 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.engines import runnable
 from specexport.verify.graphs import check_graphs
-from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, tokenizer
+from tests.checkpoints import GROUPED, make_checkpoint
 from tests.compiled import compiled
+from tests.manifests import put
 from tests.nccl_stand_in import followed
 from tests.onnxruntime_stand_in import installed as onnxruntime_installed
 from tests.ranks import followers
@@ -128,14 +127,8 @@ def test_graphs_with_collectives_equal_their_segments(
     family: str, meetings: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks' graphs in one, in which a collective reads what both have; then the segments for ONNX Runtime."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {**GROUPED, "vocab_size": VOCAB, "num_key_value_heads": 4}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if more else {}
-    config = AutoConfig.for_model(family, **sizes, **experts, **more)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
-    tokenizer().save_pretrained(tmp_path / family)
+    make_checkpoint(tmp_path / family, family, **{**GROUPED, "num_key_value_heads": 4}, **experts, **more)
     folder = tmp_path / "bundle"
     options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2, "backend": "tensorrt-rtx"}
     build(BuildOptions(str(tmp_path / family), folder, (), 2, **options))
@@ -297,9 +290,7 @@ def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path:
     check_graphs(Bundle.open(folder), lambda *_: None)
     first, second = manifest.target.engines
     assert (first.rank, second.rank, len(first.segments), len(second.segments)) == (0, 1, 7, 7)
-    engines = (first, msgspec.structs.replace(second, segments=second.segments[:-1]))
-    changed = msgspec.structs.replace(manifest, target=msgspec.structs.replace(manifest.target, engines=engines))
-    (folder / "specexport.json").write_bytes(msgspec.json.encode(changed))
+    put(folder, "target.engines.1.segments", second.segments[:-1])
     with pytest.raises(BundleError, match="engines of the target for onnxruntime-cuda: expected as many segments"):
         read_manifest(folder)
 
@@ -337,9 +328,7 @@ def test_engines_of_unknown_ranks_are_refused(split: Callable[[str], Path], tmp_
     part = manifest.target.of_rank(1)
     assert (part.engines, part.weights) == (manifest.target.engines[1:], "target/rank-1/weights.bin")
     assert [layer.heads for layer in part.cache] == [layer.heads // 2 for layer in manifest.target.cache]
-    engines = (manifest.target.engines[0], msgspec.structs.replace(manifest.target.engines[1], rank=2))
-    changed = msgspec.structs.replace(manifest, target=msgspec.structs.replace(manifest.target, engines=engines))
-    (folder / "specexport.json").write_bytes(msgspec.json.encode(changed))
+    put(folder, "target.engines.1.rank", 2)
     with pytest.raises(BundleError, match="rank is 2, and the target has 2 ranks; compile the bundle again"):
         read_manifest(folder)
 
