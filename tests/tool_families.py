@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.contract.reading import read_manifest
+from tests.manifests import put, relist
 
 _TURNS = (
     "{% for m in messages %}{{ BEGIN + m.role + BEHIND + (m.content or '') + '' }}{% for c in m.tool_calls or [] %}CALL"
@@ -174,13 +173,8 @@ def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:
     path.write_text(json.dumps(stated, ensure_ascii=False), encoding="utf-8")
     name = "tokenizer/chat_template.jinja"
     (folder / name).write_text(family.template, encoding="utf-8")
-    changed = {manifest.tokenizer.file, name}
-    files = (
-        *(file for file in manifest.files if file.path not in changed),
-        *(file_entry(folder, file) for file in changed),
-    )
     last = manifest.target.vocab_size - 1
-    ends = (last - 1, last) if family is GPT_OSS else (last,)
-    tokenizer = msgspec.structs.replace(manifest.tokenizer, chat_template=name, eos_token_ids=ends)
-    write_manifest(folder, msgspec.structs.replace(manifest, tokenizer=tokenizer, files=files))
+    put(folder, "tokenizer.chat_template", name)
+    put(folder, "tokenizer.eos_token_ids", [last - 1, last] if family is GPT_OSS else [last])
+    relist(folder, name)
     return folder
