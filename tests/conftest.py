@@ -196,16 +196,6 @@ def dry_run_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return lambda name: make(name, root)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table of the GPU dry run, where it ran."""
-    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
-    rows = [value for report in reports for key, value in report.user_properties if key == "gpu dry run"]
-    if rows:
-        from tests.null_cuda.table import print_table
-
-        print_table(terminalreporter, rows)
-
-
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out modules that need the exporter where torch is not installed: their imports alone would fail."""
     if importlib.util.find_spec("torch") is not None or collection_path.suffix != ".py":

@@ -3,7 +3,7 @@
     python -m tests.null_cuda.dry_run BUNDLE SLOTS REPORT
 
 It runs where ``install.environment`` says, with NULL_CUDA_LOG set, and writes what it found of the sessions as JSON:
-``{"loads": 9, "execution": "graph per step", "problems": []}``. What was called is in the log; see ``log``.
+``{"execution": "graph per step", "problems": []}``. What was called is in the log; see ``log``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ class Sessions:
     """What was found of onnxruntime's sessions.
 
     Attributes:
-        loads: how many were opened, by file.
         problems: what is wrong with them.
     """
 
     def __init__(self, runtime: NullRuntime, bundle: Path) -> None:
-        self.loads: Counter[str] = Counter()
         self.problems: list[str] = []
         self._bundle = bundle
         self._mark = runtime.mark
@@ -107,7 +105,6 @@ class Sessions:
 
     def opened(self, file: str, session: Any, optimized: onnx.ModelProto) -> None:
         """Looks at where a session's nodes run, and what became of them."""
-        self.loads[file] += 1
         elsewhere = {
             node.name: node.op_type
             for part in session.get_provider_graph_assignment_info()
@@ -251,7 +248,7 @@ def main(arguments: Sequence[str]) -> None:
     speculate_always()
     sessions = Sessions(runtime, bundle)
     sessions.watch()
-    document: dict[str, Any] = {"loads": 0, "execution": "", "problems": sessions.problems}
+    document: dict[str, Any] = {"execution": "", "problems": sessions.problems}
     runtime.mark("load")
     try:
         engine = Engine.load(bundle, backend="onnxruntime-cuda", max_batch_size=slots)
@@ -269,7 +266,6 @@ def main(arguments: Sequence[str]) -> None:
             document["execution"] = backend.execution if engine.manifest.program or ranks else "host"
             if backend.fallback != (SPLIT if ranks else ""):
                 sessions.problems.append(f"falls back: {backend.fallback}")
-    document["loads"] = sum(sessions.loads.values())
     report.write_text(json.dumps(document), encoding="utf-8")
 
 
