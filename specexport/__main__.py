@@ -1,7 +1,17 @@
-"""``python -m specexport``."""
+"""``python -m specexport``, and the command ``specexport``."""
 
 import sys
 
-from specexport.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs the command line. Ctrl-C ends it with status 130, also while it is being imported."""
+    try:
+        from specexport.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -269,6 +272,19 @@ def test_an_unknown_flag_names_its_command(words: list[str], command: str, capsy
 def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Show what is in a bundle." in capsys.readouterr().err
+
+
+def test_closed_streams_are_empty(folder: str) -> None:
+    words = f"{sys.executable} -m specexport run {folder} -n 4"
+    assert subprocess.run(f"{words} <&- >&- 2>&-", shell=True, check=False).returncode == 0
+
+
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-m", "specexport", "inspect", "x"]
+    ended = subprocess.run(words, env=environment, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 def test_a_second_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
