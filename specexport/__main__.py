@@ -1,10 +1,15 @@
 """``python -m specexport``, and the command ``specexport``."""
 
+import signal
 import sys
 
 
 def main() -> int:
-    """Runs the command line. Ctrl-C ends it with status 130, also while it is being imported."""
+    """Runs the command line. Ctrl-C ends it with status 130 and SIGTERM with 143, also while it is being imported.
+
+    Both end it as an error does, so that temporary files are removed and the terminal is restored.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         from specexport.cli import main as run
 

@@ -36,7 +36,7 @@ Environment:
     SPECEXPORT_API_KEY  the key that clients of serve have to send, unless --api-key is given
 
 Exit status:
-    0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C
+    0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM; serve ends with 0 for both
 """
 _COMMANDS = (
     Command("build", build.build_flags, build.build_command),

@@ -158,6 +158,14 @@ def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -
         assert chat.ended() == 130
 
 
+def test_sigterm_restores_the_terminal(folder: Path, tmp_path: Path) -> None:
+    with typed(["chat", str(folder), *GREEDY], SPECEXPORT_CACHE=str(tmp_path)) as chat:
+        chat.expect(">")
+        chat.process.terminate()
+        assert chat.ended() == 143
+    assert chat.raw.rindex("\x1b[?2004l") > chat.raw.rindex("\x1b[?2004h")  # pastes in brackets are off again
+
+
 def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path: Path) -> None:
     missing = starting_with("import sys; sys.modules['prompt_toolkit'] = None", tmp_path)
     with typed(["chat", str(folder), *GREEDY, "-n", "4"], **missing) as chat:
