@@ -127,9 +127,10 @@ def test_values_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     assert caught.value.param in wrong
 
 
-def test_a_bias_is_for_tokens_there_are(engine: Engines) -> None:
-    with pytest.raises(RequestError, match="logit_bias has token 99999"):
-        engine("llama-near").stream(PROMPT, SamplingParams(logit_bias={99999: 1.0}))
+@pytest.mark.parametrize("wrong", [{"logit_bias": {99999: 1.0}}, {"stop_token_ids": (1, 99999)}])
+def test_tokens_are_those_of_the_model(engine: Engines, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} has token 99999; the model has tokens 0 to"):
+        engine("llama-near").stream(PROMPT, SamplingParams(**wrong))
 
 
 def test_a_grammar_of_lark_is_followed(engine: Engines) -> None:
