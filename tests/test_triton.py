@@ -331,7 +331,7 @@ def test_tritons_server_answers(triton: tuple[int, int], repository: Path, expec
     assert "".join(part["text_output"] for part in parts) == expected_answers["text"]
     assert (len(parts) > 2, parts[-1]["finish_reason"]) == (True, "length")
     wrong = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "top_p": 2}, timeout=JOIN)
-    assert "top_p is 2.0; expected at most 1" in wrong.json()["error"]
+    assert "expected at most 1" in wrong.json()["error"]
 
     code = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     code = code.replace("localhost:8001", f"localhost:{triton[1]}").replace('"one two"', repr(PROMPT))
