@@ -161,6 +161,8 @@ def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -
 def test_sigterm_restores_the_terminal(folder: Path, tmp_path: Path) -> None:
     with typed(["chat", str(folder), *GREEDY], SPECEXPORT_CACHE=str(tmp_path)) as chat:
         chat.expect(">")
+        chat.type("half a message")
+        chat.expect("half a message")
         chat.process.terminate()
         assert chat.ended() == 143
     assert chat.raw.rindex("\x1b[?2004l") > chat.raw.rindex("\x1b[?2004h")  # pastes in brackets are off again
