@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec for invalid input."""
+_TYPES = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "object": "an object",
+    "str": "a text",
+}
+_FIELD = re.compile(r"Object (missing|contains).* field `(.*)`")
+_EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `([^`]*)`)?")
 _LONGEST = 4000
 """Characters of a message."""
+
+
+def explained(error: Exception) -> str:
+    """One of :data:`UNREADABLE` in words: the field, what it is, and what was expected."""
+    what, _, place = str(error).partition(" - at ")
+    place = place.removeprefix("key in ").strip("`$").removeprefix(".")
+    if field := _FIELD.fullmatch(what):
+        name = f"{place}.{field[2]}" if place else field[2]
+        return f"{name} is {'missing' if field[1] == 'missing' else 'no known field'}"
+    if types := _EXPECTED.fullmatch(what):
+        what = f"expected {_words(types[1])}{types[2]}"
+        return f"{place or 'it'} is {_words(types[3])}; {what}" if types[3] else f"{place or 'it'}: {what}"
+    return f"{place}: {what}" if place else what
+
+
+def _words(types: str) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
 class SpecExportError(Exception):

@@ -217,7 +217,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                         output.rename(retired)
                         folder.rename(output)
                         remove(retired)
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, SystemExit):
                     resumable = resume
                     raise
                 finally:

@@ -59,6 +59,7 @@ def changing(folder: Path) -> Iterator[Manifest]:
         )
     with writing(folder), claimed(folder):
         manifest = read_manifest(folder)
+        (folder / _PART).touch()  # refuses a folder that cannot be written before any work is done
         _sweep(folder, manifest)
         try:
             yield manifest

@@ -17,7 +17,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes
+from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes, require_positions
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
@@ -25,6 +25,7 @@ from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
 EFFICIENCY = 0.7
 """Assumed share of the bandwidth that a step reaches; our target for GPUs, not a measurement."""
 MAX_DRAFTS = 8
+DEFAULT_CONTEXT = 4096
 _DEFAULT_TREES = (5, 7, 9)
 """Nodes of a draft's default chains."""
 _ACCEPT_ARRAYS = 18
@@ -118,10 +119,12 @@ class DevicePlan:
     """Whether models fit on a device, and how fast they may be.
 
     Attributes:
+        context: longest prompt and output, in tokens.
         speeds: expected tokens per second: of plain decoding, then with the draft at K = 1, 2, ...
     """
 
     models: tuple[ModelPlan, ...]
+    context: int
     needed: int
     available: int
     speeds: tuple[float, ...]
@@ -142,7 +145,7 @@ def plan(
     device: DeviceLimits,
     *,
     precision: str,
-    context: int,
+    context: int | None,
     acceptance: float,
     backend: EngineRuntime = "tensorrt",
 ) -> DevicePlan:
@@ -153,7 +156,7 @@ def plan(
         method: how to speculate, with a draft that is a separate model; None for not at all.
         device: where it is to run.
         precision: of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
-        context: longest prompt and output, in tokens.
+        context: longest prompt and output, in tokens; None for the target's, at most :data:`DEFAULT_CONTEXT`.
         acceptance: probability that a draft token is accepted.
         backend: the backend that runs the models.
 
@@ -164,10 +167,15 @@ def plan(
         raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
     check_stored((precision,), (capability(device.capability),))
     _check_acceptance(acceptance)
-    if context < 2:
-        raise BuildError(f"max_seq_len is {context}; expected at least 2")
     nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
     target_sizes = model_sizes(target)
+    positions = target_sizes.positions
+    if context is None:
+        context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
+    if context < 2:
+        raise BuildError(f"max_seq_len is {context}; expected at least 2")
+    if positions is not None:
+        require_positions(context, positions, target)
     models = [_model_plan(target, target_sizes, precision, context, backend, nodes)]
     most, block = 0, None
     if method is not None:
@@ -245,7 +253,7 @@ def _device_plan(
         tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
         speeds.append(tokens * EFFICIENCY * device.bandwidth / read)
     available = device.memory - device.reserved
-    return DevicePlan(tuple(models), sum(model.total for model in models), available, tuple(speeds))
+    return DevicePlan(tuple(models), context, sum(model.total for model in models), available, tuple(speeds))
 
 
 def _model_plan(

@@ -24,6 +24,7 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.sizes import require_positions
 from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
@@ -142,11 +143,7 @@ def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Metho
 def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
     if options.max_seq_len is None:
         return min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
-    if options.max_seq_len > target.max_positions:
-        raise BuildError(
-            f"max_seq_len (max_model_len) is {options.max_seq_len}, but {target.source} was made for "
-            f"{target.max_positions} positions; expected at most {target.max_positions}"
-        )
+    require_positions(options.max_seq_len, target.max_positions, target.source)
     return options.max_seq_len
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.errors import BuildError
+from specexport.contract.methods.base import BYTES
 from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
@@ -51,13 +52,13 @@ def write_models(
     """
     folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
-    total = 4 * checkpoint.parameters
-    done = 0
+    total = int(BYTES[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
+    done = 0.0
 
     def advance(size: int) -> None:
         nonlocal done
-        done = min(total, done + size)
-        build.progress(title, done, total)
+        done += size / 4 * BYTES[storage.kind]
+        build.progress(title, min(total - 1, int(done)), total)
 
     models: list[Model] = []
     with WeightsFile(folder / "weights.bin", advance) as weights:
@@ -79,7 +80,8 @@ def write_models(
                     graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
                 )
             )
-    build.progress(title, total, total)
+    written = (folder / "weights.bin").stat().st_size
+    build.progress(title, max(1, written), max(1, written))
     return models
 
 

@@ -98,10 +98,6 @@ class Penalties(_OutputProcessor):
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
-        if (wrong := next((token for token in params.logit_bias if token >= vocab_size), None)) is not None:
-            raise RequestError(
-                f"logit_bias has token {wrong}; the model has tokens 0 to {vocab_size - 1}", param="logit_bias"
-            )
 
     def _change(self, row: Floats, output: Ints) -> None:
         params = self._params
@@ -291,9 +287,13 @@ def processors(
     Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 
     Raises:
-        RequestError: a bias is for a token that the model does not have, or a schema or a grammar cannot be used.
+        RequestError: a bias or a stop is for a token that the model does not have, or a schema or a grammar cannot be
+            used.
         BackendError: llguidance is not installed.
     """
+    for name in ("logit_bias", "stop_token_ids"):
+        if wrong := [token for token in getattr(params, name) if token >= vocab_size]:
+            raise RequestError(f"{name} has token {wrong[0]}; the model has tokens 0 to {vocab_size - 1}", param=name)
     chain: list[LogitsProcessor] = []
     if params.rules.change_logits:
         chain.append(SequenceBiases(params.rules, prompt))

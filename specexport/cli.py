@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ Environment:
     SPECEXPORT_API_KEY  the key that clients of serve have to send, unless --api-key is given
 
 Exit status:
-    0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C
+    0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM; serve ends with 0 for both
 """
 _COMMANDS = (
     Command("build", build.build_flags, build.build_command),
@@ -148,7 +149,7 @@ def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Na
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
-    replace_unshown()
+    _prepare_streams()
     try:
         words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
         if not words:
@@ -179,8 +180,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def replace_unshown() -> None:
-    """Has standard output print a question mark for characters that its encoding lacks."""
+def _prepare_streams() -> None:
+    """Opens the standard streams that are closed on nothing, and prints "?" for what the output's encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

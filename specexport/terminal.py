@@ -159,7 +159,7 @@ def _piped(_: str) -> str:
     line = from_standard_input(sys.stdin.readline)
     if not line:
         raise EOFError
-    return line.removesuffix("\n")
+    return line.removesuffix("\n").removesuffix("\r")
 
 
 def _typed(history: _History) -> Read:
@@ -168,13 +168,18 @@ def _typed(history: _History) -> Read:
         import readline
 
         for message in history.messages:
-            readline.add_history(message)
+            with contextlib.suppress(UnicodeEncodeError):  # in a locale without the message's characters
+                readline.add_history(message)
 
     def read(prompt: str) -> str:
         if not sys.stdout.isatty():  # input() would write the prompt to standard output
             print(prompt, end="", file=sys.stderr, flush=True)
             return _piped(prompt)
-        line = input(prompt)
+        try:
+            line = input(prompt)
+        except KeyboardInterrupt:
+            print()
+            raise
         history.add(line)
         return line
 

@@ -338,8 +338,9 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+@pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
 def test_interrupted_builds_resume_after_finished_stages(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, signalled: type[BaseException]
 ) -> None:
     from specexport.exporter import target as exporter_target
     from specexport.methods.draft_model import export as draft_export
@@ -353,12 +354,12 @@ def test_interrupted_builds_resume_after_finished_stages(
     def load(source: str) -> Any:
         loaded.append(source)
         if source == draft and loaded.count(draft) == 1:
-            raise KeyboardInterrupt
+            raise signalled
         return real(source)
 
     for module in (exporter_target, draft_export):
         monkeypatch.setattr(module, "load_checkpoint", load)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(signalled):
         LLM(target, speculative_config={"model": draft}, **options)
     (left,) = (cache / "bundles").glob(".*.unfinished")
     assert (left / "target" / "weights.bin").is_file()

@@ -96,7 +96,7 @@ def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
         ("empty.txt", " \n", "holds no text; expected some thousand tokens"),
         ("bytes.txt", "\udcff", "can't decode byte 0xff .*; expected text, or JSON lines"),
         ("no.jsonl", '{"text": "a"}\n{"words": "b"}', "line 2 has neither text nor messages"),
-        ("bad.jsonl", '{"text": 3}', "line 1: Expected `str | null`, got `int`"),
+        ("bad.jsonl", '{"text": 3}', "line 1: text is a whole number; expected a text or null"),
     ],
 )
 def test_faults_of_calibration_data_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:

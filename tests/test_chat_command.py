@@ -158,6 +158,16 @@ def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -
         assert chat.ended() == 130
 
 
+def test_sigterm_restores_the_terminal(folder: Path, tmp_path: Path) -> None:
+    with typed(["chat", str(folder), *GREEDY], SPECEXPORT_CACHE=str(tmp_path)) as chat:
+        chat.expect(">")
+        chat.type("half a message")
+        chat.expect("half a message")
+        chat.process.terminate()
+        assert chat.ended() == 143
+    assert chat.raw.rindex("\x1b[?2004l") > chat.raw.rindex("\x1b[?2004h")  # pastes in brackets are off again
+
+
 def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path: Path) -> None:
     missing = starting_with("import sys; sys.modules['prompt_toolkit'] = None", tmp_path)
     with typed(["chat", str(folder), *GREEDY, "-n", "4"], **missing) as chat:
@@ -166,6 +176,19 @@ def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path:
         ask(chat, '"""one' + ENTER + 'two"""')
         leave(chat)
     assert chat.text.count("pip install") == 1
+
+
+def test_a_plain_terminal_without_unicode(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat-history.jsonl").write_text(f"{json.dumps('世界')}\n")
+    environment = {"TERM": "dumb", "LC_ALL": "C", "SPECEXPORT_CACHE": str(tmp_path)}
+    with typed(["chat", str(folder), *GREEDY, "-n", "4"], **environment) as chat:
+        chat.expect("> ")
+        chat.type("half a message")
+        chat.expect("half a message")
+        chat.type(CTRL_C)
+        chat.expect("\nCtrl-C again leaves")
+        ask(chat, "one")
+        leave(chat)
 
 
 def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
@@ -187,7 +210,7 @@ def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
 def test_each_line_of_a_pipe_is_a_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = 'one two three\n\nfour\n"""\nfive\nsix\n"""\nseven \\\neight'
+    text = 'one two three\r\n\nfour\n"""\nfive\nsix\n"""\nseven \\\neight'
     code, out, err = piped(text, [str(folder), *GREEDY, "-n", "16"], monkeypatch, capsys)
     expected = answers(folder, ["one two three", "four", "five\nsix", "seven \neight"], 16)
     assert (code, out) == (0, "".join(f"{answer}\n" for answer in expected))

@@ -52,13 +52,13 @@ def refused(model: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("top_k", "x", "Expected `int"),
+        ("top_k", "x", "top_k is a text; expected a whole number"),
         ("top_k", -1, ">= 0"),
         ("temperature", -1, ">= 0"),
-        ("temperature", "1", "Expected `float"),
+        ("temperature", "1", "temperature is a text; expected a number"),
         ("top_p", 0, "> 0"),
         ("min_p", 2, "<= 1"),
-        ("do_sample", "yes", "Expected `bool"),
+        ("do_sample", "yes", "do_sample is a text; expected true or false"),
         ("eos_token_id", [1, "a"], "eos_token_id[1]"),
         ("eos_token_id", -1, ">= 0"),
         ("eos_token_id", 10**9, "expected a token of the model, which has 320"),

@@ -462,6 +462,26 @@ def test_a_stopped_answer_is_kept_and_a_refused_question_given_back(tiny: Served
 
 
 @needs_browser
+def test_what_goes_wrong_is_seen(tiny: Served, talk: Browser) -> None:
+    talk.shape(320, 400, mobile=True)
+    box = "find('error').getBoundingClientRect()"
+    for question in (PROMPT, "four"):
+        talk.run("scrollTo(0, 0)")
+        run(talk, question)
+        done(talk)
+        assert talk.run("scrollY > 0")  # down to the new turn
+    talk.run(
+        "window.fetched = fetch; window.fetch = async () => { throw new TypeError('Failed to fetch') }; scrollTo(0, 0)"
+    )
+    run(talk, "five")
+    talk.until("!find('error').hidden")
+    assert talk.run("find('error').textContent").startswith("the server cannot be reached")
+    assert talk.run(f"[{box}.top >= 0, {box}.bottom <= innerHeight, find('prompt').value]") == [True, True, "five"]
+    talk.run("fetch = fetched; find('settings').open = false; find('temperature').value = 9; find('run').click()")
+    assert talk.run("[find('settings').open, find('prompt').value]") == [True, "five"]
+
+
+@needs_browser
 def test_long_conversations_drop_old_turns(talk: Browser) -> None:
     for number in range(8):
         run(talk, f"{number} " + "word " * 30)

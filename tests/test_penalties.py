@@ -110,6 +110,7 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
     assert len(completion.token_ids) > 10
 
 
-def test_a_bias_is_for_tokens_there_are(engine: Engines) -> None:
-    with pytest.raises(RequestError, match="logit_bias has token 99999"):
-        engine("llama-near").stream(PROMPT, SamplingParams(logit_bias={99999: 1.0}))
+@pytest.mark.parametrize("wrong", [{"logit_bias": {99999: 1.0}}, {"stop_token_ids": (1, 99999)}])
+def test_tokens_are_those_of_the_model(engine: Engines, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} has token 99999; the model has tokens 0 to"):
+        engine("llama-near").stream(PROMPT, SamplingParams(**wrong))

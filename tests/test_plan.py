@@ -174,12 +174,18 @@ def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureF
         ({"precision": "fp8"}, "8.7, and fp8 weights need 8.9"),
         ({"acceptance": 1.0}, "acceptance is 1.0"),
         ({"context": 1}, "max_seq_len is 1"),
+        ({"context": 513}, "max_seq_len .* is 513, but .* was made for 512 positions"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, object], reason: str) -> None:
     arguments: dict[str, object] = {"precision": "int4", "context": CONTEXT, "acceptance": 0.5, **change}
     with pytest.raises(BuildError, match=reason):
         plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)
+
+
+def test_the_default_context_is_one_that_can_be_built(tied: Path) -> None:
+    device = DEVICES["orin-nano-8gb"]
+    assert plan(str(tied), None, device, precision="int4", context=None, acceptance=0.5).context == 512
 
 
 def test_invalid_configurations_are_named(tmp_path: Path) -> None:

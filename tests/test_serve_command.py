@@ -16,6 +16,7 @@ from benchmarks.__main__ import parser
 from benchmarks.serving import server
 from specexport.cli import main
 from tests.serving import with_chat_template
+from tests.threads import wait_until
 
 pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
 
@@ -86,6 +87,19 @@ def test_sigterm_finishes_streams(bundle: Callable[[str], Path]) -> None:
             events = list(lines)
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_second_ctrl_c_ends_streams(bundle: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    with server(bundle("llama-near"), "--no-calibrate", threads=1) as running:
+        body = {"prompt": "a", "n": 64, "max_tokens": 500, "temperature": 1, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            running.process.send_signal(signal.SIGINT)
+            wait_until(lambda: httpx.get(f"{running.url}/ready").status_code == 503, "it does not drain")
+            running.process.send_signal(signal.SIGINT)
+            assert "shutting_down" in "".join(lines)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_short_soak_loses_nothing(bundle: Callable[[str], Path], tmp_path: Path) -> None:

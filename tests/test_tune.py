@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.folders import claimed
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
@@ -186,6 +189,24 @@ def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
     for more in ([], ["--dry-run"]):
         assert main(["tune", "tree", str(folder), "--data", str(data), *more]) == 1
         assert "is built for tensorrt-rtx; its step program and engines" in capsys.readouterr().err
+
+
+@pytest.mark.exporter
+def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
+    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with claimed(folder):
+        assert main(["tune", "tree", str(folder), "--data", str(data)]) == 1
+    assert f"is writing {folder}" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert main(["tune", "tree", str(folder), "--data", str(data)]) == 1
+    assert f"{folder / 'specexport.json.part'}: Read-only file system" in capsys.readouterr().err
 
 
 @pytest.mark.exporter

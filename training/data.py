@@ -17,7 +17,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from specexport.contract.errors import UNREADABLE, TrainError
+from specexport.contract.errors import UNREADABLE, TrainError, explained
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Maximum size in bytes of a JSON or text file, and of a line of JSON Lines."""
@@ -226,7 +226,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
             rows: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
         except UNREADABLE as error:
             raise TrainError(
-                f"{path}: expected a list of objects with text, conversations or messages: {error}"
+                f"{path}: {explained(error)}; its items are objects with text, conversations or messages"
             ) from error
         for number, raw in enumerate(rows):
             yield from _row(bytes(raw), f"{path}[{number}]")
@@ -243,10 +243,12 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
     try:
         row = msgspec.json.decode(raw, type=_Row)
     except UNREADABLE as error:
-        raise TrainError(f"{where}: {error}") from error
+        raise TrainError(f"{where}: {explained(error)}") from error
     fields = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
     if len(fields) != 1:
-        raise TrainError(f"{where}: has {' and '.join(fields) or 'neither'}; expected text, conversations or messages")
+        raise TrainError(
+            f"{where}: has {' and '.join(fields) or 'none of these'}; expected one of text, conversations and messages"
+        )
     if row.text is not None:
         if row.text:
             yield where, row.text

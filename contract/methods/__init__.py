@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
     Flag,
@@ -248,7 +248,7 @@ def read_method(
     try:
         return msgspec.convert(mapping, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{where}: {error}") from error
+        raise BuildError(f"{where}: {explained(error)}") from error
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:

@@ -87,6 +87,7 @@ def sizes_of(model: Any, config: Any) -> ModelSizes:
         layers=config.num_hidden_layers,
         layer_types=frozenset(getattr(config, "layer_types", None) or ()),
         row=int(config.num_hidden_layers * sizes.key_value_heads * key_value_size * 2),
+        positions=getattr(config, "max_position_embeddings", None),
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, explained
 from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Whole
 from specexport.contract.model import Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
@@ -64,7 +64,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
         try:
             ends = msgspec.convert(tokens, Tokens)
         except msgspec.ValidationError as error:
-            raise BuildError(f"{path}: eos_token_id is {tokens!r}: {error}") from error
+            raise BuildError(f"{path}: eos_token_id is {tokens!r}; expected a token id or a list of them") from error
     listed = [] if ends is None else [ends] if isinstance(ends, int) else ends
     _require_known(path, "eos_token_id", listed, vocab_size)
     return defaults, tuple(listed)
@@ -79,7 +79,7 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         read = msgspec.convert(document, _GenerationConfig)
         rules = msgspec.convert({key: value for key, value in document.items() if key in _RULES}, GenerationRules)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{path}: not a configuration of generation: {error}") from error
+        raise BuildError(f"{path}: not a configuration of generation: {explained(error)}") from error
     for key, tokens in rules.tokens.items():
         _require_known(path, key, tokens, vocab_size)
     values: dict[str, Any] = {"temperature": 0.0}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from msgspec import Meta
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, explained
 from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"
@@ -111,7 +111,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
     try:
         return msgspec.convert(document.get(QUANTIZATION), _Config | None)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{path}: {QUANTIZATION}: {error}") from error
+        raise BuildError(f"{path}: {QUANTIZATION}: {explained(error)}") from error
 
 
 def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:

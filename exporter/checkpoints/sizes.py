@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE
 from specexport.exporter.checkpoints.locate import locate
 
@@ -50,6 +51,7 @@ class ModelSizes:
         hidden: width of the residual stream.
         intermediate: width of the MLPs.
         row: bytes of a token's keys and values in all layers, at 16 bits each.
+        positions: the longest text that it was made for, in tokens; None if the configuration does not say.
     """
 
     parameters: tuple[Parameter, ...]
@@ -59,6 +61,7 @@ class ModelSizes:
     layers: int
     layer_types: frozenset[str]
     row: int
+    positions: int | None = None
 
     @property
     def total(self) -> int:
@@ -165,7 +168,7 @@ def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
     if family is None:
         raise UnknownSizesError
     sizes = _Sizes(document, family)
-    kinds = document.get("layer_types") or ()
+    kinds, positions = document.get("layer_types") or (), document.get("max_position_embeddings")
     return ModelSizes(
         parameters=tuple(_parameters(sizes, family)),
         hidden=sizes.hidden,
@@ -174,7 +177,21 @@ def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
         layers=sizes.layers,
         layer_types=frozenset(map(str, kinds)),
         row=sizes.layers * sizes.key_value_heads * 2 * sizes.head_dim * 2,
+        positions=positions if isinstance(positions, int) else None,
     )
+
+
+def require_positions(tokens: int, positions: int, source: str) -> None:
+    """Refuses a context that is longer than what a model was made for.
+
+    Raises:
+        BuildError: it is.
+    """
+    if tokens > positions:
+        raise BuildError(
+            f"max_seq_len (max_model_len) is {tokens}, but {source} was made for {positions} positions; expected at "
+            f"most {positions}"
+        )
 
 
 def has_mtp(folder: Path, layers: int) -> bool:

@@ -19,7 +19,7 @@ from specexport import report
 from specexport.building import progress_bars
 from specexport.commands import PlottedOptions, engine_flags, read_text
 from specexport.commands.inspect import about, bytes_text
-from specexport.contract.errors import UNREADABLE, RequestError
+from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.flags import add_flags, from_flags
@@ -109,7 +109,9 @@ def read_lines(path: Path) -> Iterator[Line]:
             try:
                 yield msgspec.json.decode(line.encode(), type=Line)
             except UNREADABLE as error:
-                raise RequestError(f"{path}: line {number}: {error}; expected an object with a text") from error
+                raise RequestError(
+                    f"{path}: line {number}: {explained(error)}; a line is an object with a text"
+                ) from error
 
 
 def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:

@@ -29,7 +29,7 @@ class _PlanOptions(Options, frozen=True, kw_only=True):
     Attributes:
         device: device, such as orin-nano-8gb; an unknown name lists all.
         precision: type of the weights of both models (default: int4, or a bundle's own).
-        max_seq_len: most tokens of a prompt and its output (default: 4096, or a bundle's own).
+        max_seq_len: most tokens of a prompt and its output (default: the model's, at most 4096, or a bundle's own).
         acceptance: probability that a draft token is accepted.
         backend: what runs the models (default: tensorrt, or a bundle's own).
         json: print the plan as JSON.
@@ -87,18 +87,18 @@ def plan_command(arguments: argparse.Namespace) -> int:
         stored = ", ".join(dict.fromkeys(model.precision.weights for model in manifest.models.values()))
         title = f"{command.device}, {stored} as built, {manifest.max_seq_len} tokens"
     else:
-        precision, context = command.precision or "int4", command.max_seq_len or 4096
+        precision = command.precision or "int4"
         with needs_extra(f"{target}: reading this model", "export"):
             estimate = plan(
                 target,
                 method,
                 device,
                 precision=precision,
-                context=context,
+                context=command.max_seq_len,
                 acceptance=command.acceptance,
                 backend=command.backend or "tensorrt",
             )
-        drafts, title = (method.name if method else None), f"{command.device}, {precision}, {context} tokens"
+        drafts, title = (method.name if method else None), f"{command.device}, {precision}, {estimate.context} tokens"
         without = ""
     if drafts is None and hasattr(arguments, "acceptance"):
         raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")

@@ -18,6 +18,7 @@ from specexport.commands.bench import read_lines
 from specexport.commands.inspect import about, svg, terminal_tree
 from specexport.contract.errors import RequestError
 from specexport.contract.options import option
+from specexport.contract.reading import changing
 from specexport.contract.values import counted
 from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
@@ -125,6 +126,9 @@ def tune_command(arguments: argparse.Namespace) -> int:
             f"{command.bundle}: is built for {manifest.backend}; its step program and engines are compiled for its "
             "trees. Tune a bundle built for onnxruntime, and build this one again with the best tree"
         )
+    if not command.dry_run:
+        with changing(command.bundle):  # refuses a bundle that cannot be changed before anything is measured
+            pass
     with progress_bars() as bars:
         with Engine.load(
             command.bundle, check_hashes=False, calibrate=False, backend="onnxruntime", threads=threads

@@ -258,7 +258,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, *, drain_timeout: float, **config: Any) -> None:
-        super().__init__(uvicorn.Config(app, server_header=False, **config))
+        super().__init__(uvicorn.Config(app, server_header=False, lifespan="off", **config))
         self._engine, self._drain_timeout = engine, drain_timeout
 
     @contextlib.contextmanager

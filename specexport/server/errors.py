@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from specexport.contract.errors import ClosedError, ContextLengthError, DeadlineError, QueueFullError, RequestError
+from specexport.contract.values import shown
 from specexport.server.answers import ErrorDetail, ErrorResponse
 
 _LOG = logging.getLogger("uvicorn.error")
@@ -23,6 +24,18 @@ _PARAMS = {
 """The API's names of engine parameters, where they differ."""
 _EXPECTED = "Input should be "
 """Pydantic's message for a wrong type begins with this."""
+_IN_WORDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+    "a valid dictionary or object to extract fields from": "an object",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid list": "a list",
+    "a valid string": "a text",
+    "a valid boolean": "true or false",
+}
+"""Wordings of pydantic, and ours."""
 _SHOWN = 300
 """Most characters of a validation message: a request's own text is not sent back whole."""
 
@@ -86,7 +99,7 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     if not field:
         why = "the body is missing, not a JSON object, or has another Content-Type than application/json"
         return ApiError(400, why, code="invalid_json")
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = str(first["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     if first["type"] == "extra_forbidden":
         message = "not known; leave it out"
     elif first["type"] == "string_unicode":
@@ -94,7 +107,14 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     elif first["type"].endswith("_type"):
         peers = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
         message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in peers))
-    return ApiError(400, f"{field}: {message}"[:_SHOWN], param=field, code=str(first["type"]))
+    elif first["type"] == "missing":
+        message = "is missing"
+    if message.startswith(_EXPECTED):
+        for words, better in _IN_WORDS.items():
+            message = message.replace(words, better)
+        message = f"is {shown(first['input'])}; expected {message.removeprefix(_EXPECTED)}"
+    colon = "" if message.startswith("is ") else ":"
+    return ApiError(400, f"{field}{colon} {message}"[:_SHOWN], param=field, code=str(first["type"]))
 
 
 def _field(error: Any) -> str:

@@ -21,11 +21,18 @@ async function call(path, body) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
   const options = body ? { method: "POST", body: JSON.stringify(body), signal: aborter.signal } : {};
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await reached(fetch(path, { ...options, headers }));
   if (answer.ok) return answer;
   const told = (await answer.json().catch(() => null))?.error;
   const error = new Error(told?.message ?? `the server answered ${answer.status}`);
   throw Object.assign(error, { status: answer.status, code: told?.code });
+}
+
+/** What a promise of the network's gives; a browser's own words for a server that is gone say little. */
+function reached(promise) {
+  return promise.catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("the server cannot be reached; check that it runs, and send it again");
+  });
 }
 
 /** The objects of a stream of server-sent events, up to [DONE]. */
@@ -33,7 +40,7 @@ async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reached(reader.read());
     if (done) throw new Error("the server ended the stream too early");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -170,7 +177,10 @@ async function run(question = null, number = null) {
   if (!chat) find("turns").replaceChildren();
   if (chat && model && used > ROOM * model.max_model_len && unread < turns.length) leaveOut();
   const root = shownTurn(question), panes = root.querySelector(".panes");
-  if (chat) find("prompt").value = "";
+  if (chat) {
+    find("prompt").value = "";
+    document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight; // the answer's pane follows from there
+  }
   stopEditing();
   const fast = new Pane(method === PLAIN ? "Plain" : method ? `Speculative: ${NAMES[method] ?? method}` : "Speculative", panes);
   root.querySelector(".retry").addEventListener("click", () => {
@@ -210,6 +220,7 @@ async function run(question = null, number = null) {
     else if (typed) find("prompt").value = question;
   }
   find("status").textContent = said;
+  if (!find("error").hidden) find("error").scrollIntoView({ block: "nearest" }); // below the form, on a phone out of sight
   aborter = null;
   find("run").disabled = false;
   find("stop").disabled = true;
@@ -301,6 +312,7 @@ find("mode").addEventListener("change", () => setMode(chatting()));
 find("method").addEventListener("change", () => (find("expecting").hidden = find("method").value !== EXPECTED));
 find("tokens").addEventListener("change", (event) => document.body.classList.toggle("drafts", event.target.checked));
 find("positions").addEventListener("change", (event) => document.body.classList.toggle("positions", event.target.checked));
+find("settings").addEventListener("invalid", () => (find("settings").open = true), true); // to show what is wrong
 find("tree").addEventListener("keydown", (event) => trees.pressed(event));
 find("turns").addEventListener("click", (event) => {
   if (event.target.matches(".code > .copy")) copy(event.target.previousSibling.textContent, event.target);
