@@ -23,7 +23,7 @@ from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
-from specexport.runtime.request import BypassRunner, Completion, Request, Stream, complete
+from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculative import DEFAULT, Speculative, available_methods, bypasses_model, choose
 from specexport.runtime.step import HostProgram
@@ -290,8 +290,8 @@ class Engine:
         request.fixed = options.num_speculative_tokens is not None
         if options == DEFAULT and chosen not in (None, self._lookup):
             request.lookup = self._lookup
-        bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
-        return Stream(BypassRunner() if bypass else self._scheduler, request)
+        request.bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
+        return Stream(self._scheduler, request)
 
     def _request(
         self,

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from specexport.runtime.choice import History
 from specexport.runtime.logits import TokenLogprobs
@@ -15,6 +15,9 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
+
+if TYPE_CHECKING:
+    from specexport.runtime.scheduler import Scheduler
 
 PLAIN = "plain"
 """The method of steps without a proposal, in counters."""
@@ -144,6 +147,7 @@ class Request:
         tree: the tree that it asked for; a step may verify a smaller one.
         fixed: whether it set its number of draft tokens.
         lookup: a look-up method that may propose in a step instead of the request's own.
+        bypass: whether its hypothesis is its output, without a step.
         stats: its counters.
         history: its acceptance so far.
         remaining: tokens it may still generate.
@@ -162,6 +166,7 @@ class Request:
         self.tree = view.tree
         self.fixed = False
         self.lookup: str | None = None
+        self.bypass = False
         self.stats = Stats(prompt_tokens=view.prompt)
         self.history = History(unread=view.prompt)
         self.remaining = remaining
@@ -221,6 +226,13 @@ class Request:
         """Ends it without a step; its last chunk is the text that was held back."""
         self.give(Chunk(self._text.finish(), (), reason))
 
+    def take_hypothesis(self) -> None:
+        """Queues the whole hypothesis as its only chunk."""
+        began = time.perf_counter()
+        chunk = self.take(Outcome(list(self.view.hypothesis)), last=True)
+        self.stats.total = self.stats.first_token = time.perf_counter() - began
+        self.give(chunk)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -262,16 +274,6 @@ def complete(stream: Stream) -> Completion:
     return Completion(whole.text, whole.token_ids, reason, stream.stats, whole.logprobs, stream.prompt_logprobs)
 
 
-class _Runner(Protocol):
-    """The part of the scheduler that a stream uses."""
-
-    def submit(self, request: Request) -> None: ...
-
-    def next_chunk(self, request: Request) -> Chunk | None: ...
-
-    def abandon(self, request: Request) -> None: ...
-
-
 class Stream:
     """The output of one request, an iterator of :class:`Chunk`; also a context manager.
 
@@ -279,8 +281,8 @@ class Stream:
     ends, is closed or cancelled, or the stream is dropped. It makes progress whenever any stream of the engine is read.
     """
 
-    def __init__(self, runner: _Runner, request: Request) -> None:
-        self._runner = runner
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self._scheduler = scheduler
         self._request = request
         self._started = False
 
@@ -319,7 +321,7 @@ class Stream:
 
     def __next__(self) -> Chunk:
         self.start()
-        chunk = self._runner.next_chunk(self._request)
+        chunk = self._scheduler.next_chunk(self._request)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -341,7 +343,7 @@ class Stream:
             RequestError: the engine is closed.
         """
         if not self._started and not self._request.abandoned:
-            self._runner.submit(self._request)
+            self._scheduler.submit(self._request)
             self._started = True
 
     def cancel(self) -> None:
@@ -350,23 +352,4 @@ class Stream:
 
     def close(self) -> None:
         """Ends the request; its slot is free before the next step. Unread chunks are dropped."""
-        self._runner.abandon(self._request)
-
-
-class BypassRunner:
-    """Runs requests whose output is their hypothesis, without a model or a slot."""
-
-    def submit(self, request: Request) -> None:
-        """Delivers the whole output as one chunk."""
-        began = time.perf_counter()
-        chunk = request.take(Outcome(list(request.view.hypothesis)), last=True)
-        request.stats.total = request.stats.first_token = time.perf_counter() - began
-        request.give(chunk)
-
-    def next_chunk(self, request: Request) -> Chunk | None:
-        """That chunk; None after it, or when the request was abandoned."""
-        return request.chunks.popleft() if request.chunks and not request.abandoned else None
-
-    def abandon(self, request: Request) -> None:
-        """Marks a request that is no longer read."""
-        request.abandoned = True
+        self._scheduler.abandon(self._request)
