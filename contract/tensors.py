@@ -60,7 +60,6 @@ class Tensor(str):
         field: str = "methods",
         stage: int = 0,
     ) -> Tensor:
-        """Declares a tensor."""
         self = super().__new__(cls, name)
         self.dtype, self.dims, self.meaning, self.initial = dtype, dims, meaning, initial
         self.field, self.stage = field, stage
@@ -91,7 +90,6 @@ class Tensor(str):
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
     def zeros(self, sizes: Sizes) -> Array:
-        """An array for it, zeroed."""
         return np.zeros(self.shape(sizes), self.dtype)
 
     def array(self, sizes: Sizes) -> Array:

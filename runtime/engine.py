@@ -166,7 +166,6 @@ class Engine:
 
     @property
     def methods(self) -> dict[str, Method]:
-        """Every method a request may choose, by name."""
         return {name: loaded.method for name, loaded in self.loaded_methods.items()}
 
     @property

@@ -78,7 +78,6 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of draft tokens accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -293,17 +292,14 @@ class Stream:
 
     @property
     def params(self) -> SamplingParams:
-        """Its sampling parameters."""
         return self._request.view.params
 
     @property
     def method(self) -> str | None:
-        """Its method; None decodes plainly."""
         return self._request.view.method
 
     @property
     def hypothesis(self) -> Sequence[int]:
-        """The expected output."""
         return self._request.view.hypothesis
 
     @property

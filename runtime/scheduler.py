@@ -305,7 +305,6 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Number of free slots."""
         return self._sizes[-1] - len(self._used)
 
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
@@ -364,7 +363,6 @@ class Slots:
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
 
     def moved(self, source: int, to: int) -> None:
-        """Records a completed move."""
         self._used.remove(source)
         self._used.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

@@ -79,7 +79,6 @@ class Speculative(Options, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether it decodes plainly."""
         return self.num_speculative_tokens == 0
 
 

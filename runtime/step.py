@@ -139,7 +139,6 @@ class HostProgram:
         return Outcome(new, len(proposal.tokens), proposal.tree.depth, len(path), logprobs, finite, verified)
 
     def proposer(self, method: str) -> Proposer:
-        """A method's proposer."""
         return self._loaded_methods[method].proposer
 
     def filled(self, slot: int) -> int:

@@ -142,7 +142,6 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Namespace) -> int:
-    """Runs a command that takes its options."""
     return main(from_flags(kind, arguments))
 
 

@@ -133,7 +133,6 @@ class _Remember(argparse.Action):
 
 
 def _flags() -> list[tuple[str, Flag]]:
-    """Every flag with the name of its method."""
     return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
 
 

@@ -269,7 +269,6 @@ class Frontend:
         }
 
     def close(self) -> None:
-        """Frees the engine."""
         self.engine.close()
 
     def _seed(self) -> int | None:

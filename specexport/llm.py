@@ -101,7 +101,6 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the models."""
         self._frontend.close()
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -62,7 +62,6 @@ class TreeCandidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The expected speed."""
         return self.tokens / self.seconds
 
 

@@ -112,7 +112,6 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
 
     @property
     def name(self) -> str:
-        """The method's name."""
         return method_name(type(self))
 
     @property

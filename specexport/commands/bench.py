@@ -164,7 +164,6 @@ class Result:
         return self.speed_up > _MOST_NOISE * self.tokens_per_step
 
     def add(self, completion: Completion, plain: Completion) -> None:
-        """Counts a request."""
         stats = completion.stats
         self.steps += stats.steps
         self.tokens += stats.output_tokens

@@ -64,7 +64,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages."""
         return self._messages(0)
 
     def instruct(self, system: str) -> None:
@@ -98,7 +97,6 @@ class Conversation:
         return stream
 
     def add(self, question: str, answer: str) -> None:
-        """Adds a turn."""
         self.turns.append((question, answer))
 
     def _prompt(self, question: str) -> tuple[list[int], int]:

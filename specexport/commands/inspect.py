@@ -112,7 +112,6 @@ def terminal_tree(tree: TokenTree) -> str:
 
 
 def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
-    """The default tree of a method."""
     methods = {method.name: method for method in available_methods(manifest)}
     if name is None:
         if not manifest.methods:

@@ -238,7 +238,6 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
 
 
 def _batch_command(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport tune batch``."""
     command = from_flags(_BatchOptions, arguments)
     engine_options = engine_flags(arguments, ("threads", "backend"))
     report.check_path("--plot", command.plot)

@@ -326,7 +326,6 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> S
 
 
 async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
-    """Every stream's output as one chunk."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
     async with contextlib.aclosing(merged(service, streams)) as items:
         async for index, chunk in items:

@@ -63,7 +63,6 @@ class Check:
 
     @property
     def result(self) -> str:
-        """The result in words."""
         return "not run" if self.passed is None else "passed" if self.passed else "failed"
 
 
@@ -76,12 +75,10 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(check.passed is not False for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
         if not self.passed:
             return "failed"
         return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"

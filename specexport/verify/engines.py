@@ -75,12 +75,10 @@ class GraphRun:
 
     @property
     def past(self) -> int:
-        """Rows in the cache."""
         return max(0, min(_PAST, self.point.cache - self.written))
 
     @property
     def written(self) -> int:
-        """Rows that the run writes."""
         return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
 
     def feed(self) -> Feed:
@@ -94,7 +92,6 @@ class GraphRun:
         return feed
 
     def _slot(self) -> Feed:
-        """The inputs of one slot."""
         values = _INPUTS[type(self.of)](self)
         sizes = CompileJob((self.point,), self.vocab).sizes[0] | {"B": 1}
         feed: Feed = {}

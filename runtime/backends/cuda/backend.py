@@ -187,7 +187,6 @@ class CudaBackend:
         return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.open(part, communicator))
 
     def inexact(self, target: Graph) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         return "on a device a row's rounding depends on the number of rows"
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:

@@ -191,7 +191,6 @@ class DeviceGraph(Graph):
         return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Wraps every launch in a function, for measurements."""
         for width in self._widths.values():
             for place, launch in width.launches.items():
                 width.launches[place] = functools.partial(around, launch)

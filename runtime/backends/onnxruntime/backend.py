@@ -41,7 +41,6 @@ class LeadingGraph(Leading, OnnxRuntimeGraph):
         return graph
 
     def close(self) -> None:
-        """Ends the other ranks."""
         self._followers.close()
 
 
@@ -78,7 +77,6 @@ class OnnxRuntimeBackend:
         return kernels_build()
 
     def inexact(self, target: Graph) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         assert isinstance(target, OnnxRuntimeGraph)
         if not instruction_set():
             return self.kernels

@@ -170,7 +170,6 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def not_claimed(self) -> Counter[str]:
-        """See :func:`~specexport.runtime.backends.onnxruntime.kernels.not_claimed`."""
         return not_claimed(self._session)
 
     def reusable(self, slot: int, rows: int) -> int:
