@@ -10,7 +10,7 @@ import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backend import Array, BackendOptions, Buffers
 from specexport.runtime.backends.onnxruntime.graph import (
     OnnxRuntimeGraph,
     import_onnxruntime,
@@ -114,12 +114,12 @@ def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def open_rank(
-    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, threads: int, keep: bool, meeting: Meeting
+    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, options: BackendOptions, meeting: Meeting
 ) -> G:
     """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
     files = model.ranks[rank].segments
-    sessions = [open_cached(bundle, model, name, threads, keep) for name in files]
+    sessions = [open_cached(bundle, model, name, options) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, meeting)
     return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)
 
