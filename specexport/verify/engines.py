@@ -35,6 +35,7 @@ from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
 from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
 from specexport.runtime.bundle import Bundle, open_linked
+from specexport.runtime.costs import Progress
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]
@@ -53,8 +54,6 @@ _SHARED = 0.9
 """Least share of the most probable tokens that both sides must have in common."""
 _BEFORE = " before"
 """Suffix of a cache's name for the rows that a run must not change."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def compare_engines(
     """
     result = EnginesResult()
     for index, subject in enumerate(subjects):
-        progress(index, len(subjects))
+        progress("engines", index, len(subjects))
         _compare(bundle, subject, runner(subject.engine), result)
     return result
 
