@@ -19,7 +19,7 @@ from specexport.runtime.text import TextStream
 if TYPE_CHECKING:
     from specexport.runtime.scheduler import Scheduler
 
-PLAIN = "plain"
+NO_METHOD = "plain"
 """The method of steps without a proposal, in counters."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -98,7 +98,7 @@ class Stats:
     def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
         """Counts one step: the method, its draft tokens, their longest path, and how many were accepted."""
         self.steps += 1
-        steps = self.steps_by_draft.setdefault(method if drafted else PLAIN, {})
+        steps = self.steps_by_draft.setdefault(method if drafted else NO_METHOD, {})
         steps[drafted] = steps.get(drafted, 0) + 1
         self.drafted += drafted
         self.accepted += accepted
@@ -120,7 +120,6 @@ class Chunk:
 
     Attributes:
         text: new text; may be empty while a character or a possible stop text is unfinished.
-        token_ids: new tokens.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
         logprobs: of each new token, if the request asks for them.
@@ -147,8 +146,6 @@ class Request:
         fixed: whether it set its number of draft tokens.
         lookup: a look-up method that may propose in a step instead of the request's own.
         bypass: whether its hypothesis is its output, without a step.
-        stats: its counters.
-        history: its acceptance so far.
         remaining: tokens it may still generate.
         read: whether its prompt is read, so that steps may begin.
         began: the scheduler's clock when it was submitted.
@@ -241,7 +238,6 @@ class Completion:
         text: the output without the stop text.
         token_ids: every generated token, an end-of-text token included.
         finish_reason: see :class:`Chunk`.
-        stats: its counters.
         logprobs: of each token, if the request asks for them.
         prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
     """
@@ -278,39 +274,29 @@ class Stream:
 
     The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
     ends, is closed or cancelled, or the stream is dropped. It makes progress whenever any stream of the engine is read.
+
+    Attributes:
+        tokens: prompt and output so far; negative numbers where the prompt has embeddings.
+        method: None decodes plainly.
+        hypothesis: the expected output.
+        stats: the request's counters, up to date after every chunk.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self._scheduler = scheduler
         self._request = request
         self._started = False
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output so far; negative numbers where the prompt has embeddings."""
-        return self._request.view.tokens
-
-    @property
-    def params(self) -> SamplingParams:
-        return self._request.view.params
-
-    @property
-    def method(self) -> str | None:
-        return self._request.view.method
-
-    @property
-    def hypothesis(self) -> Sequence[int]:
-        return self._request.view.hypothesis
+        view = request.view
+        self.tokens: list[int] = view.tokens
+        self.params: SamplingParams = view.params
+        self.method: str | None = view.method
+        self.hypothesis: Sequence[int] = view.hypothesis
+        self.stats: Stats = request.stats
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Log-probabilities of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
-
-    @property
-    def stats(self) -> Stats:
-        """Its counters, up to date after every chunk."""
-        return self._request.stats
 
     def __iter__(self) -> Stream:
         return self

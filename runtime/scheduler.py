@@ -11,7 +11,7 @@ from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.shapes import window
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.reader import common_prefix
-from specexport.runtime.request import PLAIN, Chunk, Request
+from specexport.runtime.request import NO_METHOD, Chunk, Request
 from specexport.runtime.step_program import Outcome, StepProgram
 
 _MAX_FAILURES = 3
@@ -279,7 +279,7 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
                 f"the target's logits after {len(request.view.tokens)} tokens are not finite, so there is no text to "
                 "go on with; 'specexport verify BUNDLE' says whether its graphs are right"
             )
-        method = request.view.lookup or request.view.method or PLAIN
+        method = request.view.lookup or request.view.method or NO_METHOD
         request.stats.count_step(method, outcome.drafted, outcome.depth, outcome.accepted)
         return request.take(outcome)
     except Exception as error:

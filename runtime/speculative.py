@@ -55,7 +55,7 @@ class Speculative(Options, frozen=True, kw_only=True):
         return RequestError(message, param=name)
 
     @classmethod
-    def of(cls, value: Speculative | Mapping[str, Any] | str | None) -> Speculative:
+    def of(cls, value: SpeculativeLike | None) -> Speculative:
         """Reads what users may pass: the value, a mapping with its keys and the method's, or the name of a method.
 
         Raises:
@@ -82,6 +82,8 @@ class Speculative(Options, frozen=True, kw_only=True):
         return self.num_speculative_tokens == 0
 
 
+SpeculativeLike = Speculative | Mapping[str, Any] | str
+"""How to speculate, as users may say it; see :meth:`Speculative.of`."""
 _KEYS = tuple(key for key in Speculative.__struct_fields__ if key != "options")
 _AUTO = "auto"
 DEFAULT = Speculative()

@@ -93,7 +93,7 @@ def test_when_to_come_again_follows_the_queue(frontend: Frontend) -> None:
     """Nothing has ended yet, and those that run say how long they take at least."""
 
     async def work() -> None:
-        engine = AsyncEngine(frontend, max_queue=3 * frontend.slots)
+        engine = AsyncEngine(frontend, max_queue=3 * frontend.engine.slots)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
         await until(lambda: engine.running == engine.slots)
         for request in engine._live:

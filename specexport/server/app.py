@@ -30,23 +30,13 @@ from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import ClosedError, RequestError
 from specexport.contract.options import options
 from specexport.options import ServerOptions
-from specexport.server.answers import (
-    ChatResponse,
-    CompletionResponse,
-    ErrorResponse,
-    MethodCard,
-    ModelCard,
-    ModelList,
-    ResponseAnswer,
-    Status,
-    TokenizeResponse,
-)
+from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.responses import answer_response
-from specexport.server.schema import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.service import Service
 from specexport.server.tools import template_tools
 
@@ -69,13 +59,13 @@ _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
-        "model": ErrorResponse,
+        "model": answers.ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
         "404: no such model or path. 405: no such method. 408: the body does not come. 413: it is too large. "
         "429: too many requests wait; Retry-After says when.",
     },
     "5XX": {
-        "model": ErrorResponse,
+        "model": answers.ErrorResponse,
         "description": "500: the server failed. 503: it is shutting down. 504: the request was not done in time.",
     },
 }
@@ -147,13 +137,13 @@ def create_app(
     frontend = service.engine.frontend
 
     methods = [
-        MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
+        answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
         for name, method in frontend.engine.methods.items()
         if not method.takes_hypothesis
     ]
 
-    def card(name: str) -> ModelCard:
-        return ModelCard(
+    def card(name: str) -> answers.ModelCard:
+        return answers.ModelCard(
             id=name,
             created=service.created,
             max_model_len=frontend.max_model_len,
@@ -168,27 +158,27 @@ def create_app(
         return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
 
     @app.get("/v1/models", dependencies=allowed)
-    async def list_models() -> ModelList:
-        return ModelList(data=[card(name) for name in service.names])
+    async def list_models() -> answers.ModelList:
+        return answers.ModelList(data=[card(name) for name in service.names])
 
     @app.get("/v1/models/{model:path}", dependencies=allowed)
-    async def show_model(model: str) -> ModelCard:
+    async def show_model(model: str) -> answers.ModelCard:
         return card(service.require_model(model))
 
-    @app.post("/v1/completions", **generated(CompletionResponse))
+    @app.post("/v1/completions", **generated(answers.CompletionResponse))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await complete(service, request, body)
 
-    @app.post("/v1/chat/completions", **generated(ChatResponse))
+    @app.post("/v1/chat/completions", **generated(answers.ChatResponse))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await chat(service, request, body)
 
-    @app.post("/v1/responses", **generated(ResponseAnswer))
+    @app.post("/v1/responses", **generated(answers.ResponseAnswer))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         return await answer_response(service, request, body)
 
     @app.post("/tokenize", dependencies=allowed)
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
         service.require_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
@@ -200,19 +190,19 @@ def create_app(
         else:
             encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
             tokens = await asyncio.to_thread(encode, body.prompt)
-        return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
+        return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
     @app.get("/health")
-    async def health() -> Status:
+    async def health() -> answers.Status:
         """Whether the server answers."""
-        return Status(status="ok")
+        return answers.Status(status="ok")
 
     @app.get("/ready")
-    async def ready() -> Status:
+    async def ready() -> answers.Status:
         """Whether it takes requests."""
         if service.engine.closed:
             raise ClosedError("the server is shutting down")
-        return Status(status="ready")
+        return answers.Status(status="ready")
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def metrics() -> Response:
