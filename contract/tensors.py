@@ -33,8 +33,6 @@ class Tensor(str):
     """A tensor's name, with the rest of its declaration.
 
     Attributes:
-        dtype: of its elements.
-        dims: its shape.
         meaning: one line for docs.
         initial: an input's valid value before anything is written.
         field: the manifest's field that its sizes come from.

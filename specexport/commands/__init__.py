@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from specexport.commands.flags import add_flags, flag_values, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
 from specexport.contract.methods import known, method_type, read_methods
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildSettings
-from specexport.flags import add_flags, flag_values, group_of
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
 from specexport.runtime.speculative import Speculative
@@ -44,7 +44,6 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        name: on the command line.
         flags: the options that become its flags, or a function that declares flags of several structs.
         main: runs it with the options, or else with the namespace; returns the exit code. Its docstring is the help.
     """
@@ -67,7 +66,7 @@ class BundleOptions(Options, frozen=True, kw_only=True):
 
 
 class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
-    """The same with a page.
+    """Options of commands that can also write a report.
 
     Attributes:
         plot: also write a page with these tables and charts, which opens offline (default: none).

@@ -15,20 +15,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text
-from specexport.commands.inspect import about, bytes_text
+from specexport.commands import PlottedOptions, engine_flags, read_text, report
+from specexport.commands.flags import add_flags, from_flags
+from specexport.commands.inspect import about
 from specexport.contract.errors import UNREADABLE, RequestError
 from specexport.contract.methods import Method
 from specexport.contract.options import option
-from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine
+from specexport.runtime.costs import Progress
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.tables import Table, show
+from specexport.tables import Table, bytes_text, show
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Files of Python's standard library."""
@@ -46,7 +46,6 @@ _WARM_UP = 12
 """Tokens of an output that warms up."""
 _MOST_NOISE = 1.1
 """Factor by which times may be off on an idle machine."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ class Task:
     """One request of a workload.
 
     Attributes:
-        workload: its name.
-        prompt: tokens.
         hypothesis: the expected output, for methods that read it; None if unknown.
     """
 

@@ -11,7 +11,7 @@ import msgspec
 
 from specexport.building import needs_extra
 from specexport.commands import add_target
-from specexport.commands.inspect import bytes_text
+from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
@@ -19,8 +19,7 @@ from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name, parse_method, read_method, text_methods
 from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
-from specexport.flags import add_flags, from_flags
-from specexport.tables import Table, show
+from specexport.tables import Table, bytes_text, show
 
 
 class _PlanOptions(Options, frozen=True, kw_only=True):

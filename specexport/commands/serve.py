@@ -15,13 +15,13 @@ from typing import Annotated, Literal
 
 from specexport.building import needs_extra
 from specexport.commands import BUILD, BUILD_GROUP
+from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.options import Options, option, options
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
-from specexport.flags import add_flags, flag_values, from_flags
 from specexport.options import ListenOptions, ServiceOptions
 
 _SOURCE = "--model"

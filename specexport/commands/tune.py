@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text
+from specexport.commands import PlottedOptions, engine_flags, read_text, report
 from specexport.commands.bench import read_lines
-from specexport.commands.inspect import about, svg, terminal_tree
+from specexport.commands.draw import svg, terminal_tree
+from specexport.commands.flags import add_flags, from_flags
+from specexport.commands.inspect import about
 from specexport.contract.errors import RequestError
 from specexport.contract.options import option
 from specexport.contract.values import counted
-from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
