@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ from specexport.contract.methods import method_name, parse_method, read_method, 
 from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
 from specexport.tables import Table, bytes_text, show
+
+if TYPE_CHECKING:
+    from specexport.exporter.plan import DevicePlan
 
 
 class _PlanOptions(Options, frozen=True, kw_only=True):
@@ -97,32 +100,42 @@ def plan_command(arguments: argparse.Namespace) -> int:
                 acceptance=command.acceptance,
                 backend=command.backend or "tensorrt",
             )
-        drafts, title = (method.name if method else None), f"{command.device}, {precision}, {context} tokens"
-        without = ""
+        drafts, without = (method.name if method else None), ""
+        title = f"{command.device}, {precision}, {context} tokens"
     if drafts is None and hasattr(arguments, "acceptance"):
         raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
-        return 0 if estimate.fits else 1
+    else:
+        notes = _notes(estimate, command.acceptance, drafts)
+        if without:
+            notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
+        notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+        show(_models(title, estimate), "", *notes)
+    return 0 if estimate.fits else 1
+
+
+def _models(title: str, estimate: DevicePlan) -> Table:
     table = Table(title, ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"), "lr")
     for model in estimate.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
+    return table
+
+
+def _notes(estimate: DevicePlan, acceptance: float, drafts: str | None) -> list[str]:
+    """What the estimate says about memory and speed; ``drafts`` is the method with a draft, if there is one."""
     verdict = "fits" if estimate.fits else "does not fit"
     notes = [
         f"{verdict}: {bytes_text(estimate.needed)} of {bytes_text(estimate.available)}",
         f"plain decoding: about {estimate.speeds[0]:.0f} tokens/s",
     ]
-    accepted = f"if {command.acceptance:.0%} of draft tokens are accepted"
+    accepted = f"if {acceptance:.0%} of draft tokens are accepted"
     if estimate.best_k:
         notes.append(f"with {drafts}: about {max(estimate.speeds):.0f} tokens/s at K = {estimate.best_k}, {accepted}")
     elif drafts is not None:
         notes.append(f"{drafts} gains nothing {accepted}")
-    if without:
-        notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
-    notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
-    show(table, "", *notes)
-    return 0 if estimate.fits else 1
+    return notes
 
 
 class _SuggestOptions(Options, frozen=True, kw_only=True):
