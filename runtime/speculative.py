@@ -136,18 +136,24 @@ def choose(
             hypothesis lacks a method or a method its hypothesis.
     """
     _check_hypothesis(request, methods, params)
-    if request.plain:
-        return None, PLAIN_TREE
+    name = None if request.plain else _method_of(request, methods, defaults, embedded)
+    return (None, PLAIN_TREE) if name is None else (name, _tree_of(request, methods[name].token_trees(), free))
+
+
+def _method_of(
+    request: Speculative, methods: Mapping[str, Method], defaults: Sequence[str], embedded: bool
+) -> str | None:
+    """The name of a request's method; None if it names none and none of the defaults suits it."""
     able = [name for name, method in methods.items() if not embedded or method.reads_embeddings]
     name = request.method
     if name is None and request.hypothesis is not None:
         name = next((name for name, method in methods.items() if method.takes_hypothesis), None)
         if name is None:
             raise RequestError("a hypothesis was given, but the bundle verifies no chains for one", param="hypothesis")
-    if name is None:
+    elif name is None:
         name = next((name for name in defaults if name in able and not methods[name].takes_hypothesis), None)
         if name is None and request.num_speculative_tokens is None:
-            return None, PLAIN_TREE
+            return None
     if name is None:
         context = " after a prompt with embeddings" if embedded and methods else ""
         raise RequestError(
@@ -167,9 +173,13 @@ def choose(
             f"choose one that needs no model, of which the bundle has {', '.join(able) or 'none'}",
             param="method",
         )
-    trees = methods[name].token_trees()
+    return name
+
+
+def _tree_of(request: Speculative, trees: Sequence[TokenTree], free: bool) -> TokenTree:
+    """The tree of a request's number of draft tokens, or the default."""
     if request.num_speculative_tokens is None:
-        return name, max(trees, key=len) if free else trees[0]
+        return max(trees, key=len) if free else trees[0]
     tree = next((tree for tree in trees if len(tree) == request.num_speculative_tokens + 1), None)
     if tree is None:
         built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
@@ -177,7 +187,7 @@ def choose(
             f"num_speculative_tokens is {request.num_speculative_tokens}; the bundle was built for {built}",
             param="num_speculative_tokens",
         )
-    return name, tree
+    return tree
 
 
 def _check_hypothesis(request: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:

@@ -83,13 +83,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
 
 
-def add_target(parser: argparse.ArgumentParser, help: str) -> None:
-    """Declares a target, by itself or as ``--target``."""
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
-
-
 def engine_flags(
     arguments: argparse.Namespace, names: Collection[str] = ("model", *_OPENING, *BUILD)
 ) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from specexport.building import needs_extra
-from specexport.commands import add_target
 from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
@@ -47,7 +46,7 @@ class _PlanOptions(Options, frozen=True, kw_only=True):
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
-    add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
+    _add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     draft.add_argument(
@@ -152,7 +151,7 @@ class _SuggestOptions(Options, frozen=True, kw_only=True):
 
 def suggest_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
+    _add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
     add_flags(parser, _SuggestOptions)
 
 
@@ -210,3 +209,10 @@ def _state(manifest: Manifest, name: str) -> str:
 
 def _build(target: str, flags: list[str]) -> str:
     return shlex.join(["specexport", "build", "--target", target, *flags, "-o", "bundle/"])
+
+
+def _add_target(parser: argparse.ArgumentParser, help: str) -> None:
+    """Declares a target, by itself or as ``--target``."""
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
