@@ -255,21 +255,8 @@ class Engine:
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         encoded_prompt = self.encode(prompt)
-        length = len(encoded_prompt)
-        limit, embedded = self.manifest.max_seq_len, isinstance(encoded_prompt, EncodedPrompt)
-        if length + (params.max_tokens != 0) > limit:
-            included = "" if params.max_tokens == 0 else ", output included"
-            raise ContextLengthError(
-                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
-                "shorten the prompt or build with a larger --max-seq-len",
-                param="prompt",
-            )
-        if params.rules.max_length is not None and length >= params.rules.max_length and params.max_tokens:
-            raise RequestError(
-                f"the prompt has {length} tokens, but the model's own max_length is {params.rules.max_length}, "
-                "output included; shorten the prompt or say max_tokens",
-                param="prompt",
-            )
+        embedded = isinstance(encoded_prompt, EncodedPrompt)
+        self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
             raise RequestError(
                 "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
@@ -289,6 +276,23 @@ class Engine:
             request.lookup = self._lookup
         request.bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
         return Stream(self._scheduler, request)
+
+    def _require_room(self, length: int, params: SamplingParams) -> None:
+        """Refuses a prompt of so many tokens that it leaves an output no room."""
+        limit, longest = self.manifest.max_seq_len, params.rules.max_length
+        if length + (params.max_tokens != 0) > limit:
+            included = "" if params.max_tokens == 0 else ", output included"
+            raise ContextLengthError(
+                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
+                "shorten the prompt or build with a larger --max-seq-len",
+                param="prompt",
+            )
+        if longest is not None and length >= longest and params.max_tokens:
+            raise RequestError(
+                f"the prompt has {length} tokens, but the model's own max_length is {longest}, output included; "
+                "shorten the prompt or say max_tokens",
+                param="prompt",
+            )
 
     def _request(
         self,

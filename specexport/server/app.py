@@ -134,23 +134,6 @@ def create_app(
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
     allowed = [Depends(_BEARER)] if api_keys else []  # documentation only: ``admit`` checks keys
-    frontend = service.engine.frontend
-
-    methods = [
-        answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
-        for name, method in frontend.engine.methods.items()
-        if not method.takes_hypothesis
-    ]
-
-    def card(name: str) -> answers.ModelCard:
-        return answers.ModelCard(
-            id=name,
-            created=service.created,
-            max_model_len=frontend.max_model_len,
-            methods=methods,
-            chat=frontend.engine.chat_template is not None,
-            predictions=any(method.takes_hypothesis for method in frontend.engine.methods.values()),
-        )
 
     def generated(model: type[Any]) -> dict[str, Any]:
         """The settings of a route with an answer that may be streamed."""
@@ -159,11 +142,11 @@ def create_app(
 
     @app.get("/v1/models", dependencies=allowed)
     async def list_models() -> answers.ModelList:
-        return answers.ModelList(data=[card(name) for name in service.names])
+        return answers.ModelList(data=[_card(service, name) for name in service.names])
 
     @app.get("/v1/models/{model:path}", dependencies=allowed)
     async def show_model(model: str) -> answers.ModelCard:
-        return card(service.require_model(model))
+        return _card(service, service.require_model(model))
 
     @app.post("/v1/completions", **generated(answers.CompletionResponse))
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -179,18 +162,7 @@ def create_app(
 
     @app.post("/tokenize", dependencies=allowed)
     async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
-        service.require_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("prompt: give either prompt or messages", param="prompt")
-        if unused := body.model_fields_set & body.without_effect:
-            raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
-        if body.messages is not None:
-            tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
-            tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
-        else:
-            encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
-            tokens = await asyncio.to_thread(encode, body.prompt)
-        return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
+        return await _tokenize(service, body)
 
     @app.get("/health")
     async def health() -> answers.Status:
@@ -214,6 +186,40 @@ def create_app(
         app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
     endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
+
+
+def _card(service: Service, name: str) -> answers.ModelCard:
+    """A model's entry in the list of models."""
+    engine = service.engine.frontend.engine
+    return answers.ModelCard(
+        id=name,
+        created=service.created,
+        max_model_len=service.engine.frontend.max_model_len,
+        methods=[
+            answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
+            for name, method in engine.methods.items()
+            if not method.takes_hypothesis
+        ],
+        chat=engine.chat_template is not None,
+        predictions=any(method.takes_hypothesis for method in engine.methods.values()),
+    )
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> answers.TokenizeResponse:
+    """The tokens of a prompt or of a conversation."""
+    service.require_model(body.model)
+    frontend = service.engine.frontend
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: give either prompt or messages", param="prompt")
+    if unused := body.model_fields_set & body.without_effect:
+        raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
+    if body.messages is not None:
+        tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
+        tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
+    else:
+        encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
+        tokens = await asyncio.to_thread(encode, body.prompt)
+    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
