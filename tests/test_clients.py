@@ -65,7 +65,7 @@ ARGUMENTS = ('{"kind":"cat","words":"a \\"b\\" }"}', '{"kind":"dog","words":"\\\
 @pytest.fixture(scope="module")
 def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("clients") / "bundle", serving.HERMES)
-    with served(folder, origins=["https://page.example"]) as server:
+    with served(folder, cors=["https://page.example"]) as server:
         yield server
 
 

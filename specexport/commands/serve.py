@@ -69,12 +69,12 @@ def serve_command(arguments: argparse.Namespace) -> int:
     engine = AsyncEngine.open(**of_engine)
     service = Service(engine, settings.served_model_name or (arguments.model,), settings.timeout or None)
     app = create_app(
-        service, api_keys=keys, max_body_bytes=settings.max_body_bytes, origins=settings.cors, page=settings.page
+        service, api_keys=keys, max_body_bytes=settings.max_body_bytes, cors=settings.cors, page=settings.page
     )
     server = Server(
         app,
         engine,
-        drain_timeout=settings.shutdown_timeout,
+        shutdown_timeout=settings.shutdown_timeout,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

@@ -85,7 +85,7 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = options(ServerOptions)["max_body_bytes"].default,
-    origins: Sequence[str] = (),
+    cors: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
     """Creates the application.
@@ -94,7 +94,7 @@ def create_app(
         service: the served engine.
         api_keys: clients have to send one of them as a bearer token, except to the status routes; empty lets anyone in.
         max_body_bytes: most bytes of a request's body.
-        origins: origins of web pages that may call it, ``*`` for any; browsers allow no others.
+        cors: origins of web pages that may call it, ``*`` for any; browsers allow no others.
         page: whether to serve a page at ``/`` for trying it.
     """
     unlocked = (*_OPEN, *_FILES) if page else _OPEN
@@ -125,10 +125,10 @@ def create_app(
             service.engine.require_place(arriving)
 
     app.add_middleware(Edge, refused=service.metrics.refused, max_body_bytes=max_body_bytes, admit=admit)
-    if origins:  # the outermost layer, as browsers send preflights without a key
+    if cors:  # the outermost layer, as browsers send preflights without a key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=cors,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "Retry-After"],
@@ -249,13 +249,13 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         engine: the served engine.
-        drain_timeout: seconds that requests may take to finish.
+        shutdown_timeout: seconds that requests may take to finish.
         config: further settings of uvicorn, such as ``host`` and ``port``.
     """
 
-    def __init__(self, app: FastAPI, engine: AsyncEngine, *, drain_timeout: float, **config: Any) -> None:
+    def __init__(self, app: FastAPI, engine: AsyncEngine, *, shutdown_timeout: float, **config: Any) -> None:
         super().__init__(uvicorn.Config(app, server_header=False, **config))
-        self._engine, self._drain_timeout = engine, drain_timeout
+        self._engine, self._shutdown_timeout = engine, shutdown_timeout
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -271,8 +271,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keeps the port open until the last request has finished: new requests and ``/ready`` get a 503."""
-        until = time.monotonic() + self._drain_timeout
-        draining = asyncio.create_task(self._engine.drain(self._drain_timeout))
+        until = time.monotonic() + self._shutdown_timeout
+        draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
         while not draining.done() and not self.force_exit:
             await asyncio.wait({draining}, timeout=_TICK)
         self.config.timeout_graceful_shutdown = math.ceil(max(0.0, until - time.monotonic())) + _MARGIN

@@ -116,7 +116,7 @@ class EngineReplica:
             service,
             api_keys=settings.api_keys,
             max_body_bytes=settings.max_body_bytes,
-            origins=settings.cors,
+            cors=settings.cors,
             page=settings.page,
         )
 
