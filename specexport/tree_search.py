@@ -19,11 +19,11 @@ from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import buffers, open_graph
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import Progress
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
+from specexport.runtime.timing import Progress
 
 RankPath = tuple[int, ...]
 

@@ -13,7 +13,7 @@ from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
 from specexport.contract.tensors import CARRIED, MEETINGS, Tensor
 from specexport.runtime.bundle import Bundle, without_links
-from specexport.runtime.costs import Progress
+from specexport.runtime.timing import Progress
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 

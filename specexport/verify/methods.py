@@ -18,10 +18,10 @@ from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import Progress
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.timing import Progress
 from specexport.tree_search import recorded
 from specexport.verify.logits import LIMITS, TokenAgreement, paired
 
