@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from specexport.server.answers import OutputCall, OutputMessage
 from specexport.server.request_parts import Function, Only, StructuredOutputs
-from specexport.server.responses import Output
 from specexport.server.requests import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
+from specexport.server.responses import Output
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling
 from tests import serving
 from tests.serving import NAME, Served, served, with_chat_template
