@@ -64,7 +64,7 @@ def temporary_folder() -> Path:
 _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def described(error: OSError, path: Path | None = None) -> str:
+def describe_error(error: OSError, path: Path | None = None) -> str:
     """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
     if isinstance(error, shutil.Error):  # a list of files with the reason of each, as text
         *_, place, reason = error.args[0][0]
@@ -87,12 +87,12 @@ def writing(path: Path) -> Iterator[None]:
     except (SpecExportError, BrokenPipeError):
         raise
     except OSError as error:
-        raise BuildError(described(error, path)) from error
+        raise BuildError(describe_error(error, path)) from error
     except Exception as error:
         refused = _refused(error)
         if refused is None:
             raise
-        raise BuildError(described(refused, path)) from error
+        raise BuildError(describe_error(refused, path)) from error
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -169,7 +169,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def claimed(folder: Path) -> contextlib.AbstractContextManager[None]:
+def write_lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     """The lock of the process that writes or changes a folder, which need not exist.
 
     Raises:
@@ -198,7 +198,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
     try:
         with writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)
-            with claimed(output):
+            with write_lock(output):
                 retired = output.parent / f".{output.name}.old"
                 _recover(output, retired)
                 folder = output.parent / f".{output.name}.{'unfinished' if resume else f'building-{os.getpid()}'}"

@@ -150,8 +150,6 @@ class GenerationDefaults(Strict, frozen=True):
     Attributes:
         max_tokens: most tokens of an output; None if the model sets no limit.
         min_tokens: tokens before one that ends the output.
-        stop: texts that end the output.
-        rules: see :class:`GenerationRules`.
     """
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -174,7 +172,6 @@ class SettingNote(Strict, frozen=True):
         file: the file that has it.
         key: its name there.
         value: as JSON, shortened.
-        note: how they differ.
     """
 
     file: str
@@ -209,7 +206,6 @@ class Manifest(Strict, frozen=True):
         target: the model whose distribution is sampled.
         methods: the ways to propose, one of a kind, the default first; none for plain decoding.
         tokenizer: shared by target and draft.
-        generation: sampling defaults.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.
         notes: where its texts are not those of transformers; purely informative.
@@ -252,7 +248,7 @@ class Manifest(Strict, frozen=True):
 
     @property
     def target_signature(self) -> GraphSignature:
-        """Of the target's step graph, with what the methods observe of it."""
+        """The signature of the target's step graph, with the outputs that methods observe."""
         return target_signature(self.target, [tensor for method in self.methods for tensor in method.target_outputs])
 
     def method(self, name: str) -> Method | None:

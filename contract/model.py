@@ -36,7 +36,6 @@ class GraphFiles(Strict, frozen=True):
 
     Attributes:
         master: ONNX file whose dimensions are symbolic: those of ``ShapePoint.sizes``.
-        points: the shapes it runs at.
     """
 
     master: str
@@ -47,7 +46,6 @@ class RankFiles(Strict, frozen=True):
     """One process's part of a model that is split among several: tensor parallelism.
 
     Attributes:
-        weights: its weights file.
         master: its graph before it was cut, from which engines are compiled.
         segments: ONNX files, run one after the other. Between two of them the ranks combine their outputs whose names
             begin with one of :data:`~specexport.contract.tensors.MEETINGS`; later segments read the results as inputs.
@@ -208,10 +206,8 @@ class Model(Strict, frozen=True):
     Attributes:
         family: transformers' ``model_type``.
         source: location of its checkpoint, for ``verify``; nothing at run time depends on it.
-        parameters: number of parameters.
         vocab_size: width of the logits.
         max_positions: longest sequence that the model supports.
-        precision: see :class:`PrecisionInfo`.
         cache: one entry a layer with attention.
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.

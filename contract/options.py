@@ -1,7 +1,7 @@
 """Options as structs: a field is an option, with its type, range and default; its help is in the class docstring.
 
-Flags (``specexport.flags``), the keywords of functions, the fields of requests and the tables in ``docs/`` follow from
-these fields, and every value is checked against them.
+Flags (``specexport.commands.flags``), the keywords of functions, the fields of requests and the tables in ``docs/``
+follow from these fields, and every value is checked against them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class Option:
     """An option, as its field states it.
 
     Attributes:
-        name: the field's.
-        help: what it does.
         kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; for a list, the
             type of its elements.
         several: whether it is a list.

@@ -14,7 +14,7 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError
-from specexport.contract.folders import claimed, writing
+from specexport.contract.folders import write_lock, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, MethodOptions, decode_hook
 from specexport.contract.model import Model
@@ -57,7 +57,7 @@ def changing(folder: Path) -> Iterator[Manifest]:
             f"{folder}: a snapshot in the hub's cache, whose files are not to be changed; copy it (cp -rL) and change "
             "the copy"
         )
-    with writing(folder), claimed(folder):
+    with writing(folder), write_lock(folder):
         manifest = read_manifest(folder)
         (folder / _PART).touch()  # refuses a folder that cannot be written before any work is done
         _sweep(folder, manifest)
@@ -117,8 +117,8 @@ def _read(path: Path) -> Manifest:
     except UNREADABLE as error:
         raise BundleError(f"{path}: not a valid manifest: {error}; build the bundle again") from error
     try:
-        _check_references(manifest)
-        _check_shapes(manifest)
+        for check in (_check_files_listed, _check_methods, _check_tokens, _check_models):
+            check(manifest)
     except BundleError as error:
         raise BundleError(f"{path}: {error}") from error
     return manifest
@@ -133,7 +133,7 @@ def _wrong(what: str, again: str = "build") -> BundleError:
     return BundleError(f"{what}; {again} the bundle again")
 
 
-def _check_references(manifest: Manifest) -> None:
+def _check_files_listed(manifest: Manifest) -> None:
     """Checks that every path is in the bundle, and that every used file is listed with its size and hash."""
     listed = set()
     for entry in manifest.files:
@@ -156,8 +156,8 @@ def _check_references(manifest: Manifest) -> None:
             raise _wrong(f"{name!r} is used but not listed under files")
 
 
-def _check_shapes(manifest: Manifest) -> None:
-    """Checks that all shapes the engine needs exist, and that none needs an absurd amount of memory."""
+def _check_methods(manifest: Manifest) -> None:
+    """Checks that methods have different names and roles, and a model each that drafts from tokens."""
     names = [method.name for method in manifest.methods]
     roles = [role for method in manifest.methods for role in method.models]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
@@ -165,6 +165,15 @@ def _check_shapes(manifest: Manifest) -> None:
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
             raise _wrong(f"{method.name}: its model is not there")
+        if isinstance(method, MethodOptions) and method.sizes:
+            raise _wrong(f"{method.name}: num_speculative_tokens is given beside trees")
+        for role, model in method.models.items():
+            if model.embedding_size is not None:
+                raise _wrong(f"embedding_size of the {role}: expected null")
+
+
+def _check_tokens(manifest: Manifest) -> None:
+    """Checks that the target has the tokens of the tokenizer and of the rules, and positions for the longest text."""
     target = manifest.target
     beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
     if beyond:
@@ -174,15 +183,11 @@ def _check_shapes(manifest: Manifest) -> None:
             raise _wrong(f"generation.rules.{rule}: {most} is no token of {target.vocab_size}")
     if manifest.max_seq_len > target.max_positions:
         raise _wrong(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}")
-    for name, method in zip(names, manifest.methods, strict=True):
-        if isinstance(method, MethodOptions) and method.sizes:
-            raise _wrong(f"{name}: num_speculative_tokens is given beside trees")
-        for role, model in method.models.items():
-            if model.embedding_size is not None:
-                raise _wrong(f"embedding_size of the {role}: expected null")
-    verified = {1}
-    for name, method in zip(names, manifest.methods, strict=True):
-        verified |= _tree_sizes(name, method)
+
+
+def _check_models(manifest: Manifest) -> None:
+    """Checks that all shapes the engine needs exist, and that none needs an absurd amount of memory."""
+    verified = {1}.union(*map(_tree_sizes, manifest.methods))
     proposing = {
         role
         for method in manifest.methods
@@ -278,9 +283,9 @@ def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) 
             raise _wrong(f"the {role} has no shape point {missing}")
 
 
-def _tree_sizes(name: str, method: Method) -> set[int]:
+def _tree_sizes(method: Method) -> set[int]:
     """Widths of a method's steps; checks that it can fill its trees."""
-    sizes: set[int] = set()
+    name, sizes = method.name, set[int]()
     for choices in method.trees:
         try:
             tree = TokenTree.from_choices(choices)

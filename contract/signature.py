@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +105,20 @@ def stage_outputs(candidates: Dim, stages: int, rows: Dim) -> list[Tensor]:
 
 COMMIT = GraphSignature((tensors.PAST_LENGTH, tensors.PATH), ())
 """The commit graph, which also takes the caches and returns them in the same memory."""
+
+
+Interface = tuple[str, tuple[Dim | None, ...]]
+"""A tensor's type and sizes, as a manifest or a graph declares them."""
+
+
+def declared(signature: Iterable[Tensor]) -> dict[str, Interface]:
+    """Types and sizes of tensors by name."""
+    return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
+
+
+def in_words(interface: Interface | None) -> str:
+    """A tensor's type and sizes for an error."""
+    return "absent" if interface is None else f"{interface[0]}[{', '.join(map(str, interface[1]))}]"
 
 
 # --- caches and states ------------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ class Tensor(str):
     """A tensor's name, with the rest of its declaration.
 
     Attributes:
-        dtype: of its elements.
-        dims: its shape.
         meaning: one line for docs.
         initial: an input's valid value before anything is written.
         field: the manifest's field that its sizes come from.
@@ -60,7 +58,6 @@ class Tensor(str):
         field: str = "methods",
         stage: int = 0,
     ) -> Tensor:
-        """Declares a tensor."""
         self = super().__new__(cls, name)
         self.dtype, self.dims, self.meaning, self.initial = dtype, dims, meaning, initial
         self.field, self.stage = field, stage
@@ -91,7 +88,6 @@ class Tensor(str):
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
     def zeros(self, sizes: Sizes) -> Array:
-        """An array for it, zeroed."""
         return np.zeros(self.shape(sizes), self.dtype)
 
     def array(self, sizes: Sizes) -> Array:

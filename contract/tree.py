@@ -54,8 +54,8 @@ PRESETS: dict[str, str] = {
         001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200 0000 0001 0010
     """,
 }
-"""Those Medusa's authors searched for their models (FasterDecoding/Medusa), of 63 nodes and the root: ``stage1`` for
-heads on a frozen model, ``stage2`` for those trained together with it."""
+"""Trees of 63 nodes and the root that Medusa's authors found for their models (FasterDecoding/Medusa): ``stage1`` for
+heads on a frozen model, ``stage2`` for heads trained together with it."""
 
 
 @dataclass(frozen=True)

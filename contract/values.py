@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
-    """The same within lists and mappings; lists become tuples.
+    """As :func:`plain`, also within lists and mappings; lists become tuples.
 
     Raises:
         ValueError: they are nested more than ``deepest`` levels.

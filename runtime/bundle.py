@@ -33,12 +33,7 @@ _TIMESTAMP_RESOLUTION = 2.0
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle on disk.
-
-    Attributes:
-        folder: its path.
-        manifest: its validated manifest.
-    """
+    """A bundle on disk."""
 
     folder: Path
     manifest: Manifest

@@ -220,7 +220,6 @@ def _reply(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and releases its pipes."""
     process.kill()
     with contextlib.suppress(OSError):
         process.communicate()

@@ -11,7 +11,7 @@ import numpy as np
 
 from specexport.contract.errors import ContextLengthError, RequestError
 from specexport.contract.manifest import GenerationRules, Manifest
-from specexport.contract.methods import Method, MethodOptions, read_methods
+from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, buffers, open_backend
@@ -23,9 +23,16 @@ from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
-from specexport.runtime.request import BypassRunner, Completion, Request, Stream, complete
+from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
-from specexport.runtime.speculative import DEFAULT, Speculative, available_methods, bypasses_model, choose
+from specexport.runtime.speculative import (
+    DEFAULT,
+    Speculative,
+    SpeculativeLike,
+    available_methods,
+    bypasses_model,
+    choose,
+)
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.text import TextStream
@@ -42,10 +49,7 @@ class Engine:
     a thread that reads a stream takes steps for all of them.
 
     Attributes:
-        manifest: the bundle's.
-        tokenizer: the bundle's.
         chat_template: the model's, or None.
-        backend: the backend that runs its graphs.
         loaded_methods: the methods with their proposers, by name: those the bundle was built for, the default
             first, then those that need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
@@ -77,24 +81,18 @@ class Engine:
         self.loaded_methods = dict(loaded_methods)
         self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
         program = backend.program(target, self.loaded_methods)
+        policy = SpeculationPolicy(self.manifest, self.loaded_methods)
         if backend.execution != "host":  # on the host the first step costs 50 ms more, and warming up six times that
-            self._warm_up(Scheduler(program, SpeculationPolicy(self.manifest, self.loaded_methods), reuse=True))
+            self._warm_up(Scheduler(program, policy, reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            measured = None
-            if calibrate and self.loaded_methods:
-                measured = stored_costs(self.manifest, backend, self.slots).load()
-                if measured is None and backend.execution == "host":
-                    measured = self.calibrate()
-            self.costs = None if measured is None else Costs(measured, refined=True)
+            self.costs = self._costs_here() if calibrate and self.loaded_methods else None
         self._lookup: str | None = None
-        if self.costs is None:
-            policy = SpeculationPolicy(self.manifest, self.loaded_methods)
-        else:
-            policy = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
+        if self.costs is not None:
+            policy = measured = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
             if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
-                policy.look_up = program.look_up
+                measured.look_up = program.look_up
                 methods = self.methods.values()
                 self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
         self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
@@ -107,7 +105,7 @@ class Engine:
         *,
         threads: int | None = None,
         check_hashes: bool = True,
-        methods: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str] = (),
+        methods: SpeculativeConfig = (),
         max_batch_size: int | None = None,
         prefix_cache: bool = True,
         calibrate: bool = True,
@@ -166,7 +164,6 @@ class Engine:
 
     @property
     def methods(self) -> dict[str, Method]:
-        """Every method a request may choose, by name."""
         return {name: loaded.method for name, loaded in self.loaded_methods.items()}
 
     @property
@@ -234,7 +231,7 @@ class Engine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        speculative: Speculative | Mapping[str, Any] | str | None = None,
+        speculative: SpeculativeLike | None = None,
     ) -> Stream:
         """Starts a request; text comes as the returned stream is iterated.
 
@@ -258,21 +255,8 @@ class Engine:
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         encoded_prompt = self.encode(prompt)
-        length = len(encoded_prompt)
-        limit, embedded = self.manifest.max_seq_len, isinstance(encoded_prompt, EncodedPrompt)
-        if length + (params.max_tokens != 0) > limit:
-            included = "" if params.max_tokens == 0 else ", output included"
-            raise ContextLengthError(
-                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
-                "shorten the prompt or build with a larger --max-seq-len",
-                param="prompt",
-            )
-        if params.rules.max_length is not None and length >= params.rules.max_length and params.max_tokens:
-            raise RequestError(
-                f"the prompt has {length} tokens, but the model's own max_length is {params.rules.max_length}, "
-                "output included; shorten the prompt or say max_tokens",
-                param="prompt",
-            )
+        embedded = isinstance(encoded_prompt, EncodedPrompt)
+        self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
             raise RequestError(
                 "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
@@ -290,8 +274,25 @@ class Engine:
         request.fixed = options.num_speculative_tokens is not None
         if options == DEFAULT and chosen not in (None, self._lookup):
             request.lookup = self._lookup
-        bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
-        return Stream(BypassRunner() if bypass else self._scheduler, request)
+        request.bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
+        return Stream(self._scheduler, request)
+
+    def _require_room(self, length: int, params: SamplingParams) -> None:
+        """Refuses a prompt of so many tokens that it leaves an output no room."""
+        limit, longest = self.manifest.max_seq_len, params.rules.max_length
+        if length + (params.max_tokens != 0) > limit:
+            included = "" if params.max_tokens == 0 else ", output included"
+            raise ContextLengthError(
+                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
+                "shorten the prompt or build with a larger --max-seq-len",
+                param="prompt",
+            )
+        if longest is not None and length >= longest and params.max_tokens:
+            raise RequestError(
+                f"the prompt has {length} tokens, but the model's own max_length is {longest}, output included; "
+                "shorten the prompt or say max_tokens",
+                param="prompt",
+            )
 
     def _request(
         self,
@@ -322,10 +323,17 @@ class Engine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        speculative: Speculative | Mapping[str, Any] | str | None = None,
+        speculative: SpeculativeLike | None = None,
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return complete(self.stream(prompt, params, speculative))
+
+    def _costs_here(self) -> Costs | None:
+        """The costs of steps on this machine: those stored, or on a CPU measured now."""
+        stored = stored_costs(self.manifest, self.backend, self.slots).load()
+        if stored is None and self.backend.execution == "host":
+            stored = self.calibrate()
+        return None if stored is None else Costs(stored, refined=True)
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
         """Measures what steps cost on this machine and stores the costs for engines that are opened later.

@@ -6,16 +6,15 @@ import contextlib
 import hashlib
 import os
 import platform
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 from specexport.contract.errors import UNREADABLE
-from specexport.contract.folders import expanded, home, write_file
+from specexport.contract.folders import expanded, home, remove, write_file
 
 Record = TypeVar("Record")
 
@@ -74,18 +73,17 @@ def machine_key(about: Sequence[str]) -> str:
     return hashlib.sha256("\n".join((cpu_name(), cpu_features(), *about)).encode()).hexdigest()[:32]
 
 
-def remove_unused(folder: Path, stamp: str = "") -> None:
-    """Removes entries of a cache folder that have long been unused.
+def remove_unused(entries: Iterable[Path], stamp: str = "", seconds: float = _UNUSED) -> None:
+    """Removes entries of a cache folder that were not used for some time.
 
-    Args:
-        folder: the cache folder.
-        stamp: a file of each entry whose time is its last use; by default the entry's own time.
+    ``stamp`` is a file of each entry whose time is its last use; by default the entry's own time is.
     """
-    for entry in folder.iterdir():
-        file = entry / stamp
-        used = (file if file.exists() else entry).stat().st_mtime
-        if time.time() - used > _UNUSED:
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            file = entry / stamp
+            used = (file if file.exists() else entry).stat().st_mtime
+            if time.time() - used > seconds:
+                remove(entry)
 
 
 class MachineRecord(Generic[Record]):

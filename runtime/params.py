@@ -165,7 +165,6 @@ class SamplingParams(Options, frozen=True):
         return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 

@@ -75,7 +75,6 @@ class EncodedPrompt:
     Attributes:
         tokens: the token id of each position; for an embedding a negative number, equal for equal embeddings alone, so
             that texts can be compared by their tokens.
-        embeddings: those of the negative numbers.
     """
 
     tokens: list[int]

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from specexport.runtime.choice import History
 from specexport.runtime.logits import TokenLogprobs
@@ -16,7 +16,10 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
 
-PLAIN = "plain"
+if TYPE_CHECKING:
+    from specexport.runtime.scheduler import Scheduler
+
+NO_METHOD = "plain"
 """The method of steps without a proposal, in counters."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -75,7 +78,6 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of draft tokens accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -96,7 +98,7 @@ class Stats:
     def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
         """Counts one step: the method, its draft tokens, their longest path, and how many were accepted."""
         self.steps += 1
-        steps = self.steps_by_draft.setdefault(method if drafted else PLAIN, {})
+        steps = self.steps_by_draft.setdefault(method if drafted else NO_METHOD, {})
         steps[drafted] = steps.get(drafted, 0) + 1
         self.drafted += drafted
         self.accepted += accepted
@@ -118,7 +120,6 @@ class Chunk:
 
     Attributes:
         text: new text; may be empty while a character or a possible stop text is unfinished.
-        token_ids: new tokens.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
         logprobs: of each new token, if the request asks for them.
@@ -144,8 +145,7 @@ class Request:
         tree: the tree that it asked for; a step may verify a smaller one.
         fixed: whether it set its number of draft tokens.
         lookup: a look-up method that may propose in a step instead of the request's own.
-        stats: its counters.
-        history: its acceptance so far.
+        bypass: whether its hypothesis is its output, without a step.
         remaining: tokens it may still generate.
         read: whether its prompt is read, so that steps may begin.
         began: the scheduler's clock when it was submitted.
@@ -162,6 +162,7 @@ class Request:
         self.tree = view.tree
         self.fixed = False
         self.lookup: str | None = None
+        self.bypass = False
         self.stats = Stats(prompt_tokens=view.prompt)
         self.history = History(unread=view.prompt)
         self.remaining = remaining
@@ -221,6 +222,13 @@ class Request:
         """Ends it without a step; its last chunk is the text that was held back."""
         self.give(Chunk(self._text.finish(), (), reason))
 
+    def take_hypothesis(self) -> None:
+        """Queues the whole hypothesis as its only chunk."""
+        began = time.perf_counter()
+        chunk = self.take(Outcome(list(self.view.hypothesis)), last=True)
+        self.stats.total = self.stats.first_token = time.perf_counter() - began
+        self.give(chunk)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -230,7 +238,6 @@ class Completion:
         text: the output without the stop text.
         token_ids: every generated token, an end-of-text token included.
         finish_reason: see :class:`Chunk`.
-        stats: its counters.
         logprobs: of each token, if the request asks for them.
         prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
     """
@@ -262,64 +269,41 @@ def complete(stream: Stream) -> Completion:
     return Completion(whole.text, whole.token_ids, reason, stream.stats, whole.logprobs, stream.prompt_logprobs)
 
 
-class _Runner(Protocol):
-    """The part of the scheduler that a stream uses."""
-
-    def submit(self, request: Request) -> None: ...
-
-    def next_chunk(self, request: Request) -> Chunk | None: ...
-
-    def abandon(self, request: Request) -> None: ...
-
-
 class Stream:
     """The output of one request, an iterator of :class:`Chunk`; also a context manager.
 
     The request joins the engine's batch at the first iteration, or when :meth:`start` is called, and leaves it when it
     ends, is closed or cancelled, or the stream is dropped. It makes progress whenever any stream of the engine is read.
+
+    Attributes:
+        tokens: prompt and output so far; negative numbers where the prompt has embeddings.
+        method: None decodes plainly.
+        hypothesis: the expected output.
+        stats: the request's counters, up to date after every chunk.
     """
 
-    def __init__(self, runner: _Runner, request: Request) -> None:
-        self._runner = runner
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self._scheduler = scheduler
         self._request = request
         self._started = False
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output so far; negative numbers where the prompt has embeddings."""
-        return self._request.view.tokens
-
-    @property
-    def params(self) -> SamplingParams:
-        """Its sampling parameters."""
-        return self._request.view.params
-
-    @property
-    def method(self) -> str | None:
-        """Its method; None decodes plainly."""
-        return self._request.view.method
-
-    @property
-    def hypothesis(self) -> Sequence[int]:
-        """The expected output."""
-        return self._request.view.hypothesis
+        view = request.view
+        self.tokens: list[int] = view.tokens
+        self.params: SamplingParams = view.params
+        self.method: str | None = view.method
+        self.hypothesis: Sequence[int] = view.hypothesis
+        self.stats: Stats = request.stats
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Log-probabilities of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
-
-    @property
-    def stats(self) -> Stats:
-        """Its counters, up to date after every chunk."""
-        return self._request.stats
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Chunk:
         self.start()
-        chunk = self._runner.next_chunk(self._request)
+        chunk = self._scheduler.next_chunk(self._request)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -341,7 +325,7 @@ class Stream:
             RequestError: the engine is closed.
         """
         if not self._started and not self._request.abandoned:
-            self._runner.submit(self._request)
+            self._scheduler.submit(self._request)
             self._started = True
 
     def cancel(self) -> None:
@@ -350,23 +334,4 @@ class Stream:
 
     def close(self) -> None:
         """Ends the request; its slot is free before the next step. Unread chunks are dropped."""
-        self._runner.abandon(self._request)
-
-
-class BypassRunner:
-    """Runs requests whose output is their hypothesis, without a model or a slot."""
-
-    def submit(self, request: Request) -> None:
-        """Delivers the whole output as one chunk."""
-        began = time.perf_counter()
-        chunk = request.take(Outcome(list(request.view.hypothesis)), last=True)
-        request.stats.total = request.stats.first_token = time.perf_counter() - began
-        request.give(chunk)
-
-    def next_chunk(self, request: Request) -> Chunk | None:
-        """That chunk; None after it, or when the request was abandoned."""
-        return request.chunks.popleft() if request.chunks and not request.abandoned else None
-
-    def abandon(self, request: Request) -> None:
-        """Marks a request that is no longer read."""
-        request.abandoned = True
+        self._scheduler.abandon(self._request)

@@ -11,7 +11,7 @@ from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.shapes import window
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.reader import common_prefix
-from specexport.runtime.request import PLAIN, Chunk, Request
+from specexport.runtime.request import NO_METHOD, Chunk, Request
 from specexport.runtime.step_program import Outcome, StepProgram
 
 _MAX_FAILURES = 3
@@ -68,7 +68,9 @@ class Scheduler:
                 raise RequestError("the engine is closed; load the bundle again")
             request.owner = threading.get_ident()
             request.began = self._clock()
-            if request.remaining <= 0 and not request.scored:
+            if request.bypass:
+                request.take_hypothesis()
+            elif request.remaining <= 0 and not request.scored:
                 request.end("length")
             else:
                 self._queue.append(request)
@@ -277,7 +279,7 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
                 f"the target's logits after {len(request.view.tokens)} tokens are not finite, so there is no text to "
                 "go on with; 'specexport verify BUNDLE' says whether its graphs are right"
             )
-        method = request.view.lookup or request.view.method or PLAIN
+        method = request.view.lookup or request.view.method or NO_METHOD
         request.stats.count_step(method, outcome.drafted, outcome.depth, outcome.accepted)
         return request.take(outcome)
     except Exception as error:
@@ -303,7 +305,6 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Number of free slots."""
         return self._sizes[-1] - len(self._used)
 
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
@@ -362,7 +363,6 @@ class Slots:
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
 
     def moved(self, source: int, to: int) -> None:
-        """Records a completed move."""
         self._used.remove(source)
         self._used.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

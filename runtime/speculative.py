@@ -55,7 +55,7 @@ class Speculative(Options, frozen=True, kw_only=True):
         return RequestError(message, param=name)
 
     @classmethod
-    def of(cls, value: Speculative | Mapping[str, Any] | str | None) -> Speculative:
+    def of(cls, value: SpeculativeLike | None) -> Speculative:
         """Reads what users may pass: the value, a mapping with its keys and the method's, or the name of a method.
 
         Raises:
@@ -79,10 +79,11 @@ class Speculative(Options, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether it decodes plainly."""
         return self.num_speculative_tokens == 0
 
 
+SpeculativeLike = Speculative | Mapping[str, Any] | str
+"""How to speculate, as users may say it; see :meth:`Speculative.of`."""
 _KEYS = tuple(key for key in Speculative.__struct_fields__ if key != "options")
 _AUTO = "auto"
 DEFAULT = Speculative()
@@ -135,18 +136,24 @@ def choose(
             hypothesis lacks a method or a method its hypothesis.
     """
     _check_hypothesis(request, methods, params)
-    if request.plain:
-        return None, PLAIN_TREE
+    name = None if request.plain else _method_of(request, methods, defaults, embedded)
+    return (None, PLAIN_TREE) if name is None else (name, _tree_of(request, methods[name].token_trees(), free))
+
+
+def _method_of(
+    request: Speculative, methods: Mapping[str, Method], defaults: Sequence[str], embedded: bool
+) -> str | None:
+    """The name of a request's method; None if it names none and none of the defaults suits it."""
     able = [name for name, method in methods.items() if not embedded or method.reads_embeddings]
     name = request.method
     if name is None and request.hypothesis is not None:
         name = next((name for name, method in methods.items() if method.takes_hypothesis), None)
         if name is None:
             raise RequestError("a hypothesis was given, but the bundle verifies no chains for one", param="hypothesis")
-    if name is None:
+    elif name is None:
         name = next((name for name in defaults if name in able and not methods[name].takes_hypothesis), None)
         if name is None and request.num_speculative_tokens is None:
-            return None, PLAIN_TREE
+            return None
     if name is None:
         context = " after a prompt with embeddings" if embedded and methods else ""
         raise RequestError(
@@ -166,9 +173,13 @@ def choose(
             f"choose one that needs no model, of which the bundle has {', '.join(able) or 'none'}",
             param="method",
         )
-    trees = methods[name].token_trees()
+    return name
+
+
+def _tree_of(request: Speculative, trees: Sequence[TokenTree], free: bool) -> TokenTree:
+    """The tree of a request's number of draft tokens, or the default."""
     if request.num_speculative_tokens is None:
-        return name, max(trees, key=len) if free else trees[0]
+        return max(trees, key=len) if free else trees[0]
     tree = next((tree for tree in trees if len(tree) == request.num_speculative_tokens + 1), None)
     if tree is None:
         built = ", ".join(map(str, sorted(len(tree) - 1 for tree in trees)))
@@ -176,7 +187,7 @@ def choose(
             f"num_speculative_tokens is {request.num_speculative_tokens}; the bundle was built for {built}",
             param="num_speculative_tokens",
         )
-    return name, tree
+    return tree
 
 
 def _check_hypothesis(request: Speculative, methods: Mapping[str, Method], params: SamplingParams) -> None:

@@ -69,7 +69,6 @@ class KeptStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def outputs(self, batch: int, tokens: int) -> tuple[list[Array], dict[str, Array]]:
@@ -130,7 +129,6 @@ class KeptStates:
             block[:, slot][:, np.arange(first, first + len(last)) % rows] = new[:, at][:, last]
 
     def copy(self, source: int, to: int) -> None:
-        """Copies the states of a slot to another one."""
         for array in (*self._states.values(), *(part for block in self._blocks for part in block)):
             array[to] = array[source]
         self._seen[to], self._written[to] = self._seen[source], self._written[source]

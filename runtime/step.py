@@ -73,11 +73,6 @@ class HostProgram:
             proposals |= proposer.propose(members)
         return proposals
 
-    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
-        """The draft tokens that a look-up method would propose for a slot."""
-        proposer = self.proposer(method)
-        return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
-
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
         """The target's outputs at the root and every draft token, by slot; rows go into its cache.
 
@@ -103,19 +98,21 @@ class HostProgram:
         """Writes the target's inputs for the slot at index ``at`` of the window: a tree's root, and the tokens
         ``drafted``, int64 ``[K]``, of its other nodes if the host knows them.
         """
-        width, past = inputs[tensors.INPUT_IDS].shape[1], len(view.tokens) - 1
-        _write_text(inputs, at, view, past, 1)
+        self._write(inputs, at, view, tree, len(view.tokens) - 1, 1)
         if drafted is not None:
             inputs[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
-        inputs[tensors.POSITION_IDS][at, : len(tree)] = self._positions(past, tree)
-        inputs[tensors.TREE_MASK][at] = padded_mask(tree, width)
+
+    def _write(
+        self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, past: int, count: int
+    ) -> None:
+        """Writes ``count`` tokens of a text from position ``past`` on, for nodes of a tree that begins there."""
+        _write_text(inputs, at, view, past, count)
+        # A step may reach past the end of the context; the tokens there are cut off.
+        inputs[tensors.POSITION_IDS][at, : len(tree)] = np.minimum(past + tree.depths, self._last_position)
+        inputs[tensors.TREE_MASK][at] = padded_mask(tree, inputs[tensors.INPUT_IDS].shape[1])
         inputs[tensors.PAST_LENGTH][at] = past
         if tensors.KNOWN_TOKENS in inputs:
-            inputs[tensors.KNOWN_TOKENS][at] = 1
-
-    def _positions(self, past: int, tree: TokenTree) -> Ints:
-        # A step may reach past the end of the context; the tokens there are cut off.
-        return np.minimum(past + tree.depths, self._last_position)
+            inputs[tensors.KNOWN_TOKENS][at] = count
 
     def _commit(
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
@@ -123,9 +120,7 @@ class HostProgram:
         """Commits the rows of an accepted path, and informs the proposer."""
         new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
         rows = [0, *path]
-        if view.method is not None:
-            self.proposer(view.method).observe(view.slot, outputs, rows[-1])
-            self.proposer(view.method).observe_text(view, outputs, len(view.tokens) - 1, rows)
+        self.inform(view, outputs, rows[-1], len(view.tokens) - 1, rows)
         # A row that is not finite accepts nothing, so it is the last.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
@@ -139,8 +134,18 @@ class HostProgram:
         return Outcome(new, len(proposal.tokens), proposal.tree.depth, len(path), logprobs, finite, verified)
 
     def proposer(self, method: str) -> Proposer:
-        """A method's proposer."""
         return self._loaded_methods[method].proposer
+
+    def inform(self, view: SlotView, outputs: Mapping[str, Array], row: int, past: int, rows: Sequence[int]) -> None:
+        """Shows the target's outputs to a slot's proposer: see its ``observe`` and ``observe_text``."""
+        if view.method is not None:
+            self.proposer(view.method).observe(view.slot, outputs, row)
+            self.proposer(view.method).observe_text(view, outputs, past, rows)
+
+    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
+        """The draft tokens that a look-up method would propose for a slot."""
+        proposer = self.proposer(method)
+        return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
 
     def filled(self, slot: int) -> int:
         return self._target.filled(slot)
@@ -158,49 +163,42 @@ class HostProgram:
 
     def _read(self, view: SlotView, alone: bool) -> bool:
         """Has the target read a chunk of a prompt; returns whether tokens are unread."""
-        slot, top, chunk, rows = view.slot, view.params.prompt_logprobs, self._chunk, 1
-        slots = range(slot, slot + 1)
-        if top is not None:  # a prefill chunk has logits after its last token alone
-            slots = window([slot], self.sizes)
-            chunk = rows = self._target.widths(len(slots))[-1]
-        past, end = self._target.filled(slot), len(view.tokens) - 1
-        if view.method is not None:
-            usable = self._target.reusable(slot, min(past, self.proposer(view.method).needs_from(view)))
-            view.read_again += past - usable
-            past = usable
-        if top is None:
-            chunk = self._target.chunk(chunk, max(1, end - past), alone)
-        count, at = min(chunk, end - past), slot - slots.start
-        if count <= 0:
+        past, end, top = self._first_unread(view), len(view.tokens) - 1, view.params.prompt_logprobs
+        if past >= end:
             return False
+        if top is None:
+            slots = range(view.slot, view.slot + 1)
+            width, rows = self._target.chunk(self._chunk, end - past, alone), 1
+        else:  # a prefill chunk has logits after its last token alone
+            slots = window([view.slot], self.sizes)
+            width = rows = self._target.widths(len(slots))[-1]
         # Rows beyond the context belong to no text.
-        running = max(min(self._target.filled(s), self._longest - 1) for s in slots)
+        running = max(min(self._target.filled(slot), self._longest - 1) for slot in slots)
         # Growing copies the cache: once for the prompt and the first tokens after it is enough.
         room = min(end + self._chunk, self._target.cache_sizes[-1])
-        self._target.reserve(max(max(past, running) + chunk, room))
-        inputs = self._target.inputs(chunk, rows, slots=slots)
-        self._target.protect_rows(chunk, rows, slots=slots)
-        _write_text(inputs, at, view, past, count)
-        chain = TokenTree.chain(chunk)
-        inputs[tensors.POSITION_IDS][at] = self._positions(past, chain)
-        inputs[tensors.PAST_LENGTH][at] = past
-        if tensors.KNOWN_TOKENS in inputs:
-            inputs[tensors.KNOWN_TOKENS][at] = count
+        self._target.reserve(max(max(past, running) + width, room))
+        inputs = self._target.inputs(width, rows, slots=slots)
+        self._target.protect_rows(width, rows, slots=slots)
+        at, read = view.slot - slots.start, range(min(width, end - past))
+        self._write(inputs, at, view, TokenTree.chain(width), past, len(read))
         if top is None:
-            inputs[tensors.LOGITS_ROWS][at] = count - 1
-        else:
-            inputs[tensors.TREE_MASK][at] = chain.mask
-        run = self._target.run(chunk, rows, slots=slots)
-        self._target.commit(slot, past, range(count))
+            inputs[tensors.LOGITS_ROWS][at] = read[-1]
+        outputs = {name: array[at] for name, array in self._target.run(width, rows, slots=slots).items()}
+        self._target.commit(view.slot, past, read)
         if top is not None:
-            after = view.tokens[past + 1 : past + count + 1]
-            view.prompt_logprobs += token_logprobs(run[tensors.LOGITS][at], range(count), after, top)
-        if view.method is not None:
-            last = 0 if top is None else count - 1
-            outputs = {name: array[at] for name, array in run.items()}
-            self.proposer(view.method).observe(slot, outputs, last)
-            self.proposer(view.method).observe_text(view, outputs, past, range(count))
-        return past + count < end
+            after = view.tokens[past + 1 : past + len(read) + 1]
+            view.prompt_logprobs += token_logprobs(outputs[tensors.LOGITS], read, after, top)
+        self.inform(view, outputs, 0 if top is None else read[-1], past, read)
+        return past + len(read) < end
+
+    def _first_unread(self, view: SlotView) -> int:
+        """The position from which the target reads a prompt: after its cached rows that the proposer can do without."""
+        filled = self._target.filled(view.slot)
+        if view.method is None:
+            return filled
+        usable = self._target.reusable(view.slot, min(filled, self.proposer(view.method).needs_from(view)))
+        view.read_again += filled - usable
+        return usable
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
@@ -228,6 +226,23 @@ class HostProgram:
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 
 
+def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
+    """The nodes of the proposal's tree that are accepted, and the token after them; ``logits`` may have more rows."""
+    tree, drafted, q = PLAIN_TREE, np.empty(0, np.int64), None
+    if proposal is not None:
+        tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
+    logits = logits[: len(tree)]
+    for processor in view.processors:
+        logits = processor.applied(logits, tree, drafted)
+    if view.params.acceptance == "relaxed":
+        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
+    if view.params.greedy:
+        return accept_greedy(logits, tree, drafted)
+    if view.params.acceptance == "typical":
+        return accept_typical(logits, tree, drafted, view.params, view.random.random())
+    return accept_sampled(logits, tree, drafted, q, view.params, view.random.random(len(tree)))
+
+
 def _write_text(inputs: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:
     """Writes a text from a position on into a run's inputs: token ids, and embeddings where the prompt has them."""
     tokens = view.tokens[start : start + count]
@@ -246,20 +261,3 @@ def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask
     return mask
-
-
-def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
-    """The nodes of the proposal's tree that are accepted, and the token after them; ``logits`` may have more rows."""
-    tree, drafted, q = PLAIN_TREE, np.empty(0, np.int64), None
-    if proposal is not None:
-        tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
-    logits = logits[: len(tree)]
-    for processor in view.processors:
-        logits = processor.applied(logits, tree, drafted)
-    if view.params.acceptance == "relaxed":
-        return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
-    if view.params.greedy:
-        return accept_greedy(logits, tree, drafted)
-    if view.params.acceptance == "typical":
-        return accept_typical(logits, tree, drafted, view.params, view.random.random())
-    return accept_sampled(logits, tree, drafted, q, view.params, view.random.random(len(tree)))

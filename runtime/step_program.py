@@ -44,9 +44,7 @@ class Outcome:
 
     Attributes:
         tokens: the accepted tokens and the bonus token.
-        drafted: number of verified draft tokens.
         depth: length of their longest path.
-        accepted: number of accepted draft tokens.
         finite: whether the logits of the last token are finite; a device does not check them.
         verified: the tree; None for a plain step.
     """

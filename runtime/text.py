@@ -22,8 +22,6 @@ class TextStream:
     not.
 
     Args:
-        tokenizer: the model's.
-        stop: texts that end the output.
         least: tokens before the one that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
     """

@@ -16,6 +16,7 @@ from gguf import GGML_QUANT_SIZES
 
 from benchmarks import tables
 from scripts import clients, families
+from specexport.commands.flags import flag
 from specexport.contract import signature, tensors
 from specexport.contract.options import REQUIRED, Option, Options, options
 from specexport.contract.tensors import Tensor
@@ -23,7 +24,6 @@ from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildSettings
-from specexport.flags import flag
 from specexport.methods.dflash.spec import block_inputs
 from specexport.methods.hidden_states.spec import own_state_inputs
 from specexport.methods.mlp_speculator.spec import speculator_inputs

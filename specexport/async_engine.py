@@ -64,30 +64,26 @@ class AsyncStream:
     """The output of one request, an asynchronous iterator of :class:`Chunk`; also a context manager.
 
     It runs from its creation, whether it is iterated or not, and is cancelled when it is closed or dropped.
+
+    Attributes:
+        stats: the request's counters, up to date after every chunk.
+        arrived: when the request arrived, by ``time.monotonic()``.
     """
 
     def __init__(self, request: _Request) -> None:
         self._request = request
         self._ended = False
-
-    @property
-    def stats(self) -> Stats:
-        """Counters of the request, up to date after every chunk."""
-        return self._request.stream.stats
+        self.stats: Stats = request.stream.stats
+        self.arrived = request.arrived
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Log-probabilities of the prompt's tokens from the second on, if requested: complete with the first chunk."""
         return self._request.stream.prompt_logprobs
 
     @property
-    def arrived(self) -> float:
-        """When the request arrived, by ``time.monotonic()``."""
-        return self._request.arrived
-
-    @property
     def started(self) -> float | None:
-        """When it got a slot, by the same clock; None while it waits."""
+        """When it got a slot, by ``time.monotonic()``; None while it waits."""
         return self._request.started
 
     def __aiter__(self) -> AsyncStream:
@@ -133,6 +129,9 @@ class AsyncEngine:
     Args:
         frontend: an engine and the defaults of its requests.
         max_queue: most requests that wait for a slot.
+
+    Attributes:
+        closed: whether new requests are refused.
     """
 
     def __init__(self, frontend: Frontend, *, max_queue: int = 128) -> None:
@@ -140,10 +139,10 @@ class AsyncEngine:
             raise RequestError(f"max_queue is {max_queue}; expected at least 0", param="max_queue")
         self.frontend = frontend
         self.max_queue = max_queue
-        self.slots = frontend.slots
+        self.slots = frontend.engine.slots
         self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="specexport-request")
         self._live: set[_Request] = set()
-        self._closed = False
+        self.closed = False
         self._seconds = 0.0
 
     @classmethod
@@ -163,11 +162,6 @@ class AsyncEngine:
     def waiting(self) -> int:
         """Requests that wait for a slot."""
         return len(self._live) - self.running
-
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closed
 
     def generate(
         self,
@@ -206,7 +200,7 @@ class AsyncEngine:
             QueueFullError: too many requests wait.
             ClosedError: the engine shuts down.
         """
-        if self._closed:
+        if self.closed:
             raise ClosedError("the server is shutting down; send the request again later")
         most = self.slots + self.max_queue
         if outputs > most:
@@ -245,7 +239,7 @@ class AsyncEngine:
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits for the present ones, and ends those that remain after ``timeout`` seconds."""
-        self._closed = True
+        self.closed = True
         until = time.monotonic() + timeout
         while self._live and time.monotonic() < until:
             await asyncio.sleep(0.02)

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.folders import described, expanded, locked, remove, temporary_folder, write_file, writing
+from specexport.contract.folders import describe_error, expanded, locked, remove, temporary_folder, write_file, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
@@ -39,7 +38,7 @@ from specexport.exporter.options import require_effect
 from specexport.exporter.records import fingerprint
 from specexport.options import EngineOptions
 from specexport.runtime.bundle import check_bundle
-from specexport.runtime.machine import cache_folder
+from specexport.runtime.machine import cache_folder, remove_unused
 
 _BYTES = 1 << 20
 """Progress with larger totals counts bytes."""
@@ -200,7 +199,7 @@ def cached_bundle(
                     if os.path.lexists(bundle):
                         warnings.warn(f"{why}; it is removed and built again", stacklevel=2)
                         remove(bundle)
-                    _sweep(root)
+                    remove_unused(root.glob("*/.*"), seconds=_ABANDONED_AFTER)
                     build(dict(options), bundle)
     return bundle
 
@@ -230,14 +229,6 @@ def damage(bundle: Path, check_hashes: bool) -> BundleError | None:
     return None
 
 
-def _sweep(root: Path) -> None:
-    """Removes leftovers of killed processes that were untouched for a week."""
-    for path in root.glob("*/.*"):
-        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
-                remove(path)
-
-
 def _content(folder: Path, memos: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files by their names; cached until a file's size or time changes."""
     hashes: dict[str, str] = {}
@@ -264,7 +255,7 @@ def _file_hash(file: Path) -> str:
     try:
         return sha256(file)
     except OSError as error:
-        raise BuildError(described(error, file)) from error
+        raise BuildError(describe_error(error, file)) from error
 
 
 def _digest(value: Any) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specexport.building import needs_extra
-from specexport.commands import Command, bench, build, chat, inspect, plan, run, serve, tune
+from specexport.commands import Command, bench, build, chat, draw, inspect, plan, run, serve, tune
+from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.errors import SpecExportError
-from specexport.contract.folders import described
+from specexport.contract.folders import describe_error
 from specexport.contract.options import Options
 from specexport.contract.values import require_text
-from specexport.flags import add_flags, from_flags
-from specexport.version import described as version
+from specexport.version import full_version
 
 _EPILOG = """\
 Examples:
@@ -46,7 +46,7 @@ _COMMANDS = (
     Command("serve", serve.serve_flags, serve.serve_command),
     Command("export", serve.ExportOptions, serve.export_command),
     Command("inspect", inspect.InspectOptions, inspect.inspect_command),
-    Command("draw", inspect.DrawOptions, inspect.draw_command),
+    Command("draw", draw.DrawOptions, draw.draw_command),
     Command("verify", inspect.VerifyOptions, inspect.verify_command),
     Command("bench", bench.bench_flags, bench.bench_command),
     Command("suggest", plan.suggest_flags, plan.suggest_command),
@@ -85,7 +85,7 @@ class _Version(argparse.Action):
     """Runs git for the commit only when the version is printed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"specexport {version()}")
+        print(f"specexport {full_version()}")
         parser.exit()
 
 
@@ -143,7 +143,6 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Namespace) -> int:
-    """Runs a command that takes its options."""
     return main(from_flags(kind, arguments))
 
 
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        print(f"specexport: error: {described(error)}", file=sys.stderr)
+        print(f"specexport: error: {describe_error(error)}", file=sys.stderr)
         return 1
     except UnicodeError as error:  # of a file's name; errors of contents name their file
         print(f"specexport: error: {ascii(str(error))[1:-1]}; name files in UTF-8", file=sys.stderr)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,16 +15,16 @@ from specexport.building import bundle_of_model, no_chat_template
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
-from specexport.contract.methods import MethodOptions, known, listed, method_type, read_methods
+from specexport.contract.methods import MethodOptions, SpeculativeConfig, known, listed, method_type, read_methods
 from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import require_text
 from specexport.exporter.options import BuildSettings
-from specexport.options import EngineOptions, SpeculativeConfig
+from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
-from specexport.runtime.speculative import DEFAULT, Speculative
+from specexport.runtime.speculative import DEFAULT, Speculative, SpeculativeLike
 from specexport.runtime.text import encode_text
 
 _LONG = 16
@@ -40,7 +40,6 @@ class Logprob:
     Attributes:
         logprob: in nats, before temperature and filters.
         rank: its rank among all tokens, 1 for the most probable.
-        decoded_token: its text.
     """
 
     logprob: float
@@ -54,7 +53,6 @@ class Frontend:
 
     Attributes:
         max_model_len: most tokens of a prompt and its output together.
-        speculative: how requests speculate by default.
         seed: determines the seeds of requests without one, by their order; None draws fresh ones.
     """
 
@@ -76,7 +74,7 @@ class Frontend:
 
     @classmethod
     def open_for_chat(cls, **keys: Any) -> Frontend:
-        """The same for messages: a model without a chat template is refused before it is built.
+        """As :meth:`open`, for messages: refuses a model without a chat template before building it.
 
         Raises:
             RequestError: there is no chat template.
@@ -90,7 +88,7 @@ class Frontend:
 
     @classmethod
     def _open(cls, options: EngineOptions, keys: Mapping[str, Any], *, chat: bool = False) -> Frontend:
-        """See :meth:`open`; ``keys`` are the options that were set."""
+        """Opens or builds; ``keys`` are the options that the caller set."""
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
@@ -137,11 +135,6 @@ class Frontend:
             raise BuildError(f"speculative_config: {error}") from error
         return cls(engine, str(model or bundle), options.max_model_len or most, chosen, options.seed)
 
-    @property
-    def slots(self) -> int:
-        """Requests that run at once."""
-        return self.engine.slots
-
     def params(self, length: int | None, **overrides: Any) -> SamplingParams:
         """The model's own sampling parameters, with some overridden.
 
@@ -177,13 +170,7 @@ class Frontend:
         text = template.render(messages, variables, add_generation_prompt=add_generation_prompt, name=name)
         return self.encode(text, add_special_tokens=False, param="messages")
 
-    @overload
-    def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]: ...
-
-    @overload
-    def tokens(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
-
-    def tokens(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int] | EncodedPrompt:
+    def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt; see :meth:`encode` and :class:`~specexport.runtime.prompt.PromptEncoder`."""
         # The engine handles empty prompts.
         if isinstance(prompt, str):
@@ -215,7 +202,7 @@ class Frontend:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        speculative: Speculative | Mapping[str, Any] | str | None = None,
+        speculative: SpeculativeLike | None = None,
     ) -> list[Stream]:
         """A stream for each of a request's ``n`` outputs; they start when they are iterated.
 
@@ -223,7 +210,10 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        tokens = self.tokens(prompt)
+        if isinstance(prompt, (EmbedsPrompt, EncodedPrompt)):
+            tokens: list[int] | EncodedPrompt = self.engine.encode(prompt)
+        else:
+            tokens = self.tokens(prompt)
         remaining = self.max_model_len - len(tokens)
         if remaining < (params.max_tokens != 0):
             included = "" if params.max_tokens == 0 else ", output included"
@@ -269,7 +259,6 @@ class Frontend:
         }
 
     def close(self) -> None:
-        """Frees the engine."""
         self.engine.close()
 
     def _seed(self) -> int | None:

@@ -19,13 +19,11 @@ from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, 
 from specexport.runtime.chat import Message
 from specexport.runtime.prompt import Prompt as EnginePrompt
 from specexport.runtime.request import FinishReason, complete
-from specexport.runtime.speculative import Speculative
+from specexport.runtime.speculative import Speculative, SpeculativeLike
 
 Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
-SpeculativeLike = Speculative | Mapping[str, Any] | str
-"""How to speculate, as :meth:`~specexport.runtime.engine.Engine.stream` takes it."""
 NO_TOKEN = -1
 """The token id that stands for an embedding of a prompt."""
 
@@ -101,7 +99,6 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the models."""
         self._frontend.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -225,7 +222,7 @@ class LLM:
             ncols=size.columns,
             nrows=size.lines,
         )
-        with ThreadPoolExecutor(self._frontend.slots) as pool, bar:
+        with ThreadPoolExecutor(self._frontend.engine.slots) as pool, bar:
             futures = [pool.submit(complete, stream) for stream in streams]
             try:
                 for future in as_completed(futures):

@@ -5,18 +5,15 @@ Imports no web framework, so that ``--help`` needs none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from specexport.contract.methods import MethodOptions
+from specexport.contract.methods import SpeculativeConfig
 from specexport.contract.options import option
 from specexport.exporter.options import BuildSettings
 from specexport.runtime.backend import DEFAULT_UTILIZATION
 
-SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
-"""One or several methods, as :func:`~specexport.contract.methods.read_methods` takes them."""
 _model, _speculation, _machine = (partial(option, group=group) for group in ("the model", "speculation", "the machine"))
 _api, _limit, _ray = (partial(option, group=group) for group in ("the API", "limits", "on Ray"))
 
@@ -81,7 +78,7 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
 
 
 class ServiceOptions(EngineOptions, frozen=True, kw_only=True):
-    """The same for an engine that serves requests as they come.
+    """Options of an engine that serves requests as they come.
 
     Attributes:
         max_queue: most waiting requests; more are refused with 429.
@@ -117,7 +114,7 @@ class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
 
 
 class ListenOptions(ServerOptions, frozen=True, kw_only=True):
-    """The same with where ``specexport serve`` listens.
+    """Options of ``specexport serve``: those of the server, and where it listens.
 
     Attributes:
         host: address to listen on; 0.0.0.0 for all.

@@ -25,7 +25,7 @@ class Styled(NamedTuple):
     style: str = ""
 
     def drawn(self, width: int | None, colours: bool) -> str:
-        """Its lines for a terminal of ``width`` characters; None does not wrap."""
+        """The text for a terminal of ``width`` characters; None does not wrap."""
         lines = self.text.split("\n")
         if width is not None:
             lines = [part for line in lines for part in textwrap.wrap(line, width) or [""]]
@@ -60,7 +60,7 @@ class Table:
         return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])[:count]]
 
     def drawn(self, width: int | None, colours: bool) -> str:
-        """Its lines for a terminal of ``width`` characters, with long cells wrapped; None does not wrap."""
+        """The table for a terminal of ``width`` characters, with long cells wrapped; None does not wrap."""
         head = [[Styled(name) for name in self.columns]] if self.columns else []
         grid, sides = [*head, *self.rows], self.sides()
         widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
@@ -109,3 +109,12 @@ def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | 
                 break
             widths[max(longer, key=widths.__getitem__)] -= 1
     return widths
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes with its unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

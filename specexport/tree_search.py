@@ -8,7 +8,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,9 @@ from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
+from specexport.runtime.timing import Progress
 
 RankPath = tuple[int, ...]
-Progress = Callable[[str, int, int], None]
 
 _WIDTHS = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64)
 """Widths at which a step is timed; others are interpolated."""
@@ -38,7 +38,6 @@ class Observed:
 
     Attributes:
         paths: how often the target continued along each path of ranks from the root.
-        depth: depth of the verified tree.
     """
 
     paths: Counter[RankPath]
@@ -62,7 +61,6 @@ class TreeCandidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The expected speed."""
         return self.tokens / self.seconds
 
 

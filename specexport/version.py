@@ -24,7 +24,7 @@ def commit() -> str | None:
         return None
 
 
-def described() -> str:
+def full_version() -> str:
     """The version, with the commit in brackets if it is known."""
     from specexport import __version__  # here, as setup.py runs this file when specexport cannot be imported
 

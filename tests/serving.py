@@ -105,7 +105,7 @@ def served(
     engine = AsyncEngine.open(bundle=bundle, threads=1, max_queue=max_queue, calibrate=False)
     service = Service(engine, (NAME, "also"), timeout)
     settings = {"host": "127.0.0.1", "port": 0, "log_level": "warning"}
-    server = Server(around(create_app(service, **app)), engine, drain_timeout=patience, **settings)
+    server = Server(around(create_app(service, **app)), engine, shutdown_timeout=patience, **settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive(), "the server does not start")

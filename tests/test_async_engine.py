@@ -15,7 +15,7 @@ import pytest
 from specexport import AsyncEngine, SamplingParams
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError
 from specexport.frontend import Frontend
-from specexport.runtime import Chunk, Engine, Stream
+from specexport.runtime import Chunk, Engine, Stats, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
 
 NAME = "llama-near"
@@ -93,7 +93,7 @@ def test_when_to_come_again_follows_the_queue(frontend: Frontend) -> None:
     """Nothing has ended yet, and those that run say how long they take at least."""
 
     async def work() -> None:
-        engine = AsyncEngine(frontend, max_queue=3 * frontend.slots)
+        engine = AsyncEngine(frontend, max_queue=3 * frontend.engine.slots)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
         await until(lambda: engine.running == engine.slots)
         for request in engine._live:
@@ -253,6 +253,8 @@ def test_wrong_requests_are_refused_before_they_run(frontend: Frontend) -> None:
 
 class Broken:
     """Stands in for a stream whose backend fails."""
+
+    stats = Stats()
 
     def __enter__(self) -> Iterator[Chunk]:
         yield from (Chunk("a", (5,)),)

@@ -15,9 +15,9 @@ import pytest
 from specexport import LLM, SamplingParams
 from specexport.cli import main
 from specexport.commands.chat import Conversation
+from specexport.commands.terminal import _History, read_message
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
-from specexport.terminal import _History, read_message
 from tests.serving import with_chat_template
 from tests.typed import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Typed, typed
 

@@ -17,10 +17,10 @@ import pytest
 
 from specexport.building import needs_extra
 from specexport.cli import main, parser
+from specexport.commands.flags import add_method_arguments, asked_methods
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.reading import read_manifest, write_manifest
-from specexport.flags import add_method_arguments, asked_methods
 
 PROMPT = "one two three"
 

@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from specexport.server.answers import OutputCall, OutputMessage
-from specexport.server.fields import Function, Only, StructuredOutputs
+from specexport.server.request_parts import Function, Only, StructuredOutputs
+from specexport.server.requests import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
 from specexport.server.responses import Output
-from specexport.server.schema import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling
 from tests import serving
 from tests.serving import NAME, Served, served, with_chat_template
@@ -65,7 +65,7 @@ ARGUMENTS = ('{"kind":"cat","words":"a \\"b\\" }"}', '{"kind":"dog","words":"\\\
 @pytest.fixture(scope="module")
 def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("clients") / "bundle", serving.HERMES)
-    with served(folder, origins=["https://page.example"]) as server:
+    with served(folder, cors=["https://page.example"]) as server:
         yield server
 
 

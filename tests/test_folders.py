@@ -20,7 +20,7 @@ import pytest
 from specexport.cli import main
 from specexport.contract import folders
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import claimed, writing, written_beside
+from specexport.contract.folders import write_lock, writing, written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import changing, exchange_manifest, read_manifest
 from specexport.runtime.bundle import Bundle
@@ -271,6 +271,6 @@ def test_leftovers_of_killed_writes_are_removed(bundle: Callable[[str], Path], t
     (copy / "NOTES.txt").write_text("not ours")
     with changing(copy) as manifest, pytest.raises(BuildError, match=f"process {os.getpid()} is writing"):
         assert manifest == read_manifest(copy)
-        with claimed(copy):
+        with write_lock(copy):
             pass
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before | {copy / "NOTES.txt"}

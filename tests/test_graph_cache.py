@@ -102,7 +102,7 @@ def test_unused_bundles_are_removed(cache: Path, tmp_path: Path) -> None:
         graph = cache / name if name == "killed" else cache / name / "graph.onnx"
         graph.touch()
         os.utime(graph, times=(0, graph.stat().st_mtime - age * 24 * 3600))
-    remove_unused(cache, "graph.onnx")
+    remove_unused(cache.iterdir(), "graph.onnx")
     assert [folder.name for folder in cache.iterdir()] == ["new"]
 
 

@@ -265,7 +265,7 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
     with load("dice-near") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], SAMPLED)
         assert ours.stats.execution == "graph per engine"
-        text = describe(ours.stats, on_gpu.backend.fallback)
+        text = describe(ours.stats, on_gpu)
         assert "device      graph per engine (the host decides what is accepted: " in text
         assert re.search(r"accept\.\w+\.onnx: onnxruntime would run \d nodes? on the CPU \(\d ArgMax\)", text)
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))

@@ -12,10 +12,10 @@ import pytest
 
 from specexport import LLM, AsyncEngine
 from specexport.cli import parser
+from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildOptions, BuildSettings
-from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions, ListenOptions, ServerOptions, ServiceOptions
 from specexport.runtime import Engine, SamplingParams
 
@@ -166,7 +166,7 @@ def test_commands_that_open_a_model_have_every_option_as_a_flag(command: str) ->
 
 
 def test_the_servers_fields_have_the_ranges_of_sampling_parameters() -> None:
-    from specexport.server.schema import SAMPLING, CompletionRequest
+    from specexport.server.requests import SAMPLING, CompletionRequest
 
     properties = CompletionRequest.model_json_schema()["properties"]
     for name in SAMPLING:
@@ -181,7 +181,7 @@ def test_the_servers_fields_have_the_ranges_of_sampling_parameters() -> None:
 def test_ray_takes_the_servers_options() -> None:
     from pydantic import BaseModel, ValidationError
 
-    from specexport.server.fields import model_of
+    from specexport.server.request_parts import model_of
 
     model = model_of(BaseModel, ServerOptions, ("speculative_config", "served_model_name", "replicas", "timeout"))
     read = model(speculative_config={"method": "ngram"}, served_model_name=["a"], replicas="2").model_dump()

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from specexport.cli import parser
+from specexport.commands.flags import from_flags
 from specexport.contract.tree import TokenTree
-from specexport.flags import from_flags
 from specexport.options import ServerOptions
 from specexport.runtime import Chunk, Engine, SamplingParams
 from tests.browser import CHROMIUM, Browser, browser

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specexport import report
 from specexport.cli import main
+from specexport.commands import report
 from specexport.contract.reading import read_manifest
 from specexport.tables import Styled, Table
 from tests.browser import CHROMIUM, browser
@@ -177,7 +177,9 @@ def test_a_report_that_cannot_be_written_costs_no_time(
     bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused, access = tmp_path / "refused.html", os.access
-    monkeypatch.setattr("specexport.report.os.access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(
+        "specexport.commands.report.os.access", lambda path, mode: path != tmp_path and access(path, mode)
+    )
     assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(refused)]) == 1
     assert f"--plot is {refused}, which cannot be written; expected" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "none" / "report.html"):

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from specexport.runtime import Engine, SamplingParams, Stats
-from specexport.server.schema import ChatRequest
+from specexport.server.requests import ChatRequest
 from specexport.server.service import usage_of
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
 from tests.threads import wait_until

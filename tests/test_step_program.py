@@ -150,7 +150,7 @@ def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
     with load("dice-mixed") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], SAMPLED)
         assert ours.stats.execution == on_gpu.backend.execution == execution
-        assert f"device      {execution} (cudaStream" in describe(ours.stats, on_gpu.backend.fallback)
+        assert f"device      {execution} (cudaStream" in describe(ours.stats, on_gpu)
         assert "cudaErrorStreamCaptureInvalidated" in on_gpu.backend.fallback
         same(ours, engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 

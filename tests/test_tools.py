@@ -18,7 +18,7 @@ from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
-from specexport.server.fields import Function
+from specexport.server.request_parts import Function
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.serving import NAME, Served, served

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport.cli import main
-from specexport.commands.inspect import svg, terminal_tree
+from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import SpecExportError
 from specexport.contract.tree import MAX_NODES, PRESETS, TokenTree
 

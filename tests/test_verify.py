@@ -317,5 +317,5 @@ def test_a_wrong_graph_is_named(copy: Path, spoil: Callable[[onnx.ModelProto], N
     spoil(model)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(BundleError, match=reason) as caught:
-        check_graphs(Bundle(copy, read_manifest(copy)), lambda done, total: None)
+        check_graphs(Bundle(copy, read_manifest(copy)), lambda *_: None)
     assert path.name in str(caught.value)

@@ -42,6 +42,7 @@ __all__ = [
     "Method",
     "MethodOptions",
     "RankedMethod",
+    "SpeculativeConfig",
     "TextMethod",
     "decode_hook",
     "for_bundle",
@@ -141,12 +142,12 @@ def decode_hook(kind: type, content: Any) -> Any:
 
 
 # --- reading a user's options -----------------------------------------------------------------------------------------
+SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
+"""One method or several: mappings, their JSON, names with options, or options."""
 
 
-def read_methods(
-    config: Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str],
-) -> tuple[MethodOptions, ...]:
-    """The methods of a ``speculative_config``: one mapping, its JSON, or several.
+def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
+    """The methods of a ``speculative_config``.
 
     Raises:
         BuildError: see :func:`read_method`.
@@ -155,7 +156,7 @@ def read_methods(
 
 
 def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
-    """The entries of a ``speculative_config``, which may be one of them, several, or their JSON.
+    """The entries of a ``speculative_config``.
 
     Raises:
         BuildError: it is none of these.

@@ -33,7 +33,7 @@ BYTES: dict[StoredAs, float] = {
     "int4": 0.625,
     "stored": 1.125,
 }
-"""Of a weight; quantized ones with their share of a scale."""
+"""Bytes a weight takes, for quantized ones with their share of a scale."""
 SourceKind = Literal["checkpoint", "folder"]
 """A model's folder or hub id, or a folder alone."""
 
@@ -60,7 +60,6 @@ class Wanted:
     """The target that a method is suggested for.
 
     Attributes:
-        parameters: their number.
         device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every node costs.
         drafts: available smaller models, with how many times smaller they are, the best first.
         has_mtp: whether the target's checkpoint holds a layer that drafts.
@@ -79,7 +78,6 @@ class Flag:
     Attributes:
         name: such as ``--ngram``.
         key: the key whose value it takes; None for one that takes no value.
-        help: for ``--help``.
         metavar: the value's name in ``--help``.
         const: the value if the flag is given without one; None if it needs one.
         claims: flags of other methods that set keys of this method when both are given: the key of each.
@@ -112,7 +110,6 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
 
     @property
     def name(self) -> str:
-        """The method's name."""
         return method_name(type(self))
 
     @property
@@ -148,7 +145,7 @@ class Method:
         trees: tuple[Choices, ...]
 
     options: ClassVar[type[MethodOptions]]
-    """Its options for users; a :class:`TextMethod` is its own options."""
+    """The struct of its options for users; a :class:`TextMethod` is its own."""
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
 
@@ -175,12 +172,12 @@ class Method:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Its models, by their role, which is the folder's name; at most one."""
+        """Models of its own by role, which is also the folder's name; at most one."""
         return {}
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:
-        """Of the graphs of its models."""
+        """Signatures of its models' graphs, by role."""
         return {}
 
     @property
@@ -378,7 +375,7 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
 
     @classmethod
     def suggest(cls, wanted: Wanted) -> Suggestion | None:
-        """See :class:`Method`; without flags, as every bundle has it."""
+        """See :meth:`Method.suggest`; needs no flags, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
 
@@ -390,7 +387,7 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
         return not_a_chain(tree)
 
     def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
-        """See :class:`Method`; its own trees are all there is."""
+        """See :meth:`Method.smaller_trees`; it proposes no chains but its own trees."""
         return tuple(sorted(self.token_trees(), key=len, reverse=True))
 
 

@@ -11,8 +11,9 @@ import sys
 import msgspec
 import numpy as np
 
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.backend import BackendOptions, Graph, buffers
+from specexport.runtime.backend import Graph, buffers
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
 from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
@@ -42,13 +43,11 @@ def main() -> int:
 def _opened(job: Job, meeting: Meeting) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
     arrays = buffers(bundle.manifest.target_signature)
-    if job.backend is None:
-        return open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.threads, job.keep, meeting)
+    if job.options.name not in ENGINE_RUNTIMES:
+        return open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.options, meeting)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, BackendOptions(job.backend, None, job.utilization, job.keep)).follow(
-        job, arrays, meeting
-    )
+    return CudaBackend(bundle, job.options).follow(job, arrays, meeting)
 
 
 def _follow(graph: Graph, message: Run) -> None:

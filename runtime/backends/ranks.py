@@ -25,10 +25,10 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from specexport.contract.engines import EngineRuntime
+from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
 from specexport.contract.tensors import MEETINGS
-from specexport.runtime.backend import FIRST, Array, Graph
+from specexport.runtime.backend import FIRST, Array, BackendOptions, Graph
 from specexport.runtime.bundle import Bundle
 
 _BLOCK = 1 << 18
@@ -152,26 +152,18 @@ class Job(msgspec.Struct):
 
     Attributes:
         bundle: the bundle's folder.
-        slots: number of slots of the cache.
-        rank: the follower's rank.
+        options: how each rank opens its backend; on GPUs it sees one of them.
         memory: file descriptor of the shared memory, which it inherits.
         peers: file descriptors of its sockets to the other ranks.
-        threads: on the CPU, threads of each rank.
-        keep: on the CPU, cache graphs as onnxruntime optimizes them.
-        backend: on GPUs, the library that runs the engines; then each rank sees one GPU.
-        utilization: on GPUs, the share of the memory that may be used.
         unique_id: on GPUs, identifies the communicator to join.
     """
 
     bundle: str
     slots: int
+    options: BackendOptions
     rank: int = 0
     memory: int = -1
     peers: dict[int, int] = {}
-    threads: int = 1
-    keep: bool = False
-    backend: EngineRuntime | None = None
-    utilization: float = 0.0
     unique_id: bytes = b""
 
 
@@ -216,7 +208,7 @@ class Followers:
             gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             for rank in ranks[1:]:
                 peers = {number: end.fileno() for number, end in ends[rank].items()}
-                if job.backend is not None:  # there are as many GPUs; the leader has the first
+                if job.options.name in ENGINE_RUNTIMES:  # there are as many GPUs; the leader has the first
                     environment["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[rank] if gpus else str(rank)
                 self._processes[rank] = subprocess.Popen(
                     [sys.executable, "-m", _FOLLOWER],
@@ -312,6 +304,10 @@ class Leading(Graph):
     """
 
     _followers: Followers
+
+    def lead(self, followers: Followers) -> None:
+        """Has the other ranks follow its runs and cache changes from now on."""
+        self._followers = followers
 
     def reserve(self, rows: int) -> None:
         super().reserve(rows)  # type: ignore[safe-super]

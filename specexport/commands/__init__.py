@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from specexport.commands.flags import add_flags, flag_values, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
 from specexport.contract.methods import known, method_type, read_methods
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildSettings
-from specexport.flags import add_flags, flag_values, group_of
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
 from specexport.runtime.speculative import Speculative
@@ -44,7 +44,6 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        name: on the command line.
         flags: the options that become its flags, or a function that declares flags of several structs.
         main: runs it with the options, or else with the namespace; returns the exit code. Its docstring is the help.
     """
@@ -67,7 +66,7 @@ class BundleOptions(Options, frozen=True, kw_only=True):
 
 
 class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
-    """The same with a page.
+    """Options of commands that can also write a report.
 
     Attributes:
         plot: also write a page with these tables and charts, which opens offline (default: none).
@@ -82,13 +81,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar=source.about["metavar"], help=source.help)
     add_flags(parser, EngineOptions, [name for name in _OPENING if name != "seed"])
     add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
-
-
-def add_target(parser: argparse.ArgumentParser, help: str) -> None:
-    """Declares a target, by itself or as ``--target``."""
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")
 
 
 def engine_flags(

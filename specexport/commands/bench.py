@@ -15,20 +15,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from specexport import report
 from specexport.building import progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text
-from specexport.commands.inspect import about, bytes_text
+from specexport.commands import PlottedOptions, engine_flags, read_text, report
+from specexport.commands.flags import add_flags, from_flags
+from specexport.commands.inspect import about
 from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
-from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.tables import Table, show
+from specexport.runtime.timing import Progress
+from specexport.tables import Table, bytes_text, show
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Files of Python's standard library."""
@@ -46,7 +46,6 @@ _WARM_UP = 12
 """Tokens of an output that warms up."""
 _MOST_NOISE = 1.1
 """Factor by which times may be off on an idle machine."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ class Task:
     """One request of a workload.
 
     Attributes:
-        workload: its name.
-        prompt: tokens.
         hypothesis: the expected output, for methods that read it; None if unknown.
     """
 
@@ -166,7 +163,6 @@ class Result:
         return self.speed_up > _MOST_NOISE * self.tokens_per_step
 
     def add(self, completion: Completion, plain: Completion) -> None:
-        """Counts a request."""
         stats = completion.stats
         self.steps += stats.steps
         self.tokens += stats.output_tokens
@@ -229,28 +225,39 @@ def compare(
     results: dict[str, dict[str, Result]] = {name: {} for name in methods}
     chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for warm in (True, False):
-        selected = tasks[:1] if warm else tasks
-        sampling = params.replace(max_tokens=min(_WARM_UP, max_tokens)) if warm else params
-        for index, task in enumerate(selected):
-            plain = engine.generate(task.prompt, sampling, PLAIN)
+
+    def decoded(
+        doing: str, tasks: Sequence[Task], params: SamplingParams
+    ) -> Iterator[tuple[str, str, Completion, Completion]]:
+        """Yields a method, a workload, and the outputs with the method and without."""
+        for index, task in enumerate(tasks):
+            plain = engine.generate(task.prompt, params, PLAIN)
             for name, method in methods.items():
-                expected = tuple(task.hypothesis) if method.takes_hypothesis and task.hypothesis is not None else None
-                if method.takes_hypothesis and expected is None:
-                    continue
-                size = len(method.token_trees()[0]) - 1
-                speculative = Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
-                completion = engine.generate(task.prompt, sampling, None if name == DEFAULT else speculative)
-                if not warm:
-                    results[name].setdefault(task.workload, Result()).add(completion, plain)
-                    for method_name, steps in completion.stats.steps_by_draft.items():
-                        chosen[name][method_name] += sum(steps.values())
-            progress("warming up" if warm else "decoding", index + 1, len(selected))
+                if not method.takes_hypothesis or task.hypothesis is not None:
+                    completion = engine.generate(task.prompt, params, _speculative(name, method, task))
+                    yield name, task.workload, completion, plain
+            progress(doing, index + 1, len(tasks))
+
+    for _ in decoded("warming up", tasks[:1], params.replace(max_tokens=min(_WARM_UP, max_tokens))):
+        pass
+    for name, workload, completion, plain in decoded("decoding", tasks, params):
+        results[name].setdefault(workload, Result()).add(completion, plain)
+        for method_name, steps in completion.stats.steps_by_draft.items():
+            chosen[name][method_name] += sum(steps.values())
     files = {entry.path: entry.size for entry in manifest.files}
     return [
         MethodRow(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
         for name, method in methods.items()
     ]
+
+
+def _speculative(name: str, method: Method, task: Task) -> Speculative | None:
+    """How a task speculates with a method and its default tree."""
+    if name == DEFAULT:
+        return None
+    expected = tuple(task.hypothesis or ()) if method.takes_hypothesis else None
+    size = len(method.token_trees()[0]) - 1
+    return Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
 
 
 class _BenchOptions(PlottedOptions, frozen=True, kw_only=True):

@@ -12,15 +12,7 @@ import msgspec
 
 from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
 from specexport.commands import BundleOptions
-from specexport.commands.inspect import bytes_text, summary
-from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.methods import known, method_type, part
-from specexport.contract.options import options
-from specexport.contract.reading import read_manifest
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
-from specexport.flags import (
+from specexport.commands.flags import (
     add_flags,
     add_method_arguments,
     asked_methods,
@@ -28,7 +20,15 @@ from specexport.flags import (
     from_flags,
     group_of,
 )
-from specexport.tables import Table, show
+from specexport.commands.inspect import summary
+from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.contract.errors import BuildError, TrainError
+from specexport.contract.methods import known, method_type, part
+from specexport.contract.options import options
+from specexport.contract.reading import read_manifest
+from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
+from specexport.tables import Table, bytes_text, show
 from specexport.training.options import Training
 
 if TYPE_CHECKING:

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Annotated
 
 from specexport.commands import SAMPLING, add_engine, add_sampling, add_speculation, engine_flags, speculation
+from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.commands.run import describe
+from specexport.commands.terminal import Terminal
 from specexport.contract.errors import ContextLengthError, RequestError, SpecExportError
 from specexport.contract.folders import expanded, write_file
 from specexport.contract.options import Options, option
 from specexport.contract.values import counted
-from specexport.flags import add_flags, flag_values, from_flags
 from specexport.frontend import Frontend
 from specexport.runtime import SamplingParams, Stats, Stream
 from specexport.runtime.chat import Message
 from specexport.runtime.machine import cache_folder
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import Styled, Table
-from specexport.terminal import Terminal
 
 _AUTO, _PLAIN = "auto", "plain"
 """Names in ``/method`` of the default, and of plain decoding."""
@@ -41,11 +41,8 @@ class Conversation:
     again, so as many are left out as halve it: the following turns can use the cache again.
 
     Attributes:
-        frontend: the model.
-        params: its sampling parameters.
         speculative: how it speculates; None for the frontend's default.
         system: the system prompt; empty for none.
-        turns: questions and their answers.
         unread: number of first turns that the model no longer reads.
 
     Raises:
@@ -64,7 +61,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages."""
         return self._messages(0)
 
     def instruct(self, system: str) -> None:
@@ -98,7 +94,6 @@ class Conversation:
         return stream
 
     def add(self, question: str, answer: str) -> None:
-        """Adds a turn."""
         self.turns.append((question, answer))
 
     def _prompt(self, question: str) -> tuple[list[int], int]:
@@ -303,7 +298,7 @@ class Session:
             return
         engine = self._frontend.engine
         self._terminal.notice(
-            describe(self._last, engine.backend.fallback, engine.costs, engine.backend.kernels),
+            describe(self._last, engine),
             f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._frontend.max_model_len} "
             f"tokens; {counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from specexport.building import needs_extra
-from specexport.commands import add_target
-from specexport.commands.inspect import bytes_text
+from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
@@ -19,8 +18,10 @@ from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name, parse_method, read_method, text_methods
 from specexport.contract.options import Options, option
 from specexport.contract.reading import read_manifest
-from specexport.flags import add_flags, from_flags
-from specexport.tables import Table, show
+from specexport.tables import Table, bytes_text, show
+
+if TYPE_CHECKING:
+    from specexport.exporter.plan import DevicePlan
 
 
 class _PlanOptions(Options, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class _PlanOptions(Options, frozen=True, kw_only=True):
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport plan``."""
-    add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
+    _add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
     draft.add_argument(
@@ -98,32 +99,42 @@ def plan_command(arguments: argparse.Namespace) -> int:
                 acceptance=command.acceptance,
                 backend=command.backend or "tensorrt",
             )
-        drafts, title = (method.name if method else None), f"{command.device}, {precision}, {estimate.context} tokens"
-        without = ""
+        drafts, without = (method.name if method else None), ""
+        title = f"{command.device}, {precision}, {estimate.context} tokens"
     if drafts is None and hasattr(arguments, "acceptance"):
         raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
-        return 0 if estimate.fits else 1
+    else:
+        notes = _notes(estimate, command.acceptance, drafts)
+        if without:
+            notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
+        notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+        show(_models(title, estimate), "", *notes)
+    return 0 if estimate.fits else 1
+
+
+def _models(title: str, estimate: DevicePlan) -> Table:
     table = Table(title, ("model", "parameters", "a token uses", "weights", "KV cache", "scratch", "all"), "lr")
     for model in estimate.models:
         sizes = map(bytes_text, (model.weights, model.cache, model.scratch, model.total))
         table.add_row(model.source, f"{model.parameters:,}", f"{model.active:,}", *sizes)
+    return table
+
+
+def _notes(estimate: DevicePlan, acceptance: float, drafts: str | None) -> list[str]:
+    """What the estimate says about memory and speed; ``drafts`` is the method with a draft, if there is one."""
     verdict = "fits" if estimate.fits else "does not fit"
     notes = [
         f"{verdict}: {bytes_text(estimate.needed)} of {bytes_text(estimate.available)}",
         f"plain decoding: about {estimate.speeds[0]:.0f} tokens/s",
     ]
-    accepted = f"if {command.acceptance:.0%} of draft tokens are accepted"
+    accepted = f"if {acceptance:.0%} of draft tokens are accepted"
     if estimate.best_k:
         notes.append(f"with {drafts}: about {max(estimate.speeds):.0f} tokens/s at K = {estimate.best_k}, {accepted}")
     elif drafts is not None:
         notes.append(f"{drafts} gains nothing {accepted}")
-    if without:
-        notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
-    notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
-    show(table, "", *notes)
-    return 0 if estimate.fits else 1
+    return notes
 
 
 class _SuggestOptions(Options, frozen=True, kw_only=True):
@@ -140,7 +151,7 @@ class _SuggestOptions(Options, frozen=True, kw_only=True):
 
 def suggest_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport suggest``."""
-    add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
+    _add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
     add_flags(parser, _SuggestOptions)
 
 
@@ -198,3 +209,10 @@ def _state(manifest: Manifest, name: str) -> str:
 
 def _build(target: str, flags: list[str]) -> str:
     return shlex.join(["specexport", "build", "--target", target, *flags, "-o", "bundle/"])
+
+
+def _add_target(parser: argparse.ArgumentParser, help: str) -> None:
+    """Declares a target, by itself or as ``--target``."""
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
+    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")

@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, read_text, speculation
+from specexport.commands.flags import add_flags, flag_values, from_flags
+from specexport.commands.terminal import from_standard_input
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, option
 from specexport.contract.values import counted
-from specexport.flags import add_flags, flag_values, from_flags
-from specexport.runtime import EmbedsPrompt, SamplingParams, Stats, Stream
-from specexport.runtime.costs import Costs
+from specexport.runtime import EmbedsPrompt, Engine, SamplingParams, Stats, Stream
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
 from specexport.runtime.prompt import Prompt
 from specexport.runtime.request import complete
 from specexport.runtime.speculative import Speculative
-from specexport.terminal import from_standard_input
 
 _OF_ACCEPTANCE = {
     "posterior_threshold": "typical",
@@ -105,7 +104,6 @@ def run_command(arguments: argparse.Namespace) -> int:
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
         params = frontend.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
-        engine = frontend.engine
         with stream:
             if command.json:
                 print(json.dumps(_result(text, stream)))
@@ -118,10 +116,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                     length = counted(stream.stats.output_tokens, "token")
                     print(f"(ended after {length}; --max-tokens sets how many)", file=sys.stderr)
             if command.stats:
-                print(
-                    describe(stream.stats, engine.backend.fallback, engine.costs, engine.backend.kernels),
-                    file=sys.stderr,
-                )
+                print(describe(stream.stats, frontend.engine), file=sys.stderr)
     return 0
 
 
@@ -151,10 +146,11 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
     return {"prompt": prompt, **named, "stats": output.stats.as_dict(), "params": msgspec.to_builtins(stream.params)}
 
 
-def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kernels: str = "") -> str:
+def describe(stats: Stats, engine: Engine) -> str:
     """Counters and times of a request in a few lines, with the reason of a slower way of execution, the numbers of
     draft tokens that steps chose with their costs, and the kernels.
     """
+    backend, costs = engine.backend, engine.costs
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
     per_step = 1e3 / max(1, stats.steps)
     lines = [
@@ -166,10 +162,10 @@ def describe(stats: Stats, fallback: str = "", costs: Costs | None = None, kerne
         f"a step      propose {stats.propose * per_step:.2f} ms, verify {stats.verify * per_step:.2f} ms, "
         f"accept {stats.accept * per_step:.3f} ms, host {stats.host * per_step:.3f} ms",
     ]
-    if kernels:
-        lines.append(f"kernels     {kernels}")
+    if backend.kernels:
+        lines.append(f"kernels     {backend.kernels}")
     if stats.execution != "host":
-        lines.append(f"device      {stats.execution}" + (f" ({fallback})" if fallback else ""))
+        lines.append(f"device      {stats.execution}" + (f" ({backend.fallback})" if backend.fallback else ""))
     if stats.drafted:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
     if costs is not None and stats.steps_by_draft:

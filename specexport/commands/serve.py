@@ -15,36 +15,21 @@ from typing import Annotated, Literal
 
 from specexport.building import needs_extra
 from specexport.commands import BUILD, BUILD_GROUP
+from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.options import Options, option, options
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
-from specexport.flags import add_flags, flag_values, from_flags
 from specexport.options import ListenOptions, ServiceOptions
 
 _SOURCE = "--model"
-_INPUTS = {
-    "text_input": "STRING",
-    "stream": "BOOL",
-    "sampling_parameters": "STRING",
-    "exclude_input_in_output": "BOOL",
-    "return_finish_reason": "BOOL",
-    "return_num_input_tokens": "BOOL",
-    "return_num_output_tokens": "BOOL",
-}
-_OUTPUTS = {
-    "text_output": "STRING",
-    "finish_reason": "STRING",
-    "num_input_tokens": "UINT32",
-    "num_output_tokens": "UINT32",
-}
 _MODEL = '''"""Triton's Python backend looks for the model here; specexport has to be installed in its Python."""
 
 from specexport.server.triton import TritonPythonModel as TritonPythonModel
 '''
-_README = Path(__file__).parents[1] / "server" / "assets" / "triton.md"
+_ASSETS = Path(__file__).parents[1] / "server" / "assets"
 
 
 def serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +69,12 @@ def serve_command(arguments: argparse.Namespace) -> int:
     engine = AsyncEngine.open(**of_engine)
     service = Service(engine, settings.served_model_name or (arguments.model,), settings.timeout or None)
     app = create_app(
-        service, api_keys=keys, max_body_bytes=settings.max_body_bytes, origins=settings.cors, page=settings.page
+        service, api_keys=keys, max_body_bytes=settings.max_body_bytes, cors=settings.cors, page=settings.page
     )
     server = Server(
         app,
         engine,
-        drain_timeout=settings.shutdown_timeout,
+        shutdown_timeout=settings.shutdown_timeout,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
@@ -181,28 +166,9 @@ def export_command(command: ExportOptions) -> int:
         for path, text in (
             (version / "model.py", _MODEL),
             (version / "model.json", json.dumps({"bundle": "bundle"}, indent=2) + "\n"),
-            (folder / name / "config.pbtxt", _config(name)),
-            (folder / "README.md", _README.read_text(encoding="utf-8").format(name=name)),
+            (folder / name / "config.pbtxt", (_ASSETS / "triton.pbtxt").read_text(encoding="utf-8").format(name=name)),
+            (folder / "README.md", (_ASSETS / "triton.md").read_text(encoding="utf-8").format(name=name)),
         ):
             path.write_text(text, encoding="utf-8")
     print(f"{command.output}: {name}, a model of {counted(max(manifest.batch_sizes), 'slot')}")
     return 0
-
-
-def _config(name: str) -> str:
-    """The model's configuration, a ``ModelConfig`` of Triton's ``model_config.proto`` as protobuf text."""
-    inputs = [
-        f'input {{ name: "{tensor}" data_type: TYPE_{kind} dims: 1 optional: {str(tensor != "text_input").lower()} }}'
-        for tensor, kind in _INPUTS.items()
-    ]
-    outputs = [f'output {{ name: "{tensor}" data_type: TYPE_{kind} dims: -1 }}' for tensor, kind in _OUTPUTS.items()]
-    lines = [
-        f'name: "{name}"',
-        'backend: "python"',
-        "max_batch_size: 0",
-        "model_transaction_policy { decoupled: true }",
-        *inputs,
-        *outputs,
-        "instance_group { count: 1 kind: KIND_CPU }  # the bundle says what it runs on",
-    ]
-    return "\n".join([*lines, ""])

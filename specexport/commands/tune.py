@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from specexport import report
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text
+from specexport.commands import PlottedOptions, engine_flags, read_text, report
 from specexport.commands.bench import read_lines
-from specexport.commands.inspect import about, svg, terminal_tree
+from specexport.commands.draw import svg, terminal_tree
+from specexport.commands.flags import add_flags, from_flags
+from specexport.commands.inspect import about
 from specexport.contract.errors import RequestError
+from specexport.contract.manifest import Manifest
+from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.contract.reading import changing
 from specexport.contract.values import counted
-from specexport.flags import add_flags, from_flags
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
@@ -108,24 +110,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
         exporter()
     bundle = Bundle.open(command.bundle)
     manifest = bundle.manifest
-    if not manifest.methods:
-        raise RequestError(f"{command.bundle}: built without a method; there is no tree to tune")
-    method = manifest.methods[0] if command.method is None else manifest.method(command.method)
-    if method is None:
-        names = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {command.method!r}; the bundle has {names}", param="method")
+    method = _tunable(command.bundle, manifest, command.method)
     name = method.name
-    if not method.branching:
-        raise RequestError(
-            f"--method is {name!r}, whose steps follow from its options; there is no tree to tune. To verify others, "
-            "build with other options",
-            param="method",
-        )
-    if manifest.program or manifest.engines:
-        raise RequestError(
-            f"{command.bundle}: is built for {manifest.backend}; its step program and engines are compiled for its "
-            "trees. Tune a bundle built for onnxruntime, and build this one again with the best tree"
-        )
     if not command.dry_run:
         with changing(command.bundle):  # refuses a bundle that cannot be changed before anything is measured
             pass
@@ -163,6 +149,32 @@ def tune_command(arguments: argparse.Namespace) -> int:
         warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
         print(f"{command.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
     return 0
+
+
+def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
+    """The method whose tree is tuned; None for the bundle's first.
+
+    Raises:
+        RequestError: the bundle lacks it, or its tree cannot be chosen.
+    """
+    if not manifest.methods:
+        raise RequestError(f"{bundle}: built without a method; there is no tree to tune")
+    method = manifest.methods[0] if name is None else manifest.method(name)
+    if method is None:
+        names = ", ".join(method.name for method in manifest.methods)
+        raise RequestError(f"--method is {name!r}; the bundle has {names}", param="method")
+    if not method.branching:
+        raise RequestError(
+            f"--method is {method.name!r}, whose steps follow from its options; there is no tree to tune. To verify "
+            "others, build with other options",
+            param="method",
+        )
+    if manifest.program or manifest.engines:
+        raise RequestError(
+            f"{bundle}: is built for {manifest.backend}; its step program and engines are compiled for its trees. Tune "
+            "a bundle built for onnxruntime, and build this one again with the best tree"
+        )
+    return method
 
 
 def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
@@ -242,7 +254,6 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
 
 
 def _batch_command(arguments: argparse.Namespace) -> int:
-    """Runs ``specexport tune batch``."""
     command = from_flags(_BatchOptions, arguments)
     engine_options = engine_flags(arguments, ("threads", "backend"))
     report.check_path("--plot", command.plot)

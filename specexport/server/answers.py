@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from specexport.server.fields import ToolMode
-from specexport.server.schema import ChosenFunction, ResponseTool
+from specexport.frontend import Logprob
+from specexport.server.request_parts import ToolMode
+from specexport.server.requests import ChosenFunction, ResponseTool
 
 
 class ErrorDetail(BaseModel):
@@ -98,16 +99,8 @@ class Step(BaseModel):
     seconds: float = Field(description="When the step ended, since the request came.")
 
 
-class PromptLogprob(BaseModel):
-    """The log-probability of a prompt token or an alternative."""
-
-    logprob: float
-    rank: int = Field(description="Its place among all tokens, 1 for the most probable.")
-    decoded_token: str
-
-
 PromptLogprobs = Annotated[
-    list[dict[int, PromptLogprob] | None],
+    list[dict[int, Logprob] | None],
     Field(description="vLLM's: for each token of the prompt that and the most probable ones; null for the first."),
 ]
 

@@ -30,23 +30,13 @@ from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import ClosedError, RequestError
 from specexport.contract.options import options
 from specexport.options import ServerOptions
-from specexport.server.answers import (
-    ChatResponse,
-    CompletionResponse,
-    ErrorResponse,
-    MethodCard,
-    ModelCard,
-    ModelList,
-    ResponseAnswer,
-    Status,
-    TokenizeResponse,
-)
+from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.responses import answer_response
-from specexport.server.schema import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.service import Service
 from specexport.server.tools import template_tools
 
@@ -69,13 +59,13 @@ _OPEN = ("/health", "/ready", "/metrics", "/openapi.json")
 _BEARER = HTTPBearer(auto_error=False, description="An API key.")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
-        "model": ErrorResponse,
+        "model": answers.ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
         "404: no such model or path. 405: no such method. 408: the body does not come. 413: it is too large. "
         "429: too many requests wait; Retry-After says when.",
     },
     "5XX": {
-        "model": ErrorResponse,
+        "model": answers.ErrorResponse,
         "description": "500: the server failed. 503: it is shutting down. 504: the request was not done in time.",
     },
 }
@@ -95,7 +85,7 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = options(ServerOptions)["max_body_bytes"].default,
-    origins: Sequence[str] = (),
+    cors: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
     """Creates the application.
@@ -104,7 +94,7 @@ def create_app(
         service: the served engine.
         api_keys: clients have to send one of them as a bearer token, except to the status routes; empty lets anyone in.
         max_body_bytes: most bytes of a request's body.
-        origins: origins of web pages that may call it, ``*`` for any; browsers allow no others.
+        cors: origins of web pages that may call it, ``*`` for any; browsers allow no others.
         page: whether to serve a page at ``/`` for trying it.
     """
     unlocked = (*_OPEN, *_FILES) if page else _OPEN
@@ -135,32 +125,15 @@ def create_app(
             service.engine.require_place(arriving)
 
     app.add_middleware(Edge, refused=service.metrics.refused, max_body_bytes=max_body_bytes, admit=admit)
-    if origins:  # the outermost layer, as browsers send preflights without a key
+    if cors:  # the outermost layer, as browsers send preflights without a key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=cors,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
     allowed = [Depends(_BEARER)] if api_keys else []  # documentation only: ``admit`` checks keys
-    frontend = service.engine.frontend
-
-    methods = [
-        MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
-        for name, method in frontend.engine.methods.items()
-        if not method.takes_hypothesis
-    ]
-
-    def card(name: str) -> ModelCard:
-        return ModelCard(
-            id=name,
-            created=service.created,
-            max_model_len=frontend.max_model_len,
-            methods=methods,
-            chat=frontend.engine.chat_template is not None,
-            predictions=any(method.takes_hypothesis for method in frontend.engine.methods.values()),
-        )
 
     def generated(model: type[Any]) -> dict[str, Any]:
         """The settings of a route with an answer that may be streamed."""
@@ -168,51 +141,40 @@ def create_app(
         return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
 
     @app.get("/v1/models", dependencies=allowed)
-    async def list_models() -> ModelList:
-        return ModelList(data=[card(name) for name in service.names])
+    async def list_models() -> answers.ModelList:
+        return answers.ModelList(data=[_card(service, name) for name in service.names])
 
     @app.get("/v1/models/{model:path}", dependencies=allowed)
-    async def show_model(model: str) -> ModelCard:
-        return card(service.require_model(model))
+    async def show_model(model: str) -> answers.ModelCard:
+        return _card(service, service.require_model(model))
 
-    @app.post("/v1/completions", **generated(CompletionResponse))
+    @app.post("/v1/completions", **generated(answers.CompletionResponse))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await complete(service, request, body)
 
-    @app.post("/v1/chat/completions", **generated(ChatResponse))
+    @app.post("/v1/chat/completions", **generated(answers.ChatResponse))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await chat(service, request, body)
 
-    @app.post("/v1/responses", **generated(ResponseAnswer))
+    @app.post("/v1/responses", **generated(answers.ResponseAnswer))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         return await answer_response(service, request, body)
 
     @app.post("/tokenize", dependencies=allowed)
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        service.require_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("prompt: give either prompt or messages", param="prompt")
-        if unused := body.model_fields_set & body.without_effect:
-            raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
-        if body.messages is not None:
-            tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
-            tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
-        else:
-            encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
-            tokens = await asyncio.to_thread(encode, body.prompt)
-        return TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
+    async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
+        return await _tokenize(service, body)
 
     @app.get("/health")
-    async def health() -> Status:
+    async def health() -> answers.Status:
         """Whether the server answers."""
-        return Status(status="ok")
+        return answers.Status(status="ok")
 
     @app.get("/ready")
-    async def ready() -> Status:
+    async def ready() -> answers.Status:
         """Whether it takes requests."""
         if service.engine.closed:
             raise ClosedError("the server is shutting down")
-        return Status(status="ready")
+        return answers.Status(status="ready")
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def metrics() -> Response:
@@ -224,6 +186,40 @@ def create_app(
         app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
     endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
     return app
+
+
+def _card(service: Service, name: str) -> answers.ModelCard:
+    """A model's entry in the list of models."""
+    engine = service.engine.frontend.engine
+    return answers.ModelCard(
+        id=name,
+        created=service.created,
+        max_model_len=service.engine.frontend.max_model_len,
+        methods=[
+            answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
+            for name, method in engine.methods.items()
+            if not method.takes_hypothesis
+        ],
+        chat=engine.chat_template is not None,
+        predictions=any(method.takes_hypothesis for method in engine.methods.values()),
+    )
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> answers.TokenizeResponse:
+    """The tokens of a prompt or of a conversation."""
+    service.require_model(body.model)
+    frontend = service.engine.frontend
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: give either prompt or messages", param="prompt")
+    if unused := body.model_fields_set & body.without_effect:
+        raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
+    if body.messages is not None:
+        tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
+        tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
+    else:
+        encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
+        tokens = await asyncio.to_thread(encode, body.prompt)
+    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
@@ -253,13 +249,13 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         engine: the served engine.
-        drain_timeout: seconds that requests may take to finish.
+        shutdown_timeout: seconds that requests may take to finish.
         config: further settings of uvicorn, such as ``host`` and ``port``.
     """
 
-    def __init__(self, app: FastAPI, engine: AsyncEngine, *, drain_timeout: float, **config: Any) -> None:
+    def __init__(self, app: FastAPI, engine: AsyncEngine, *, shutdown_timeout: float, **config: Any) -> None:
         super().__init__(uvicorn.Config(app, server_header=False, lifespan="off", **config))
-        self._engine, self._drain_timeout = engine, drain_timeout
+        self._engine, self._shutdown_timeout = engine, shutdown_timeout
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -275,8 +271,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keeps the port open until the last request has finished: new requests and ``/ready`` get a 503."""
-        until = time.monotonic() + self._drain_timeout
-        draining = asyncio.create_task(self._engine.drain(self._drain_timeout))
+        until = time.monotonic() + self._shutdown_timeout
+        draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
         while not draining.done() and not self.force_exit:
             await asyncio.wait({draining}, timeout=_TICK)
         self.config.timeout_graceful_shutdown = math.ceil(max(0.0, until - time.monotonic())) + _MARGIN

@@ -15,20 +15,9 @@ from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
-from specexport.server.answers import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatResponse,
-    Choice,
-    TopLogprob,
-    Usage,
-)
-from specexport.server.fields import ChatMessage
-from specexport.server.schema import ChatRequest, JsonSchema, TemplateOptions
+from specexport.server import answers
+from specexport.server.request_parts import ChatMessage
+from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions
 from specexport.server.service import Service, least, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 
@@ -73,18 +62,14 @@ async def chat_tokens(
 
 def template_message(message: ChatMessage) -> Message:
     """A message in the form of chat templates, where the arguments of a call are an object."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields = {name: value for name, value in message.model_dump(exclude_none=True).items() if value}
+    fields["content"] = message.content
     if isinstance(message.content, list):
         fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
-    fields |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
-    if message.reasoning_content:
-        fields["reasoning_content"] = fields["thinking"] = message.reasoning_content  # Qwen's name, and gpt-oss's
-    if message.tool_calls:
-        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-        for call in fields["tool_calls"]:
-            with contextlib.suppress(ValueError, RecursionError):
-                # Clients send nothing, or null, where a call has no arguments.
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "null") or {}
+    for call in fields.get("tool_calls", ()):
+        with contextlib.suppress(ValueError, RecursionError):
+            # Clients send nothing, or null, where a call has no arguments.
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "null") or {}
     return fields
 
 
@@ -102,15 +87,17 @@ class _Format:
         self._calls, self._scored, self._steps = calls, scored, steps
         self._readers: dict[int, CallReader | None] = {}
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
-        message = AssistantMessage(content=chunk.text)
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.Choice | None:
+        message = answers.AssistantMessage(content=chunk.text)
         reason: Any = chunk.finish_reason
         begins = index not in self._readers
         if begins:
             self._readers[index] = None if self._calls is None else CallReader(self._calls)
         if (reader := self._readers[index]) is not None:
             text, pieces = reader.push(chunk.text, reason is not None)
-            message = AssistantMessage(content=text) if text or (begins and streamed) else AssistantMessage()
+            message = answers.AssistantMessage()
+            if text or (begins and streamed):
+                message.content = text
             if thoughts := reader.thoughts():
                 message.reasoning_content = thoughts
             if pieces:
@@ -123,24 +110,26 @@ class _Format:
                 reason = "tool_calls"
         if begins:
             message.role = "assistant"
-        logprobs = ChatLogprobs(content=list(map(self._logprob, chunk.logprobs))) if chunk.logprobs else None
+        logprobs = answers.ChatLogprobs(content=list(map(self._logprob, chunk.logprobs))) if chunk.logprobs else None
         fields: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
-        return ChatChunkChoice(delta=message, **fields) if streamed else ChatChoice(message=message, **fields)
+        if streamed:
+            return answers.ChatChunkChoice(delta=message, **fields)
+        return answers.ChatChoice(message=message, **fields)
 
-    def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
         if streamed:
-            return ChatChunk(object="chat.completion.chunk", **fields)
+            return answers.ChatChunk(object="chat.completion.chunk", **fields)
         if self._scored is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._frontend)
-        return ChatResponse(object="chat.completion", **fields)
+        return answers.ChatResponse(object="chat.completion", **fields)
 
-    def _logprob(self, entry: TokenLogprobs) -> ChatLogprob:
+    def _logprob(self, entry: TokenLogprobs) -> answers.ChatLogprob:
         def worded(token: int, logprob: float) -> dict[str, Any]:
             text = self._frontend.token_text(token)
             # A token may be a part of a character, which has no text.
             content = list(text.encode()) if "\ufffd" not in text else None
             return {"token": text, "logprob": least(logprob), "bytes": content}
 
-        top = [TopLogprob(**worded(*pair)) for pair in entry.top]
-        return ChatLogprob(**worded(entry.token, entry.logprob), top_logprobs=top)
+        top = [answers.TopLogprob(**worded(*pair)) for pair in entry.top]
+        return answers.ChatLogprob(**worded(entry.token, entry.logprob), top_logprobs=top)

@@ -15,8 +15,8 @@ from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.text import TextStream, special_tokens
-from specexport.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from specexport.server.schema import CompletionRequest
+from specexport.server import answers
+from specexport.server.requests import CompletionRequest
 from specexport.server.service import Service, least, prompt_logprobs, respond
 
 
@@ -73,7 +73,7 @@ class _Format:
         self._placed = placed
         self._separate_scores = separate_scores
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> CompletionChoice:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.CompletionChoice:
         prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
         placed = self._placed[index].prompt(echoed, prompt) if prompt is not None else []
         placed += self._placed[index].add(entry.token for entry in chunk.logprobs)
@@ -83,7 +83,7 @@ class _Format:
         separate_scores: dict[str, Any] = (
             {"prompt_logprobs": prompt_logprobs(self._streams[index], self._frontend)} if self._separate_scores else {}
         )
-        return CompletionChoice(
+        return answers.CompletionChoice(
             index=index,
             text=echoed + chunk.text,
             logprobs=self._logprobs(scores, placed) if scores else None,
@@ -91,20 +91,20 @@ class _Format:
             **separate_scores,
         )
 
-    def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
-        return CompletionResponse(object="text_completion", **fields)
+        return answers.CompletionResponse(object="text_completion", **fields)
 
     def _logprobs(
         self, entries: Sequence[TokenLogprobs | None], placed: Sequence[tuple[str, int]]
-    ) -> CompletionLogprobs:
+    ) -> answers.CompletionLogprobs:
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for entry, (text, _) in zip(entries, placed, strict=True):
             chosen.append(None if entry is None else least(entry.logprob))
             top.append(None if entry is None else self._likely(entry, text))
         texts, offsets = map(list, zip(*placed, strict=True))
-        return CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
+        return answers.CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
 
     def _likely(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         """The most probable tokens and the chosen one, which has the text ``text`` if that is not empty."""

@@ -59,7 +59,6 @@ class ApiError(HTTPException):
         self.body = ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
     def response(self) -> JSONResponse:
-        """As an answer."""
         return JSONResponse(self.body.model_dump(), self.status_code, self.headers)
 
 

@@ -36,7 +36,6 @@ class Edge:
     error handler raises errors again after its answer, which closes the client's connection.
 
     Args:
-        app: the next application.
         refused: called with the status of answers of 400 and above.
         max_body_bytes: most bytes of a request's body, announced or received.
         admit: raises for refused requests; called with the request's scope and the number of bodies being read.

@@ -44,8 +44,8 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import ServerOptions, ServiceOptions
 from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
-from specexport.server.fields import model_of
 from specexport.server.middleware import Edge
+from specexport.server.request_parts import model_of
 from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
@@ -116,7 +116,7 @@ class EngineReplica:
             service,
             api_keys=settings.api_keys,
             max_body_bytes=settings.max_body_bytes,
-            origins=settings.cors,
+            cors=settings.cors,
             page=settings.page,
         )
 

@@ -14,20 +14,11 @@ from fastapi import Request, Response
 from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import SamplingParams
-from specexport.server.answers import (
-    AssistantCall,
-    IncompleteDetails,
-    OutputCall,
-    OutputDetails,
-    OutputMessage,
-    OutputText,
-    ResponseAnswer,
-    ResponseUsage,
-)
+from specexport.server import answers
 from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
-from specexport.server.fields import CalledFunction, ChatMessage, Content, ToolCall
-from specexport.server.schema import InputCall, InputItem, InputMessage, ResponseRequest
+from specexport.server.request_parts import CalledFunction, ChatMessage, Content, ToolCall
+from specexport.server.requests import InputCall, InputItem, InputMessage, ResponseRequest
 from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools
 
@@ -86,7 +77,7 @@ class Output:
     """The output of a response, item by item, and the events of its stream."""
 
     def __init__(self, calls: Calling | None) -> None:
-        self.items: list[OutputMessage | OutputCall] = []
+        self.items: list[answers.OutputMessage | answers.OutputCall] = []
         self._reader = None if calls is None else CallReader(calls)
 
     def push(self, text: str, reason: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,29 +92,29 @@ class Output:
             yield from self._close("incomplete" if reason == "length" else "completed")
 
     def _add_text(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self.items or not isinstance(self.items[-1], OutputMessage):
-            message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+        if not self.items or not isinstance(self.items[-1], answers.OutputMessage):
+            message = answers.OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
             yield from self._open(message)
-            message.content.append(OutputText(text=""))
+            message.content.append(answers.OutputText(text=""))
             yield "response.content_part.added", {**self._part(), "part": message.content[0].model_dump()}
         item = self.items[-1]
-        assert isinstance(item, OutputMessage)
+        assert isinstance(item, answers.OutputMessage)
         item.content[0].text += text
         if text:
             yield "response.output_text.delta", {**self._part(), "delta": text, "logprobs": []}
 
-    def _call(self, piece: AssistantCall) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _call(self, piece: answers.AssistantCall) -> Iterator[tuple[str, dict[str, Any]]]:
         if piece.id is not None:
             name = piece.function.name or ""
-            call = OutputCall(id=f"fc_{uuid.uuid4().hex}", call_id=piece.id, name=name, status="in_progress")
+            call = answers.OutputCall(id=f"fc_{uuid.uuid4().hex}", call_id=piece.id, name=name, status="in_progress")
             yield from self._open(call)
         item = self.items[-1]
-        assert isinstance(item, OutputCall)
+        assert isinstance(item, answers.OutputCall)
         item.arguments += piece.function.arguments
         if piece.function.arguments:
             yield "response.function_call_arguments.delta", {**self._place(), "delta": piece.function.arguments}
 
-    def _open(self, item: OutputMessage | OutputCall) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _open(self, item: answers.OutputMessage | answers.OutputCall) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from self._close("completed")
         self.items.append(item)
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item.model_dump()}
@@ -133,7 +124,7 @@ class Output:
             return
         item = self.items[-1]
         item.status = status
-        if isinstance(item, OutputMessage):
+        if isinstance(item, answers.OutputMessage):
             part = item.content[0]
             yield "response.output_text.done", {**self._part(), "text": part.text, "logprobs": []}
             yield "response.content_part.done", {**self._part(), "part": part.model_dump()}
@@ -173,22 +164,22 @@ class _Response:
             "tools": body.tools,
         }
 
-    def answer(self, output: Output, reason: str | None) -> ResponseAnswer:
+    def answer(self, output: Output, reason: str | None) -> answers.ResponseAnswer:
         """The response with its output and finish reason; None for one in progress."""
         if reason is None:
-            return ResponseAnswer(status="in_progress", output=[], **self._fields)
+            return answers.ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
         counted = usage_of(self._body, [self.stream], self._prompt_tokens)
-        usage = ResponseUsage(
+        usage = answers.ResponseUsage(
             input_tokens=counted.prompt_tokens,
             input_tokens_details=counted.prompt_tokens_details,
             output_tokens=counted.completion_tokens,
-            output_tokens_details=OutputDetails(),
+            output_tokens_details=answers.OutputDetails(),
             total_tokens=counted.total_tokens,
             speculation=counted.speculation,
         )
-        details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
-        return ResponseAnswer(
+        details = answers.IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        return answers.ResponseAnswer(
             status=status, output=output.items, usage=usage, incomplete_details=details, **self._fields
         )
 

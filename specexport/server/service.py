@@ -25,20 +25,11 @@ from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.runtime.request import joined
-from specexport.server.answers import (
-    Choice,
-    CompletionTokensDetails,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    SpeculationUsage,
-    Step,
-    Usage,
-)
+from specexport.server import answers
 from specexport.server.errors import ApiError, api_error
-from specexport.server.fields import ANY_OBJECT
 from specexport.server.metrics import Metrics
-from specexport.server.schema import (
+from specexport.server.request_parts import ANY_OBJECT
+from specexport.server.requests import (
     SAMPLING,
     AnyFormat,
     ConversationRequest,
@@ -80,11 +71,9 @@ class Service:
     """A served engine, which reads its tokenizer for grammars meanwhile.
 
     Attributes:
-        engine: runs requests.
         names: the model's names; answers have the first.
         timeout: seconds a request may take, waiting included; None for no limit.
         created: when the server started, in seconds since 1970.
-        metrics: its metrics.
     """
 
     engine: AsyncEngine
@@ -206,10 +195,10 @@ class Service:
 class Format(Protocol):
     """An endpoint's format of answers, streamed in parts or whole."""
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> Choice | None:
+    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.Choice | None:
         """The next part of an output, or all of it; None if there is nothing to send yet."""
 
-    def answer(self, choices: list[Any], usage: Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
         """A part of the answer, or all of it."""
 
 
@@ -298,25 +287,22 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> PromptLogprobs:
+def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> answers.PromptLogprobs:
     """Log-probabilities of a stream's prompt, by token."""
     return [None] + [
-        {
-            token: PromptLogprob(logprob=least(score.logprob), rank=score.rank, decoded_token=score.decoded_token)
-            for token, score in frontend.by_token(entry).items()
-        }
+        {token: replace(score, logprob=least(score.logprob)) for token, score in frontend.by_token(entry).items()}
         for entry in stream.prompt_logprobs
     ]
 
 
-def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> Step:
+def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> answers.Step:
     """The step of a chunk, with texts of its tokens; the request arrived at ``arrived``."""
     seconds = chunk.created - arrived
     if chunk.verified is None:
         plain = [(text, 0) for text in chunk.pieces]
-        return Step(tokens=plain, parents=[-1], drafted=[], path=[], seconds=seconds)
+        return answers.Step(tokens=plain, parents=[-1], drafted=[], path=[], seconds=seconds)
     step = chunk.verified
-    return Step(
+    return answers.Step(
         tokens=[(text, at if at <= len(step.path) else 0) for at, text in enumerate(chunk.pieces, 1)],
         parents=list(step.tree.parents),
         drafted=list(map(token_text, step.drafted)),
@@ -326,7 +312,6 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> S
 
 
 async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
-    """Every stream's output as one chunk."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
     async with contextlib.aclosing(merged(service, streams)) as items:
         async for index, chunk in items:
@@ -366,7 +351,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> Usage:
+def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> answers.Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 
@@ -376,14 +361,14 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens:
     output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
     # The outputs of a prompt are neighbours; rows that one shares with another of them were not cached before.
     cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
-    usage = Usage(
+    usage = answers.Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=output,
         total_tokens=prompt_tokens + output,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=answers.PromptTokensDetails(cached_tokens=cached),
     )
     if body.include_speculation:
-        usage.speculation = SpeculationUsage(
+        usage.speculation = answers.SpeculationUsage(
             num_drafts=total("steps_with_draft"),
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
@@ -395,7 +380,7 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens:
     if body.hypothesis is not None:
         # Every step but the last adds its accepted tokens and one more; the output may end within the last.
         used = sum(min(s.accepted, s.output_tokens - s.steps + 1) for s in stats)
-        usage.completion_tokens_details = CompletionTokensDetails(
+        usage.completion_tokens_details = answers.CompletionTokensDetails(
             accepted_prediction_tokens=used, rejected_prediction_tokens=drafted - used
         )
     return usage

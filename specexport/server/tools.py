@@ -11,10 +11,10 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
-from specexport.server import parameters
+from specexport.server import tool_arguments
 from specexport.server.answers import AssistantCall, FunctionCall
-from specexport.server.fields import Function, FunctionName, quoted
-from specexport.server.schema import ConversationRequest
+from specexport.server.request_parts import Function, FunctionName, quoted
+from specexport.server.requests import ConversationRequest
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CallFormat:
 
 _NAME = "(?P<name>[A-Za-z0-9_.-]{1,64})"
 HERMES = CallFormat(begin="<tool_call>\n", end="\n</tool_call>")
-QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=parameters.END, separate_arguments=True)
+QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=tool_arguments.END, separate_arguments=True)
 LLAMA = CallFormat("parameters")
 MISTRAL = CallFormat(begin="[TOOL_CALLS]", opening=r" ?\[", between=", ", end="]", id_length=9)
 MISTRAL_ARGS = CallFormat(begin="[TOOL_CALLS]", between="[TOOL_CALLS]", head=r"NAME\[ARGS\]", tail="", id_length=9)
@@ -97,8 +97,6 @@ class Calling:
     """How an answer may call tools.
 
     Attributes:
-        format: how calls are written.
-        tools: the tools that may be called.
         forced: whether the answer consists of calls only.
         parallel: whether there may be several calls.
         hidden: special tokens that the answer's text leaves out.
@@ -122,7 +120,7 @@ class Calling:
             head = _pattern(form.head_of(re.escape(tool.name)))
             arguments, rules = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
             if form.separate_arguments:
-                arguments, rules = parameters.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
+                arguments, rules = tool_arguments.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
             calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *rules]
         if form is HARMONY:
             lines = ["start: call"] if self.forced else _MESSAGES
@@ -215,7 +213,7 @@ class CallReader:
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
         self._tools = {tool.name: tool for tool in calling.tools}
-        self._parameters = parameters.ParameterReader(None)
+        self._parameters = tool_arguments.ParameterReader(None)
         # A head with two alternative places for the name needs two groups.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
@@ -282,7 +280,7 @@ class CallReader:
     def _begun(self, head: re.Match[str]) -> AssistantCall:
         self._take(head.end())
         name = next(filter(None, head.groupdict().values()))
-        self._parameters = parameters.ParameterReader(self._tools.get(name))
+        self._parameters = tool_arguments.ParameterReader(self._tools.get(name))
         self._reading = self._separate_arguments if self._format.separate_arguments else self._arguments
         self.calls += 1
         function = FunctionCall(name=name, arguments="")

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BundleError, RequestError
 from specexport.server.errors import api_error
-from specexport.server.schema import SAMPLING, CompletionRequest
+from specexport.server.requests import SAMPLING, CompletionRequest
 from specexport.server.service import Service, merged
 
 SETTINGS = "model.json"

@@ -1,4 +1,4 @@
-"""``specexport verify``: is a bundle intact, and does it compute what its original models compute? And its report."""
+"""``specexport verify``: checks that a bundle is intact and computes what its original models compute; its report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.timing import Progress
 from specexport.tables import Styled, Table
 from specexport.verify import engines, logits
 from specexport.verify.graphs import check_graphs
@@ -37,9 +38,6 @@ DEFAULT_PROMPTS = (
 
 _LONGEST_PROMPT = 224
 """Most tokens of a prompt. The original model reads the text again for every step, so long prompts are slow."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with a check's name, the amount done, and the total."""
 
 Outcome = tuple[bool, str, Numbers]
 """Whether a check passed, one sentence, and the measurements."""
@@ -63,7 +61,6 @@ class Check:
 
     @property
     def result(self) -> str:
-        """The result in words."""
         return "not run" if self.passed is None else "passed" if self.passed else "failed"
 
 
@@ -76,12 +73,10 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(check.passed is not False for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
         if not self.passed:
             return "failed"
         return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"
@@ -135,7 +130,7 @@ def verify(
         sources: the methods' checkpoints by ``METHOD.key``, such as ``medusa.model``; None for the manifest's.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
-        progress: see :data:`Progress`.
+        progress: called with a check's name, the amount done, and the total.
 
     Raises:
         SpecExportError: an argument is wrong. Faults of the bundle are in the report.
@@ -214,7 +209,7 @@ def _files(folder: Path, progress: Progress) -> Outcome:
 
 
 def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
-    count = check_graphs(bundle, lambda done, total: progress("graphs", done, total))
+    count = check_graphs(bundle, progress)
     told = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
     return True, f"{counted(count, 'graph')}: {told}", {"graphs": count}
 
@@ -224,12 +219,8 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
         library, subjects = engines.runnable(bundle.manifest)
     except SpecExportError as error:
         raise NotRunError(f"the engines were not compared with their ONNX graphs: {error}") from error
-    result = engines.compare_engines(
-        bundle,
-        subjects,
-        engines.tensorrt_runner(library, bundle.folder),
-        lambda done, total: progress("engines", done, total),
-    )
+    runner = engines.tensorrt_runner(library, bundle.folder)
+    result = engines.compare_engines(bundle, subjects, runner, progress)
     numbers: Numbers = {"engines": result.engines, "shapes": result.shapes, "largest_difference_allowed": result.worst}
     compared = (
         f"{counted(result.engines, 'engine')} of {library.runtime} {library.version} at "
@@ -335,7 +326,7 @@ def _agreement(agreement: logits.TokenAgreement) -> str:
 
 
 def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
-    result = compare_decoding(bundle, texts, max_tokens, lambda done, total: progress("speculation", done, total))
+    result = compare_decoding(bundle, texts, max_tokens, progress)
     numbers: Numbers = {
         "tokens": result.tokens,
         "differences": len(result.differences),

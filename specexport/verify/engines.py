@@ -35,6 +35,7 @@ from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
 from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
 from specexport.runtime.bundle import Bundle, open_linked
+from specexport.runtime.timing import Progress
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]
@@ -53,8 +54,6 @@ _SHARED = 0.9
 """Least share of the most probable tokens that both sides must have in common."""
 _BEFORE = " before"
 """Suffix of a cache's name for the rows that a run must not change."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,10 @@ class GraphRun:
 
     @property
     def past(self) -> int:
-        """Rows in the cache."""
         return max(0, min(_PAST, self.point.cache - self.written))
 
     @property
     def written(self) -> int:
-        """Rows that the run writes."""
         return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
 
     def feed(self) -> Feed:
@@ -94,7 +91,6 @@ class GraphRun:
         return feed
 
     def _slot(self) -> Feed:
-        """The inputs of one slot."""
         values = _INPUTS[type(self.of)](self)
         sizes = CompileJob((self.point,), self.vocab).sizes[0] | {"B": 1}
         feed: Feed = {}
@@ -257,7 +253,7 @@ def compare_engines(
     """
     result = EnginesResult()
     for index, subject in enumerate(subjects):
-        progress(index, len(subjects))
+        progress("engines", index, len(subjects))
         _compare(bundle, subject, runner(subject.engine), result)
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import onnx
@@ -10,14 +10,15 @@ from onnx import TensorProto
 
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
-from specexport.contract.signature import cache_inputs, cache_outputs
-from specexport.contract.tensors import CARRIED, MEETINGS, Dim, Tensor
+from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
+from specexport.contract.tensors import CARRIED, MEETINGS, Tensor
 from specexport.runtime.bundle import Bundle, without_links
+from specexport.runtime.timing import Progress
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 
 
-def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
+def check_graphs(bundle: Bundle, progress: Progress) -> int:
     """Checks every graph of a bundle: the masters, and those that GPUs or ranks open instead.
 
     Returns:
@@ -50,14 +51,14 @@ def check_graphs(bundle: Bundle, progress: Callable[[int, int], None]) -> int:
             _check_interface(path, (*signature.inputs, *cache_inputs(part)), "input", inputs.values())
             returned = cache_outputs(part.cache, part.states, lowering, signature.fed)
             _check_interface(path, (*signature.outputs, *returned), "output", final)
-        progress(done, count)
+        progress("graphs", done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
         weights = [bundle.file(model.of_rank(engine.rank).weights)]
         if (converted := bundle.file(engine.source).with_suffix(".bin")).is_file():
             weights.append(converted)
         for name in engine.segments or (engine.file,):
             _check_graph(bundle.file(name), OPSETS[lowering], weights)
-        progress(done, count)
+        progress("graphs", done, count)
     return count
 
 
@@ -88,13 +89,13 @@ def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphP
     return model.graph
 
 
-def _check_interface(path: Path, declared: Iterable[Tensor], kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
-    expected = {str(tensor): (tensor.dtype, tensor.dims) for tensor in declared}
-    actual = {value.name: _signature(value) for value in values}
+def _check_interface(path: Path, signature: Iterable[Tensor], kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
+    expected = declared(signature)
+    actual = {value.name: _interface(value) for value in values}
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):
             raise BundleError(
-                f"{path}: {kind} {name} is {_words(actual.get(name))}, expected {_words(expected.get(name))}"
+                f"{path}: {kind} {name} is {in_words(actual.get(name))}, expected {in_words(expected.get(name))}"
             )
 
 
@@ -104,11 +105,7 @@ def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
     return [graph, *(deeper for nested in inner for deeper in _subgraphs(nested))]
 
 
-def _signature(value: onnx.ValueInfoProto) -> tuple[str, tuple[Dim, ...]]:
+def _interface(value: onnx.ValueInfoProto) -> Interface:
     kind = value.type.tensor_type
     name = _TYPES.get(kind.elem_type) or TensorProto.DataType.Name(kind.elem_type).lower()
     return name, tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
-
-
-def _words(signature: tuple[str, tuple[Dim, ...]] | None) -> str:
-    return "absent" if signature is None else f"{signature[0]}[{', '.join(map(str, signature[1]))}]"

@@ -200,12 +200,7 @@ class TokenAgreement:
 
 @dataclass(frozen=True)
 class LogitsResult:
-    """The result of :func:`compare_logits`.
-
-    Attributes:
-        largest: largest difference of a logit.
-        scale: largest logit.
-    """
+    """The result of :func:`compare_logits`."""
 
     finite: bool
     largest: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.timing import Progress
 from specexport.tree_search import recorded
 from specexport.verify.logits import LIMITS, TokenAgreement, paired
 
@@ -33,8 +34,6 @@ _MAX_DIFFERENCES = 3
 """Differences of a prompt after which its comparison ends."""
 _ERROR_PERIOD = 9
 """Every such token of the tested hypotheses is wrong."""
-
-Progress = Callable[[int, int], None]
 
 
 class NotRunError(SpecExportError):
@@ -137,8 +136,6 @@ class SpeculationResult:
     """The result of :func:`compare_decoding`.
 
     Attributes:
-        tokens: number of compared tokens.
-        differences: where greedy texts differ.
         acceptance_length: mean over the decodings.
         repeated: whether a seed gave the same text twice.
         inexact: why texts may differ on this machine; empty if steps are exact bit for bit.
@@ -169,7 +166,7 @@ def compare_decoding(
             tokens += compared
             differences += differing
             lengths.append(length)
-            progress(index, len(work) + 1)
+            progress("speculation", index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
         inexact = engine.inexact
     return SpeculationResult(tokens, differences, sum(lengths) / len(lengths), repeated, inexact)

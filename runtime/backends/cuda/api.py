@@ -105,7 +105,6 @@ class Cuda:
         self.call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        """Waits until a stream has done all its work."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
@@ -214,7 +213,6 @@ class CudaStream:
         self.capturing = False
 
     def synchronize(self) -> None:
-        """Waits for all work so far."""
         self._cuda.synchronize(self.handle)
         self.waits += 1
 
@@ -269,7 +267,6 @@ class Captured:
         self._close.atexit = False  # the driver frees everything when a process ends
 
     def launch(self) -> None:
-        """Enqueues all of it in one call."""
         self._cuda.launch(self._executable, self._stream)
 
     def close(self) -> None:
@@ -295,5 +292,4 @@ class DeviceThread:
         return self._pool.submit(work).result()
 
     def close(self) -> None:
-        """Ends the thread."""
         self._pool.shutdown()

@@ -32,13 +32,11 @@ T = TypeVar("T", bound=DeviceGraph)
 class LeadingDeviceGraph(Leading, DeviceGraph):
     """The first rank's part of a target on its GPU; its runs have the results of the whole graph."""
 
-    def lead(self, followers: Followers, communicator: Communicator) -> None:
-        """Has the other ranks follow its runs and cache changes from now on."""
-        self._followers, self._communicator = followers, communicator
+    communicator: Communicator
 
     def close(self) -> None:
         super().close()
-        self._communicator.close()
+        self.communicator.close()
         self._followers.close()
 
 
@@ -46,8 +44,6 @@ class CudaBackend:
     """Runs a bundle on the first GPU that CUDA shows; see :class:`~specexport.runtime.backend.Backend`.
 
     Attributes:
-        cuda: the device.
-        stream: the stream of all its work.
         graphs: the opened graphs, the target's first.
 
     Raises:
@@ -60,10 +56,9 @@ class CudaBackend:
                 f"{options.name} does not run layers without attention yet, which a model of this bundle has"
             )
         runtime = next(name for name in ENGINE_RUNTIMES if name == options.name)
-        utilization = options.gpu_memory_utilization
         self._bundle = bundle
-        self._utilization = utilization
-        self._shared = Device.share(Cuda.load(), utilization)
+        self._options = options
+        self._shared = Device.share(Cuda.load(), options.gpu_memory_utilization)
         self.cuda, self.stream = self._shared.cuda, self._shared.stream
         self._run = self._shared.thread.run
         self._library: Library = (
@@ -78,7 +73,7 @@ class CudaBackend:
 
     @property
     def default_slots(self) -> int:
-        """See :class:`~specexport.runtime.backend.Backend`; the fewest, as caches take their full size at once."""
+        """The fewest slots, as caches take their full size at once."""
         return self._library.batch_sizes[0]
 
     @property
@@ -98,7 +93,7 @@ class CudaBackend:
         return next((reason for reason in reasons if reason), "")
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
-        """See :class:`~specexport.runtime.backend.Backend`.
+        """Loads a model's graph; see :class:`~specexport.runtime.backend.Backend`.
 
         Raises:
             BackendError: the library does not run this number of slots, the graph is refused, or it does not fit.
@@ -141,13 +136,7 @@ class CudaBackend:
                 f"{gpus}"
             )
         library, nccl = self._library, Nccl()
-        job = Job(
-            str(self._bundle.folder.absolute()),
-            slots,
-            backend=library.name,
-            utilization=self._utilization,
-            unique_id=nccl.unique_id(),
-        )
+        job = Job(str(self._bundle.folder.absolute()), slots, self._options, unique_id=nccl.unique_id())
         followers = Followers(self._bundle, job)
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(followers.close)
@@ -163,7 +152,8 @@ class CudaBackend:
                 followers.meeting.watch(lost)
                 part = model.of_rank(0)
                 leading = self._open(LeadingDeviceGraph, part, slots, buffers, lambda: library.open(part, communicator))
-                leading.lead(followers, communicator)
+                leading.communicator = communicator
+                leading.lead(followers)
                 followers.meeting.wait()
             except BackendError as error:
                 lost_rank = error if isinstance(error, RankLostError) else followers.lost
@@ -187,11 +177,10 @@ class CudaBackend:
         return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.open(part, communicator))
 
     def inexact(self, target: Graph) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         return "on a device a row's rounding depends on the number of rows"
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        """See :class:`~specexport.runtime.backend.Backend`; on the device if the library runs its graphs."""
+        """Steps on the device if the library runs the step program's graphs, else driven by the host."""
         return self._run(lambda: self._program(target, loaded_methods))
 
     def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:

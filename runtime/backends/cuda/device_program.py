@@ -163,9 +163,7 @@ class DeviceProgram:
         if view.method is not None:
             outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
             observed = {name: outputs[name][view.slot] for name in read_back(outputs)}
-            proposer = self._host.proposer(view.method)
-            proposer.observe(view.slot, observed, path[-1] if path else 0)
-            proposer.observe_text(view, observed, past, [0, *path])
+            self._host.inform(view, observed, path[-1] if path else 0, past, [0, *path])
         verified = None
         if len(tree) > 1:
             drafted = part.proposal.tokens.tolist() if part.proposal is not None else ()

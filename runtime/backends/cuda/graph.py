@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,11 +75,7 @@ class DeviceGraph(Graph):
         slots: int,
         role: str,
     ) -> None:
-        built = {point for point in executor.points if point.batch == slots}
-        if not built:
-            raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
-        together = {_batched(point)[1:] for point in built}
-        built |= {point for point in executor.points if point.batch == 1 and _batched(point)[1:] not in together}
+        built = _runnable(executor.points, slots, role)
         self._repeated = repeated_points(model.graph.points, built)
         # A width that no run has belongs to the follow-up calls.
         narrowest = min((point.tokens for point in model.graph.points if point.drafts), default=0)
@@ -191,7 +187,6 @@ class DeviceGraph(Graph):
         return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Wraps every launch in a function, for measurements."""
         for width in self._widths.values():
             for place, launch in width.launches.items():
                 width.launches[place] = functools.partial(around, launch)
@@ -292,6 +287,15 @@ class DeviceGraph(Graph):
             new_rows = self.cache.new_rows(point.fed, slots)
             returned = {name.replace("past_", "new_", 1): rows for name, rows in new_rows.items()}
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
+
+
+def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:
+    """The points of all slots, and those of one slot at shapes that are not there for all."""
+    together = {point for point in points if point.batch == slots}
+    if not together:
+        raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
+    shapes = {_batched(point)[1:] for point in together}
+    return together | {point for point in points if point.batch == 1 and _batched(point)[1:] not in shapes}
 
 
 def _batched(point: ShapePoint) -> tuple[int, int, int, int]:

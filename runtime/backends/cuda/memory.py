@@ -147,7 +147,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -314,7 +313,6 @@ class DeviceCache:
                 self._device.copy(base + layer * after + plane * rows * row, spare, nbytes)
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """Copies the first rows of a slot to another one."""
         for (heads, width), members in self._members.items():
             pitch = self.rows * width * self._dtype.itemsize
             base, stride = self._base(f"{heads}x{width}"), self._stride(heads, width, self.rows)

@@ -186,7 +186,6 @@ class _Exchange:
     Attributes:
         outputs: outputs of segments, by name.
         inputs: inputs of later segments: the same, but for joined tensors the whole.
-        nbytes: size of the workspace.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)

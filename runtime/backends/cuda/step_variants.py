@@ -133,25 +133,35 @@ class StepVariants:
             if tensors.LOGITS not in loaded.proposer.observes
         }
         self._longest = {name: max(map(len, of_method)) for name, of_method in trees.items()}
-        lengths = {1, *(len(tree) for of_method in trees.values() for tree in of_method)}
-        by_shape: dict[tuple[int, int, int], StepVariant] = {}
+        # By the accept graph's index, and by the length of a tree or by the method.
         self._verified: dict[tuple[int, int], StepVariant] = {}
         self._drafted: dict[tuple[int, str], list[StepVariant]] = {}
+        lengths = {1, *(len(tree) for of_method in trees.values() for tree in of_method)}
+        self._add_verified(target.widths(self._slots), lengths, graphs)
+        for name, of_method in trees.items():
+            for drafting in self._draftings(loaded_methods[name], of_method, graphs):
+                self._add_drafted(name, drafting)
+        drafted = (variant for variants in self._drafted.values() for variant in variants)
+        self.all = (*dict.fromkeys(self._verified.values()), *drafted)
+
+    def _add_verified(self, widths: Collection[int], lengths: Collection[int], graphs: ProgramGraphs) -> None:
+        """Adds variants for trees of these lengths that the host fills; lengths of one shape share a variant."""
         for at, (accept, executor) in enumerate(graphs_of(graphs, Accept)):
             nodes = {point.tokens for point in executor.points if point.batch == self._slots}
+            by_shape: dict[tuple[int, int], StepVariant] = {}
             for length in lengths:
-                T, N = self._fitting(target.widths(self._slots), nodes, length)
+                T, N = self._fitting(widths, nodes, length)
                 if T and N:
-                    self._verified[at, length] = by_shape.setdefault((at, T, N), StepVariant(accept, T, N))
-        for name, of_method in trees.items():
-            for drafting in self._draftings(name, loaded_methods[name], of_method, graphs):
-                length = len(drafting.tree)
-                for at, accept in enumerate(self._accepts):
-                    variant = self._verified.get((at, length))
-                    exact = variant is not None and variant.tokens == variant.nodes == length
-                    if exact and (accept.rule != "lossless" or accept.candidates == self._support[name]):
-                        self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
-        self.all = (*by_shape.values(), *(variant for variants in self._drafted.values() for variant in variants))
+                    self._verified[at, length] = by_shape.setdefault((T, N), StepVariant(accept, T, N))
+
+    def _add_drafted(self, name: str, drafting: Drafting) -> None:
+        """Adds the variants in which a method's draft fills a tree: with every accept graph that knows its q."""
+        length = len(drafting.tree)
+        for at, accept in enumerate(self._accepts):
+            variant = self._verified.get((at, length))
+            exact = variant is not None and variant.tokens == variant.nodes == length
+            if exact and (accept.rule != "lossless" or accept.candidates == self._support[name]):
+                self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
 
     def accept_graph(self, views: Sequence[SlotView]) -> int | None:
         """Index of the accept graph for a step of these requests; None if the host has to decide."""
@@ -200,9 +210,7 @@ class StepVariants:
         T, N = (min((size for size in sizes if size >= length), default=0) for sizes in (widths, nodes))
         return T, N
 
-    def _draftings(
-        self, name: str, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs
-    ) -> list[Drafting]:
+    def _draftings(self, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
         draft, method, draftings = loaded.proposer.device_draft, loaded.method, list[Drafting]()
         graph = draft.graph if draft is not None else None

@@ -40,7 +40,6 @@ class DeviceStep:
     launches: dict[int, list[Enqueue]] = field(default_factory=dict)
 
     def launch(self, cache: int) -> None:
-        """Enqueues it, at a cache size."""
         for launch in self.launches[cache]:
             launch()
 
@@ -98,7 +97,6 @@ class Steps:
         return self._steps[variant]
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Wraps every launch in a function, for measurements."""
         for step in self._steps.values():
             for cache, launches in step.launches.items():
                 step.launches[cache] = [functools.partial(around, launch) for launch in launches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from specexport.contract.model import Model
 from specexport.contract.values import counted
@@ -20,28 +21,7 @@ from specexport.runtime.step_program import LoadedMethod
 class LeadingGraph(Leading, OnnxRuntimeGraph):
     """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
 
-    @classmethod
-    def open(cls, bundle: Bundle, slots: int, buffers: Buffers, threads: int, keep: bool) -> LeadingGraph:
-        """Starts the other ranks, and opens this one's part; ``threads`` are those of all ranks together.
-
-        Raises:
-            BackendError: a rank cannot be started, or its graph is refused.
-        """
-        share = max(1, threads // len(bundle.manifest.target.ranks))
-        followers = Followers(bundle, Job(str(bundle.folder.absolute()), slots, threads=share, keep=keep))
-        try:
-            graph = open_rank(cls, bundle, 0, slots, buffers, share, keep, followers.meeting)
-            graph._followers = followers
-            followers.wait_until_open()
-        except RankLostError as lost:
-            followers.give_up(lost)
-        except BaseException:
-            followers.close()
-            raise
-        return graph
-
     def close(self) -> None:
-        """Ends the other ranks."""
         self._followers.close()
 
 
@@ -54,12 +34,12 @@ class OnnxRuntimeBackend:
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         self._bundle = bundle
         self._threads = options.threads or available_cores()
-        self._keep = options.keep
+        self._options = replace(options, threads=self._threads)
         self._leading: list[LeadingGraph] = []
 
     @property
     def default_slots(self) -> int:
-        """See :class:`~specexport.runtime.backend.Backend`; all, as unused slots take no memory."""
+        """All slots, as unused ones take no memory."""
         return self._bundle.manifest.batch_sizes[-1]
 
     @property
@@ -78,7 +58,6 @@ class OnnxRuntimeBackend:
         return kernels_build()
 
     def inexact(self, target: Graph) -> str:
-        """See :class:`~specexport.runtime.backend.Backend`."""
         assert isinstance(target, OnnxRuntimeGraph)
         if not instruction_set():
             return self.kernels
@@ -89,17 +68,32 @@ class OnnxRuntimeBackend:
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:
-            leading = LeadingGraph.open(self._bundle, slots, buffers, self._threads, self._keep)
-            self._leading.append(leading)
-            return leading
-        session = open_cached(self._bundle, model, model.graph.master, self._threads, self._keep)
+            return self._lead(slots, buffers)
+        session = open_cached(self._bundle, model, model.graph.master, self._options)
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
+
+    def _lead(self, slots: int, buffers: Buffers) -> LeadingGraph:
+        """Starts the other ranks of the target, which share the threads, and opens the first one's part."""
+        share = max(1, self._threads // len(self._bundle.manifest.target.ranks))
+        options = replace(self._options, threads=share)
+        followers = Followers(self._bundle, Job(str(self._bundle.folder.absolute()), slots, options))
+        try:
+            graph = open_rank(LeadingGraph, self._bundle, 0, slots, buffers, options, followers.meeting)
+            graph.lead(followers)
+            followers.wait_until_open()
+        except RankLostError as lost:
+            followers.give_up(lost)
+        except BaseException:
+            followers.close()
+            raise
+        self._leading.append(graph)
+        return graph
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
         return HostProgram(self._bundle.manifest, target, loaded_methods)
 
     def close(self) -> None:
-        """See :class:`~specexport.runtime.backend.Backend`; graphs go with their last reference, ranks end now."""
+        """Ends the other ranks; graphs are freed with their last reference."""
         for leading in self._leading:
             leading.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import cache_inputs, cache_outputs
-from specexport.contract.tensors import DECLARED, Tensor
-from specexport.runtime.backend import FIRST, TILE, Array, Buffers, Graph
+from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
+from specexport.contract.tensors import DECLARED
+from specexport.runtime.backend import FIRST, TILE, Array, BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
 from specexport.runtime.bundle import Bundle, open_linked
-from specexport.runtime.machine import disable_telemetry
+from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.states import KeptStates
 
 _Shape = tuple[int, int, int, int]
@@ -29,8 +29,6 @@ _Shape = tuple[int, int, int, int]
 _LONG_CHUNK = 128
 """Tokens of a prompt that are read at once where nobody waits; a chunk of 64 each takes up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
-_Declared = tuple[str, tuple[int | str | None, ...]]
-"""A tensor's type and sizes."""
 
 MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
 """Releases before 1.28 compute TensorScatter and Attention with fully masked rows wrongly; those before 1.23 are not
@@ -114,18 +112,18 @@ def open_session(
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
 
-def open_cached(bundle: Bundle, model: Model, name: str, threads: int, keep: bool) -> Any:
+def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions) -> Any:
     """:func:`open_session` for a graph of a bundle, with the caches of this machine.
 
-    With ``keep``, missing cache entries are written: graphs for onnxruntime's kernels, packed weights for ours.
+    If the options say so, missing entries are written: graphs for onnxruntime's kernels, packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.
     """
     lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, bundle.files_hash
     if lowering == "native" and weights in ("int8", "int4", "stored"):
-        cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), keep)
-    packed = PackedWeights.of(files, keep)
+        cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), options.keep)
+    packed, threads = PackedWeights.of(files, options.keep), options.threads or available_cores()
     return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
 
 
@@ -170,7 +168,6 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def not_claimed(self) -> Counter[str]:
-        """See :func:`~specexport.runtime.backends.onnxruntime.kernels.not_claimed`."""
         return not_claimed(self._session)
 
     def reusable(self, slot: int, rows: int) -> int:
@@ -193,14 +190,14 @@ class OnnxRuntimeGraph(Graph):
         return super()._require(point)
 
     def step_width(self, slots: int, nodes: int) -> int:
-        """See :class:`Graph`; a step may have any width.
+        """A step may have any width.
 
         onnxruntime's operators compute one row differently from several: a step that uses them has at least two.
         """
         return max(nodes, self._narrowest)
 
     def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
-        """See :class:`Graph`; the last part of a prompt takes as many tiles as it fills."""
+        """The last part of a prompt takes as many tiles as it fills."""
         if not self.any_width:
             return most
         return min(max(most, _LONG_CHUNK) if alone else most, -(-tokens // TILE) * TILE)
@@ -338,22 +335,18 @@ def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredA
     # The smallest of the points with all stages.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)
-    _compare(path, "input", session.get_inputs(), _of(inputs) | _declared(cache_inputs(model)))
+    _compare(path, "input", session.get_inputs(), _of(inputs) | declared(cache_inputs(model)))
     returned = cache_outputs(model.cache, model.states, lowering, "F")
-    _compare(path, "output", session.get_outputs(), _of(outputs) | _declared(returned))
+    _compare(path, "output", session.get_outputs(), _of(outputs) | declared(returned))
 
 
-def _of(arrays: Mapping[str, Array]) -> dict[str, _Declared]:
+def _of(arrays: Mapping[str, Array]) -> dict[str, Interface]:
     return {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
 
 
-def _declared(signature: Iterable[Tensor]) -> dict[str, _Declared]:
-    return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
-
-
-def _compare(path: Path, kind: str, declared: Sequence[Any], expected: Mapping[str, _Declared]) -> None:
-    actual: dict[str, _Declared] = {
-        value.name: (_TYPES.get(value.type, value.type), tuple(value.shape)) for value in declared
+def _compare(path: Path, kind: str, values: Sequence[Any], expected: Mapping[str, Interface]) -> None:
+    actual: dict[str, Interface] = {
+        value.name: (_TYPES.get(value.type, value.type), tuple(value.shape)) for value in values
     }
     for name in (*expected, *actual):
         if name in expected and name in actual and _matches(actual[name], expected[name]):
@@ -363,17 +356,13 @@ def _compare(path: Path, kind: str, declared: Sequence[Any], expected: Mapping[s
         if field in ("cache", "states"):
             field = f"{field}[{index}]"
         raise BundleError(
-            f"{path}: {kind} {name!r} is {_words(actual.get(name))}, but {_words(expected.get(name))} by {field} of "
-            "the manifest; build the bundle again"
+            f"{path}: {kind} {name!r} is {in_words(actual.get(name))}, but {in_words(expected.get(name))} by {field} "
+            "of the manifest; build the bundle again"
         )
 
 
-def _matches(a: _Declared, b: _Declared) -> bool:
+def _matches(a: Interface, b: Interface) -> bool:
     """Whether two types are equal, and all sizes that are numbers on both sides."""
     sizes = zip(a[1], b[1], strict=False)
     numbers = all(m == n for m, n in sizes if isinstance(m, int) and isinstance(n, int))
     return a[0] == b[0] and len(a[1]) == len(b[1]) and numbers
-
-
-def _words(declared: _Declared | None) -> str:
-    return "absent" if declared is None else f"{declared[0]}[{', '.join(map(str, declared[1]))}]"

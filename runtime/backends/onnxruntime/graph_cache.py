@@ -54,7 +54,7 @@ class GraphCache:
 
     def _open_and_save(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
         self._root.mkdir(parents=True, exist_ok=True)
-        remove_unused(self._root, _GRAPH)  # and the leftovers of killed processes
+        remove_unused(self._root.iterdir(), _GRAPH)  # and the leftovers of killed processes
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         if shutil.disk_usage(self._root).free < _FREE_SPACE * size:
             return open_graph(path)

@@ -63,7 +63,7 @@ class PackedWeights(NamedTuple):
             for file in entries:
                 os.utime(file)
             if keep and packed.folder.is_dir():
-                remove_unused(packed.folder)
+                remove_unused(packed.folder.iterdir())
             return packed if keep or entries else None
         return None
 

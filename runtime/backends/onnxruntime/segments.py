@@ -10,7 +10,7 @@ import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.backend import Array, Buffers
+from specexport.runtime.backend import Array, BackendOptions, Buffers
 from specexport.runtime.backends.onnxruntime.graph import (
     OnnxRuntimeGraph,
     import_onnxruntime,
@@ -43,23 +43,18 @@ class Segments:
         self._outputs = [value for value in outputs if not value.name.startswith((CARRIED, *MEETINGS))]
 
     def get_inputs(self) -> list[Any]:
-        """Inputs of the whole graph."""
         return list(self._inputs.values())
 
     def get_outputs(self) -> list[Any]:
-        """Outputs of the whole graph."""
         return self._outputs
 
     def get_provider_graph_assignment_info(self) -> list[Any]:
-        """The providers that run the nodes of all segments."""
         return [part for session in self.sessions for part in session.get_provider_graph_assignment_info()]
 
     def io_binding(self) -> _Binding:
-        """A binding for the whole graph."""
         return _Binding(self)
 
     def run_with_iobinding(self, binding: _Binding) -> None:
-        """Runs all segments."""
         binding.run()
 
 
@@ -119,12 +114,12 @@ def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def open_rank(
-    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, threads: int, keep: bool, meeting: Meeting
+    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, options: BackendOptions, meeting: Meeting
 ) -> G:
     """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
     files = model.ranks[rank].segments
-    sessions = [open_cached(bundle, model, name, threads, keep) for name in files]
+    sessions = [open_cached(bundle, model, name, options) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, meeting)
     return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)
 
@@ -145,13 +140,11 @@ class AllRanks:
         self._ranks = ranks
 
     def get_inputs(self) -> list[_Declared]:
-        """See ``onnxruntime.InferenceSession``."""
         inner = {value.name for session in self._ranks[0] for value in session.get_outputs()}
         inputs = (value for session in self._ranks[0] for value in session.get_inputs())
         return self._declared(value for value in inputs if value.name not in inner)
 
     def get_outputs(self) -> list[_Declared]:
-        """See ``onnxruntime.InferenceSession``."""
         outputs = (value for session in self._ranks[0] for value in session.get_outputs())
         return self._declared(value for value in outputs if not value.name.startswith((CARRIED, *MEETINGS)))
 
@@ -163,7 +156,6 @@ class AllRanks:
         return list(declared.values())
 
     def run(self, outputs: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
-        """See ``onnxruntime.InferenceSession``."""
         count = len(self._ranks)
         by_rank: list[dict[str, Array]] = [{} for _ in self._ranks]
         for name, array in inputs.items():

@@ -133,7 +133,6 @@ class _Remember(argparse.Action):
 
 
 def _flags() -> list[tuple[str, Flag]]:
-    """Every flag with the name of its method."""
     return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
 
 
@@ -180,33 +179,31 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
     Raises:
         BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
     """
-    values: _Values = list(arguments.methods or ())
-    claimed = {
-        other for _, flag in _flags() for other in flag.claims or {} if any(option == flag.name for option, _ in values)
-    }
+    flags = {flag.name: (name, flag) for name, flag in _flags()}
+    last = dict(arguments.methods or ())
+    claimed = {other for option in last if option in flags for other in flags[option][1].claims or {}}
+    values = [(option, value) for option, value in arguments.methods or () if option not in claimed]
     named = [value.partition(":")[0] for option, value in values if option == "--method"]
-    short = [name for name, flag in _flags() for option, _ in values if option == flag.name and option not in claimed]
+    short = [flags[option][0] for option, _ in values if option in flags]
     if repeated := next((name for name in named if named.count(name) > 1 or name in short), None):
         raise BuildError(
             f"--method {repeated}: it was given twice; give all its keys at once, {repeated}:key=value,..."
         )
     methods: dict[str, MethodOptions] = {}
     for option, value in values:
-        if option == "--method":
-            method = parse_method(value)
-        elif option in claimed:
-            continue
-        else:
-            name, flag = next((name, flag) for name, flag in _flags() if flag.name == option)
-            mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
-            for other, key in (flag.claims or {}).items():
-                others = [value for option, value in values if option == other]
-                if not others:
-                    raise BuildError(f"{option} was given without {other}, which it is for")
-                mapping[key] = others[-1]
-            method = read_method(mapping, option, strict=False)
+        method = parse_method(value) if option == "--method" else _short_form(*flags[option], value, last)
         methods[method.name] = method
     return _with_common_options(list(methods.values()), arguments.num_speculative_tokens, arguments.tree)
+
+
+def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) -> MethodOptions:
+    """The method that a flag stands for, with its value and those of other flags, ``values``, that it claims."""
+    mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
+    for other, key in (flag.claims or {}).items():
+        if other not in values:
+            raise BuildError(f"{flag.name} was given without {other}, which it is for")
+        mapping[key] = values[other]
+    return read_method(mapping, flag.name, strict=False)
 
 
 def _with_common_options(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from specexport.runtime import SamplingParams
-from specexport.server.fields import (
+from specexport.server.request_parts import (
     MAX_CHOICES,
     Accepted,
     Alternatives,
@@ -252,36 +252,35 @@ class Reasoning(RequestModel):
     generate_summary: Unsupported = None
 
 
-class InputMessage(RequestModel):
+class _Item(RequestModel):
+    id: str | None = Field(None, max_length=256)
+    status: str | None = Field(None, max_length=64)
+
+
+class InputMessage(_Item):
     """A message of a response's input."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: str | None = Field(None, max_length=256)
-    status: str | None = Field(None, max_length=64)
     phase: str | None = Field(None, max_length=64)
 
 
-class InputCall(RequestModel):
+class InputCall(_Item):
     """A call by the assistant, in a response's input."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: ToolName
     arguments: Text
-    id: str | None = Field(None, max_length=256)
-    status: str | None = Field(None, max_length=64)
 
 
-class InputCallOutput(RequestModel):
+class InputCallOutput(_Item):
     """The result of a call, in a response's input."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
     output: Content
-    id: str | None = Field(None, max_length=256)
-    status: str | None = Field(None, max_length=64)
 
 
 def _kind(item: Any) -> Any:

@@ -263,7 +263,7 @@ class StructuredOutputs(RequestModel):
         return self
 
     def bounds(self) -> list[dict[str, str]]:
-        """As parameters of the engine."""
+        """The constraints as sampling parameters."""
         bounds: list[dict[str, str]] = []
         if self.json_ is not None:
             bounds.append({"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)})

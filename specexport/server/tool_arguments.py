@@ -9,7 +9,7 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
-from specexport.server.fields import Function, quoted
+from specexport.server.request_parts import Function, quoted
 
 END = "</function>"
 _BEGIN = re.compile(r"<parameter=([^>\n]+)>\n")

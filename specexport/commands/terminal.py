@@ -93,7 +93,6 @@ class Terminal:
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
     def message(self) -> str:
-        """The next message; see :func:`read_message`."""
         return read_message(self._read)
 
     def write(self, text: str, *, underlined: bool = False) -> None:

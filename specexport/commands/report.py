@@ -13,7 +13,7 @@ from typing import NamedTuple
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import write_file
 from specexport.tables import Styled, Table
-from specexport.version import described
+from specexport.version import full_version
 
 
 class Figure(NamedTuple):
@@ -96,7 +96,7 @@ def write(path: Path, title: str, parts: Iterable[Part]) -> None:
 <body>
 <h1>{escape(title)}</h1>
 {chr(10).join(map(_html, parts))}
-<footer>specexport {escape(described())}, {date}</footer>
+<footer>specexport {escape(full_version())}, {date}</footer>
 </body>
 </html>
 """

@@ -1,0 +1,126 @@
+"""``specexport draw``, and token trees for the terminal and for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from specexport.contract.errors import RequestError
+from specexport.contract.folders import write_file
+from specexport.contract.manifest import Manifest
+from specexport.contract.options import Options, option
+from specexport.contract.reading import read_manifest
+from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
+from specexport.runtime.speculative import available_methods
+
+_STEP, _ROW, _RADIUS = 72, 30, 12
+"""Pixels between depths, between leaves, and of a node."""
+_STYLE = """
+.tree { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
+@media (prefers-color-scheme: dark) { .tree { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
+.tree path { fill: none; stroke: var(--line); stroke-width: 1.5 }
+.tree circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
+.tree circle.first { fill: var(--first) }
+.tree text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
+"""
+
+
+class DrawOptions(Options, frozen=True, kw_only=True):
+    """Options of ``specexport draw``.
+
+    Attributes:
+        tree: a bundle, a tree's JSON file or a preset's name.
+        output: the picture to write.
+        method: whose tree (default: the bundle's first).
+    """
+
+    tree: Annotated[Path, option("BUNDLE_OR_TREE", positional=True)]
+    output: Annotated[Path, option("SVG", short="-o")]
+    method: Annotated[str | None, option("NAME")] = None
+
+
+def draw_command(command: DrawOptions) -> int:
+    """Draw a token tree as SVG.
+
+    Example:
+        specexport draw mc_sim_7b_63 -o tree.svg
+    """
+    tree = tree_of(command.tree, command.method)
+    write_file(command.output, svg(tree).encode())
+    print(f"{command.output}: {size_of(tree)}")
+    return 0
+
+
+def tree_of(source: Path, method: str | None) -> TokenTree:
+    """The tree of a bundle's method (None for its first), of a file or of a preset.
+
+    Raises:
+        RequestError: the bundle lacks the method, or was built without one, or a method is named without a bundle.
+        SpecExportError: there is no tree.
+    """
+    if source.is_dir():
+        return _bundled_tree(read_manifest(source), method)
+    if method is not None:
+        raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
+    return TokenTree.load(source)
+
+
+def size_of(tree: TokenTree) -> str:
+    """A tree's nodes and depth in words."""
+    return f"{counted(len(tree), 'node')} with the root, depth {tree.depth}"
+
+
+def terminal_tree(tree: TokenTree) -> str:
+    """A line a node, with its number in the step's order and its rank among its parent's continuations."""
+    lines = ["0  last token"]
+
+    def draw(children: Sequence[int], indent: str) -> None:
+        for child in children:
+            corner, below = ("└── ", "    ") if child == children[-1] else ("├── ", "│   ")
+            lines.append(f"{indent}{corner}{child}  rank {tree.ranks[child]}")
+            draw(tree.children[child], indent + below)
+
+    draw(tree.children[0], "")
+    return "\n".join(lines)
+
+
+def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
+    methods = {method.name: method for method in available_methods(manifest)}
+    if name is None:
+        if not manifest.methods:
+            raise RequestError(f"the bundle was built without a method; name one of {', '.join(methods)} as --method")
+        name = manifest.methods[0].name
+    if name not in methods:
+        raise RequestError(f"--method is {name!r}; the bundle has {', '.join(methods)}")
+    return methods[name].token_trees()[0]
+
+
+def svg(tree: TokenTree) -> str:
+    """A tree from left to right: every node with its number in the step's order, first choices coloured."""
+    rows = dict(zip((path[-1] for path in sorted(tree.leaf_paths)), range(len(tree)), strict=False))
+    y = {leaf: (row + 0.5) * _ROW for leaf, row in rows.items()}
+    for node in reversed(range(len(tree))):  # a parent is centred on its children
+        if below := tree.children[node]:
+            y[node] = (y[below[0]] + y[below[-1]]) / 2
+    x = [_STEP // 2 + _STEP * int(depth) for depth in tree.depths]
+    width, height = max(x) + _STEP // 2, len(rows) * _ROW
+    half = _STEP // 2
+    lines = [
+        f'<path d="M{x[up]} {y[up]:g}c{half} 0 {half} {y[node] - y[up]:g} {_STEP} {y[node] - y[up]:g}"/>'
+        for node, up in enumerate(tree.parents)
+        if node
+    ]
+    classes = ("other", "first")
+    nodes = [
+        f'<g><title>node {node}, rank {rank}</title><circle cx="{x[node]}" cy="{y[node]:g}" r="{_RADIUS}" '
+        f'class="{classes[rank == 0]}"/><text x="{x[node]}" y="{y[node]:g}">{node}</text></g>'
+        for node, rank in enumerate(tree.ranks)
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width} {height:g}" width="{width}" '
+        'role="img">'
+    )
+    title = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
+    return "\n".join([head, title, *lines, *nodes, "</svg>", ""])
