@@ -701,19 +701,20 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
     """On new connections: a port that is closed would say nothing."""
     events: list[str] = []
     begun = threading.Event()
-    with served(folder, patience=60.0) as running:
+    # A client takes long to make: the stream must not end meanwhile.
+    with served(folder, patience=60.0) as running, httpx.Client(headers={"connection": "close"}) as client:
         thread = threading.Thread(target=_stream, args=(running.url, 480, events, begun))
         thread.start()
         assert begun.wait(120)
         running.server.should_exit = True
         wait_until(lambda: running.service.engine.closed, "it takes requests")
         assert thread.is_alive(), "the stream ended before it was asked"
-        ready = httpx.get(f"{running.url}/ready")
-        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"})
+        ready = client.get(f"{running.url}/ready")
+        answer = client.post(f"{running.url}/v1/completions", json={"prompt": "a"})
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert int(answer.headers["retry-after"]) > 0
-        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert client.get(f"{running.url}/health").status_code == 200
     thread.join(120)
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
-from specexport.contract.folders import claimed
+from specexport.contract.folders import write_lock
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
@@ -201,7 +201,7 @@ def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
     def refuse(path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    with claimed(folder):
+    with write_lock(folder):
         assert main(["tune", "tree", str(folder), "--data", str(data)]) == 1
     assert f"is writing {folder}" in capsys.readouterr().err
     monkeypatch.setattr(Path, "touch", refuse)
