@@ -6,6 +6,7 @@ integers times the fp16 number of a super-block of 256.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -144,7 +145,8 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
     """
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=meta.config.to_dict())
     try:
-        names: Mapping[str, str] = get_gguf_hf_weights_map(meta, processor)
+        with _one_name_map():
+            names: Mapping[str, str] = get_gguf_hf_weights_map(meta, processor)
     except NotImplementedError as error:
         raise BuildError(f"{header.path}: general.architecture: {str(error).partition('.')[0]}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items()}
@@ -175,6 +177,17 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
             yield QuantizedTensor(name, shape, "F32", read, KEPT[kind].form, scales=scales, kind=KEPT[kind].kind)
         else:
             yield QuantizedTensor(name, shape, "F32", read, kind.name, scales=lambda: None)
+
+
+@contextlib.contextmanager
+def _one_name_map() -> Iterator[None]:
+    """Keeps gguf's map of names, of which transformers asks for a new one in each module: 16 ms each with 62 layers."""
+    original = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(original)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = original
 
 
 def _order(processor: Any, place: TensorPlace) -> npt.NDArray[np.int64] | None:
