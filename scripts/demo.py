@@ -13,7 +13,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n        self.host = host\n'
-_ROUNDS = 3
+_ROUNDS = 9
 _HELPERS = {
     "draft_model": "demo-draft",
     "medusa": "demo-medusa",
