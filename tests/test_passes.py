@@ -19,11 +19,11 @@ LOOP = """<ir_version: 10, opset_import: ["" : 24]>
             go_on = Identity(going)
             doubled = Mul(given, small)
             squared = Mul(doubled, doubled)
-            own = Sqrt(small)
+            root = Sqrt(small)
             wide = Mul(given, large)
             turned = Transpose(given)
             sum = Add(state, squared)
-            more = Add(sum, own)
+            more = Add(sum, root)
             next = Add(more, turned)
             chosen = If(going) <then_branch = yes () => (float[N] a) { a = Add(given, state) },
                 else_branch = no () => (float[N] b) { b = Identity(given) }>
@@ -65,7 +65,7 @@ def test_weights_and_fused_operators_stay_in_the_loop() -> None:
     model, loop = loop_model()
     hoist_invariants(model.graph, loop)
     body = loop.attributes["body"].as_graph()
-    assert {"own", "wide", "turned", "held"} <= {node.outputs[0].name for node in body}
+    assert {"root", "wide", "turned", "held"} <= {node.outputs[0].name for node in body}
     assert "large" in body.initializers
     assert "large" not in " ".join(model.graph.initializers)
 
