@@ -140,11 +140,11 @@ std::vector<float> products_with(const Kernels& kernels, Type type) {
     a.integers = integers.data();
     a.scales = row_scales.data();
     a.sums = sums.data();
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++)
       kernels.quantize(x.data() + r * kDepth, kDepth, kBlock, integers.data() + r * kDepth,
                        row_scales.data() + r * kBlocks, sums.data() + r * kBlocks);
-      if (panels.empty()) continue;
-      kernels.to_panels(packed, integers.data() + r * kDepth, row_scales.data() + r * kBlocks, r, 0, kBlocks, panels.data());
+    if (!panels.empty()) {
+      kernels.to_panels(packed, a, 0, kBlocks, panels.data());
       a.panels = panels.data();
     }
     const size_t at = results.size();

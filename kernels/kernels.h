@@ -52,7 +52,7 @@ struct PackedWeights {
 };
 
 // Rows to multiply by weights. For quantized weights they are integers of at most 16 bits with a scale per block, in the
-// order written by quantize() of the same kernels.
+// order written by quantize() of the same kernels. Products with panels need those only for columns that do not fill a tile.
 struct Activations {
   int rows, depth, block;
   const float* values;       // [rows, depth], rows `stride` apart
@@ -60,7 +60,7 @@ struct Activations {
   const int16_t* integers;   // [rows, depth]
   const float* scales;       // [rows, depth / block]
   const int32_t* sums;       // [rows, depth / block], of the integers of a block, as quantize() of the same kernels has them
-  const uint8_t* panels;     // what to_panels() of the same kernels wrote of quantize()'s results, or null
+  const uint8_t* panels;     // what to_panels() of the same kernels wrote, or null
 };
 
 // Rows of a matrix of floats that are multiplied at once. From the second span on, products add to the sums in y.
@@ -114,11 +114,10 @@ struct Kernels {
   // y[columns] = x[depth] times a matrix whose elements lie so many floats apart; one of the steps is 1. What is
   // multiplied by a zero of x adds nothing unless the first step is 1.
   void (*multiply)(const float* x, const float* w, ptrdiff_t step_depth, ptrdiff_t step_column, int depth, int columns, float* y);
-  // Null without AMX, whose registers multiply many rows: the bytes that they read instead of integers (0 where they are
-  // not used), and what writes the integers of blocks [first, last) of a row there.
+  // Null without AMX, whose registers multiply several rows: the bytes that they read instead of integers (0 where they
+  // are not used), and what rounds blocks [first, last) of all rows and writes them there.
   size_t (*panel_bytes)(const PackedWeights& weights, int rows);
-  void (*to_panels)(const PackedWeights& weights, const int16_t* integers, const float* scales, int row, int first,
-                    int last, uint8_t* panels);
+  void (*to_panels)(const PackedWeights& weights, const Activations& x, int first, int last, uint8_t* panels);
 };
 
 // The kernels for this processor. For tests, the environment variable SPECEXPORT_ISA selects others; an unknown or

@@ -670,10 +670,10 @@ class Product : public Step {
     // Panels of rows that stay in the cache while the tiles go by; of floats only slices must (see tiles.h).
     int64_t panel = blocks ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
     const int64_t for_registers = std::clamp<int64_t>((256 << 10) / depth, 32, 320) / 16 * 16;
-    const size_t panel_bytes = blocks && frame.kernels.panel_bytes
-                                   ? frame.kernels.panel_bytes(weights_, int(std::min(rows, for_registers)))
-                                   : 0;
-    if (panel_bytes) panel = for_registers;
+    auto panel_bytes = [&](int64_t count) {
+      return blocks && frame.kernels.panel_bytes ? frame.kernels.panel_bytes(weights_, int(count)) : 0;
+    };
+    if (panel_bytes(std::min(rows, for_registers))) panel = for_registers;
     const int64_t most = std::min(rows, panel);
     Activations a = {};
     a.depth = int(depth);
@@ -687,8 +687,8 @@ class Product : public Step {
       scales = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
       sums = reinterpret_cast<int32_t*>(frame.scratch(size_t(most * blocks) * 4));
     }
-    uint8_t* const panels = panel_bytes ? reinterpret_cast<uint8_t*>(frame.scratch(panel_bytes)) : nullptr;
-    a.panels = panels;
+    const size_t most_bytes = panel_bytes(most);
+    uint8_t* const memory = most_bytes ? reinterpret_cast<uint8_t*>(frame.scratch(most_bytes)) : nullptr;
     a.integers = integers;
     a.scales = scales;
     a.sums = sums;
@@ -696,7 +696,15 @@ class Product : public Step {
     for (int64_t first = 0; first < rows; first += panel) {
       a.rows = int(std::min(panel, rows - first));
       a.values = x.floats() + first * stride;
-      if (blocks) {
+      uint8_t* const panels = panel_bytes(a.rows) ? memory : nullptr;
+      a.panels = panels;
+      if (panels) {
+        const int parts = std::min(blocks, parts_of(frame, int64_t(a.rows) * depth, 2048));
+        frame.team.split(parts, [&](int p) {
+          frame.kernels.to_panels(weights_, a, blocks * p / parts, blocks * (p + 1) / parts, panels);
+        });
+      }
+      if (blocks && (!panels || columns % kTile)) {  // products with panels leave the columns of a partial tile to others
         const int64_t pieces = int64_t(a.rows) * blocks;
         const int parts = parts_of(frame, int64_t(a.rows) * depth, 2048);
         frame.team.split(parts, [&](int p) {
@@ -705,9 +713,6 @@ class Product : public Step {
             const int64_t at = block * a.block;
             frame.kernels.quantize(a.values + row * stride + at, int(count) * a.block, a.block,
                                    integers + row * depth + at, scales + i, sums + i);
-            if (panels)
-              frame.kernels.to_panels(weights_, integers + row * depth + at, scales + i, int(row), int(block),
-                                      int(block + count), panels);
             i += count;
           }
         });

@@ -151,14 +151,14 @@ std::vector<float> multiply(const Case& c, const Kernels& kernels, Random& rando
       kernels.quantize(x + r * stride + skipped, w.depth - int(skipped), w.block, &integers[begin + skipped],
                        &scales[at + size_t(first)], &sums[at + size_t(first)]);
     }
-    if (!panels.empty()) {
-      const int16_t* const rest = &integers[begin] + first * w.block;
-      kernels.to_panels(w, &integers[begin], &scales[at], r, 0, first, panels.data());
-      kernels.to_panels(w, rest, &scales[at] + first, r, first, blocks, panels.data());
-    }
   }
-  Activations a = {rows, w.depth, w.block, x, stride, integers.data(), scales.data(), sums.data(),
-                   panels.empty() ? nullptr : panels.data()};
+  Activations a = {rows, w.depth, w.block, x, stride, integers.data(), scales.data(), sums.data(), nullptr};
+  if (!panels.empty()) {
+    const int first = divide ? random.integer(0, blocks) : blocks;
+    kernels.to_panels(w, a, first, blocks, panels.data());
+    kernels.to_panels(w, a, 0, first, panels.data());
+    a.panels = panels.data();
+  }
   const int apart = w.columns + random.integer(0, 3);
   std::vector<float> y(size_t(rows) * size_t(apart) + 1, kUntouched);
   for (int from = 0; from < w.tiles();) {

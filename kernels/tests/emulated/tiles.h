@@ -19,10 +19,10 @@ void load_config(const TileConfig& config) {
   std::memset(emulated_tiles, 0, sizeof emulated_tiles);
 }
 void emulated_zero(int tile) { std::memset(emulated_tiles[tile], 0, sizeof emulated_tiles[tile]); }
-void emulated_load(int tile, const void* from) {
+void emulated_load(int tile, const void* from, int stride) {
   emulated_zero(tile);
   for (int r = 0; r < emulated_config.rows[tile]; r++)
-    std::memcpy(emulated_tiles[tile][r], static_cast<const uint8_t*>(from) + 64 * r, emulated_config.row_bytes[tile]);
+    std::memcpy(emulated_tiles[tile][r], static_cast<const uint8_t*>(from) + stride * r, emulated_config.row_bytes[tile]);
 }
 void emulated_store(int tile, void* to) {
   for (int r = 0; r < emulated_config.rows[tile]; r++)
