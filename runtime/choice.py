@@ -200,10 +200,12 @@ class History:
 
     Attributes:
         unread: an estimate of the tokens that the request's draft has not read yet.
+        speculated: number of steps that verified tokens of the request's own method.
     """
 
     def __init__(self, unread: int = 0, keep: float = KEEP) -> None:
         self.unread = unread
+        self.speculated = 0
         self._keep = keep
         self._acceptance: dict[Hashable, Acceptance] = {}
 

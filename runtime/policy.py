@@ -17,8 +17,12 @@ from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, S
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
-MARGIN = 1.03
-"""Speed-up over plain decoding that speculation must promise, as costs are not exact."""
+MARGIN, LEAVING_MARGIN = 1.03, 0.97
+"""Speed-up over plain decoding that speculation must promise to be begun, as costs are not exact; and to be continued, as
+coming back costs the reading of what the draft missed meanwhile, and texts tend to become more predictable."""
+TRIAL_MARGIN, TRIAL_STEPS = 0.9, 4
+"""The speed-up for requests that have decoded fewer steps with their method: a trial costs little, and without it a batch
+that has once been judged by its worst requests, which are the last to end, would never speculate again."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
@@ -27,8 +31,6 @@ _TEXT = 64
 """Texts are as long as the next multiple of this number of tokens, so that costs are looked up rather than computed."""
 _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
-_TOKENS_A_STEP = 3
-"""Tokens that such a step is assumed to commit."""
 
 
 class SpeculationPolicy:
@@ -133,7 +135,7 @@ class MeasuredPolicy(SpeculationPolicy):
             if request.view.method is not None and len(request.tree) > 1 and request.remaining > 1:
                 groups.setdefault(request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, plain * MARGIN)
+            self._choose(groups, requests, plain * sum(map(_margin, requests)) / len(requests))
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
@@ -183,9 +185,11 @@ class MeasuredPolicy(SpeculationPolicy):
         def worth(speculating: str, fits: Sequence[Fit]) -> float:
             """Tokens that a method is expected to add to the step, less the value of its time."""
             return max(
-                gain - rate * (self._verify(fit.width) - plain + self._costs.propose(speculating, 1, fit.nodes))
+                gain
+                - rate * (self._verify(fit.width) - plain + self._costs.propose(speculating, 1, fit.nodes))
+                - rate * self._read(speculating, request) / _steps(request, gain)
                 for gain, fit in self._gains(request, speculating, fits)
-            ) - rate * self._read(speculating, request)
+            )
 
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
         better = fitting and worth(name, fitting) > max(0.0, worth(method, self._within(method, request)))
@@ -208,7 +212,8 @@ class MeasuredPolicy(SpeculationPolicy):
                     most[request] = pair
             fits = {request: fit for request, (_, fit) in most.items()}
             nodes = max(fit.nodes for fit in fits.values())
-            seconds = self._costs.propose(name, batch, nodes) + sum(reading[request] for request in fits)
+            seconds = self._costs.propose(name, batch, nodes)
+            seconds += sum(reading[request] / _steps(request, gain) for request, (gain, _) in most.items())
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
         return options
 
@@ -221,7 +226,7 @@ class MeasuredPolicy(SpeculationPolicy):
         wider = max(width, *(fit.width for fit in fits.values()))
         nodes = max(fit.nodes for fit in fits.values())
         cost = self._verify(wider) - self._verify(width) + self._costs.propose(name, self._batch(fits), nodes)
-        cost += sum(self._read(name, request, spread=False) for request in probing)
+        cost += sum(self._read(name, request) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         income = share * self._verify(width) * len(members) / running
         return Idle(name, fits, cost, read, self._verify(1) / running, income)
@@ -234,14 +239,14 @@ class MeasuredPolicy(SpeculationPolicy):
     def _batch(self, requests: Collection[Request]) -> int:
         return len(window([request.view.slot for request in requests], self._sizes))
 
-    def _read(self, name: str, request: Request, *, spread: bool = True) -> float:
-        """Seconds of reading the text that a draft missed: a step's share if ``spread``, else all."""
+    def _read(self, name: str, request: Request) -> float:
+        """Seconds of reading the text that a draft missed."""
         read, unread = self._costs.read(name), request.history.unread
         if not read or not unread:
             return 0.0
         along = min(unread, self._loaded_methods[name].proposer.reads_along)
         chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
-        return read * chunks / (min(max(request.remaining / _TOKENS_A_STEP, 1.0), _STEPS_AHEAD) if spread else 1.0)
+        return read * chunks
 
     def _acceptance(self, request: Request, method: str | None, kind: int) -> tuple[Acceptance, Acceptance]:
         """The acceptance of a request, and of all of about its temperature: the hotter, the less is accepted."""
@@ -283,6 +288,7 @@ class MeasuredPolicy(SpeculationPolicy):
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
                     acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
+                history.speculated += 1
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
         for idle in self._idle:
@@ -307,6 +313,18 @@ class MeasuredPolicy(SpeculationPolicy):
             method, batch = methods.pop() or "", self._batch(self._chosen)
             nodes = max(fit.nodes for fit in self._chosen.values())
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
+
+
+def _margin(request: Request) -> float:
+    """The speed-up that speculation must promise for a request."""
+    if request.history.speculated < TRIAL_STEPS:
+        return TRIAL_MARGIN
+    return MARGIN if request.history.unread else LEAVING_MARGIN
+
+
+def _steps(request: Request, gain: float) -> float:
+    """The steps to come over which the cost of a draft's reading is spread, if each is expected to gain that much."""
+    return min(max(request.remaining / (1.0 + gain), 1.0), _STEPS_AHEAD)
 
 
 def _heat(request: Request) -> float:

@@ -27,7 +27,7 @@ SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "plain steps of one request behind plain steps"
+_VERSION = "the widest step of a batch"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
 _PLAIN_BEFORE = 5
@@ -74,7 +74,7 @@ def measure(
     """Times steps and proposals, one slot first, then larger batches while there is time.
 
     For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
-    timed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is
+    timed, and the widest, as costs beyond it would be guessed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is
     the least of 25 rounds, or of as many as there is time for, at least one after the first, which pays for buffers.
 
     Args:
@@ -108,7 +108,7 @@ def measure(
         trials: dict[tuple[str, int], Trial] = {
             ("", width): _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
             for width in tokens
-            if width <= most
+            if width <= most or width == tokens[-1]
         }
         for name, loaded in loaded_methods.items():
             trees = loaded.method.smaller_trees(manifest.target)

@@ -27,7 +27,7 @@ from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
 from specexport.runtime.choice import KEEP, MAX_PLAIN_STEPS, PRIOR, WEIGHT, Acceptance, Option, best
 from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
-from specexport.runtime.policy import MARGIN, PROBE_SHARE, READ_SHARE, MeasuredPolicy, SpeculationPolicy
+from specexport.runtime.policy import MARGIN, PROBE_SHARE, READ_SHARE, TRIAL_STEPS, MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculative import PLAIN
@@ -122,6 +122,28 @@ def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest: Manif
     assert widths[0] > 2
     assert widths[-1] == 1
     assert sorted(widths[:20], reverse=True) == widths[:20]
+
+
+def test_new_requests_try_what_nearly_pays(manifest: Manifest) -> None:
+    """K = 1 promises 1.7 tokens in 1.8 times the time: too little, but that is only what is assumed of any draft."""
+    costs = curve(manifest, lambda _, tokens: {1: 1.0, 2: 1.8}.get(tokens, 9.0))
+    poor = Batch(manifest, costs, 4, 2)
+    widths = [poor.step(lambda _: 0)[0] for _ in range(10)]
+    assert widths[0] == 2
+    assert widths[TRIAL_STEPS:] == [1] * (10 - TRIAL_STEPS)
+    good = Batch(manifest, costs, 4, 2)
+    assert [good.step(lambda k: k)[0] for _ in range(10)] == [2] * 10
+
+
+def test_speculation_is_left_later_than_it_is_begun(manifest: Manifest) -> None:
+    batch = Batch(manifest, curve(manifest, lambda *_: 1.0), 1, 2)
+    for _ in range(60):
+        assert batch.step(lambda k: k) == [2]
+    # Nearly two tokens, in twice the time.
+    batch.budget._costs = Costs(curve(manifest, lambda _, tokens: float(tokens)))
+    assert batch.step(lambda k: k) == [2]
+    batch.requests[0].history.unread = 1  # as after a plain step
+    assert batch.step(lambda k: k) == [1]
 
 
 def test_while_others_join_a_step_has_to_beat_the_full_batch(manifest: Manifest) -> None:
@@ -381,7 +403,8 @@ def test_a_bundle_is_measured_once_on_a_machine(
     curve = msgspec.json.decode(file.read_bytes(), type=CostCurve)
     assert {cost.batch for cost in curve.steps} == set(SIZES)
     assert {cost.tokens for cost in curve.steps if cost.batch == 1} >= {1, 2, 3, 6, 9}
-    assert max(cost.batch * cost.tokens for cost in curve.steps) == 2 * 9
+    # Of a batch those at most twice as wide as a single request's, all slots together, and the widest.
+    assert {cost.tokens for cost in curve.steps if cost.batch == 8} == {1, 2, 9}
     (method,) = curve.methods
     assert method.read > 0
     before = file.read_bytes()
