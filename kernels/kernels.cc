@@ -4,14 +4,17 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "packing.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -41,28 +44,51 @@ struct Choice {
 };
 
 #if defined(__x86_64__)
-// The compiler's checks ask the operating system too: whether it saves the registers.
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+// Not __builtin_cpu_supports: of a library that zig links, it reads a variable that nothing sets.
+struct Cpuid {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  explicit Cpuid(unsigned leaf, unsigned part = 0) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
+};
+constexpr bool has_bits(unsigned word, std::initializer_list<int> bits) {
+  for (int bit : bits)
+    if (!(word >> bit & 1)) return false;
+  return true;
 }
-bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+// Whether the operating system saves the registers of these bits of XCR0.
+bool saves(std::initializer_list<int> registers) {
+  if (!has_bits(Cpuid(1).c, {27})) return false;  // OSXSAVE
+  unsigned low, high;
+  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return has_bits(low, registers);
 }
-// Linux lets a process use the tile registers when it asks to: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
-bool has_amx() {
+bool has_avx2() {  // and FMA, F16C
+  return saves({1, 2}) && has_bits(Cpuid(1).c, {12, 28, 29}) && has_bits(Cpuid(7).b, {5});
+}
 #ifdef SPECEXPORT_EMULATED
-  return has_avx512();
-#elif defined(__linux__)
-  constexpr unsigned kBits = 1u << 22 | 1u << 24;  // bfloat16, tiles
-  unsigned eax, ebx, ecx, edx = 0;
-  return has_avx512() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kBits) == kBits &&
-         syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+bool has_avx_vnni() { return has_avx2(); }
+bool has_avx512() { return has_avx2(); }
+bool has_amx() { return has_avx2(); }
+#else
+bool has_avx_vnni() { return has_avx2() && has_bits(Cpuid(7, 1).a, {4}); }
+bool has_avx512() {  // F, DQ, BW, VL, VNNI
+#ifdef __APPLE__
+  const bool saved = true;  // from their first use on
+#else
+  const bool saved = saves({5, 6, 7});
+#endif
+  const Cpuid has(7);
+  return has_avx2() && saved && has_bits(has.b, {16, 17, 30, 31}) && has_bits(has.c, {11});
+}
+// bfloat16, tiles, int8. Linux lets a process use the tile registers when it asks to: ARCH_REQ_XCOMP_PERM for
+// XFEATURE_XTILEDATA.
+bool has_amx() {
+#ifdef __linux__
+  return has_avx512() && has_bits(Cpuid(7).d, {22, 24, 25}) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
   return false;
 #endif
 }
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_dotprod() {  // and arithmetic of 16-bit floats: HWCAP_ASIMDDP, HWCAP_ASIMDHP
   constexpr unsigned long kBits = 1ul << 20 | 1ul << 10;
