@@ -68,7 +68,7 @@ def build(
         target, for_it = _BY_SUFFIX.get(source.stem.rpartition("_")[2], (machine, ""))
         if "ziglang" in compiler:  # zig names Arm's features like LLVM
             for_it = for_it.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a").replace("+fp16", "+fullfp16")
-        if target == machine:
+        if target == machine and _knows(compiler, for_it.split()):
             tasks.append((source, [*compiler, *_FLAGS.split(), *for_it.split(), f"-ffile-prefix-map={ROOT}=.", *flags]))
     objects.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -98,6 +98,14 @@ def _is_current(part: Path) -> bool:
         return all(Path(name).stat().st_mtime <= built_at for name in read)
     except OSError:
         return False
+
+
+def _knows(compiler: list[str], flags: list[str]) -> bool:
+    """Whether a compiler knows an instruction set; GCC before 11 knows neither AVX-VNNI nor AMX, which are left out."""
+    known = subprocess.run([*compiler, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode == 0
+    if not known:
+        print(f"kernels: {shlex.join(compiler)} does not know {shlex.join(flags)}", file=sys.stderr)  # noqa: T201
+    return known
 
 
 def _compiler() -> list[str]:

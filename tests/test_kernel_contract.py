@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,12 +40,31 @@ def test_every_instruction_set_keeps_the_contract(tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
 def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> None:
     # As many kernels as there are for x86-64, on every processor with AVX2.
-    dispatch = ['-D__builtin_cpu_supports(feature)=__builtin_cpu_supports("avx2")', "-DSPECEXPORT_EMULATED"]
     patterns = ["kernels_avx2", "kernels_portable", "tests/emulated/*"]
-    printed = _run(tmp_path, 30, patterns, *dispatch, "-Wno-psabi")
+    printed = _run(tmp_path, 30, patterns, "-DSPECEXPORT_EMULATED", "-Wno-psabi")
     if "avx2" not in printed:
         pytest.skip("this processor has no AVX2, which the emulation is compiled for")
     assert all(f"{name}: 30 rounds" in printed for name in ("avx512-amx", "avx512-vnni", "avx-vnni"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_instructions_that_a_compiler_does_not_know_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain, tiles, old = tmp_path / "plain.cc", tmp_path / "kernels_amx.cc", tmp_path / "old"
+    plain.write_text("extern const int tiles __attribute__((weak)); int main() { return &tiles ? 1 : 0; }")
+    tiles.write_text("extern const int tiles; const int tiles = 1;")
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    old.write_text(f'#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\nexec {compiler} "$@"\n')
+    old.chmod(0o755)
+    for chosen, status in ((compiler, 1), (str(old), 0)):
+        monkeypatch.setenv("CXX", chosen)
+        _BUILD["build"](tmp_path / "program", tmp_path, (), [plain, tiles], shared=False)
+        assert subprocess.run([tmp_path / "program"], check=False).returncode == status
+    said = capfd.readouterr().err
+    assert f"kernels: {old} does not know -mavx2" in said and said.count("\n") == 1
 
 
 def test_addresses_and_arithmetic_are_defined(tmp_path: Path) -> None:
