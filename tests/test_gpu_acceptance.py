@@ -89,6 +89,13 @@ def test_a_part_that_changed_is_named(packed: Path) -> None:
         prepared.unpacked(packed)
 
 
+def test_a_folder_without_bundles_is_named(
+    tmp_path: Path, gpu: OnnxRuntimeGpu, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--bundles", str(tmp_path)]) == 2
+    assert f"nothing was checked: {tmp_path / 'index.json'}: no such file" in capsys.readouterr().out
+
+
 def test_weights_that_were_left_out_are_filled_in(tmp_path: Path) -> None:
     tensors = [
         {"offset": 0, "nbytes": 4, "values": "AAECAw==", "shape": [4]},

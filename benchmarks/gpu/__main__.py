@@ -7,7 +7,8 @@ Results are written after every check, and another run on the same kind of GPU, 
 missing checks. A check during which a run was killed counts as failed; ``--only`` repeats it. With ``--rehearse`` the
 second step runs without a GPU, over CUDA libraries that do nothing; its numbers mean nothing.
 
-Exits with 0 if nothing failed, with 1 if a check failed, and with 2, without any check, if there is no GPU.
+Exits with 0 if nothing failed, with 1 if a check failed, and with 2, without any check, if there is no GPU or
+no prepared bundle.
 """
 
 from __future__ import annotations
@@ -114,9 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no GPU can be used here, so nothing was checked: {error}")
         return 2
     print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n", flush=True)
+    try:
+        bundles = unpacked(args.bundles)
+    except ValueError as error:
+        print(f"nothing was checked: {error}")
+        return 2
     texts = [json.loads(line)["text"] for line in args.prompts.read_text(encoding="utf-8").splitlines()][: args.texts]
     results: dict[str, dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else {}
-    _run(args, plan(unpacked(args.bundles), texts, args.models), machine, results)
+    _run(args, plan(bundles, texts, args.models), machine, results)
     print(table(results))
     return 1 if any(result["status"] == FAIL for result in results.values()) else 0
 

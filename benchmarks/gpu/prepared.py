@@ -109,9 +109,12 @@ def unpacked(folder: Path) -> Path:
     """The folder of the prepared bundles, joined from the parts the first time.
 
     Raises:
-        ValueError: a part is missing or damaged; names it.
+        ValueError: the index is missing, or a part is missing or damaged; names it.
     """
-    target, index = folder / "bundles", json.loads((folder / INDEX).read_text())
+    target = folder / "bundles"
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder / INDEX}: no such file; expected in a folder that --prepare has written")
+    index = json.loads((folder / INDEX).read_text())
     if (target / "done").exists():
         return target
     for part in index["parts"]:
