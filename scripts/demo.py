@@ -64,6 +64,8 @@ def main() -> None:
                 print(chunk.text, end="", flush=True)
         print("\n")
         print(_compared(engine, arguments.prompt, sampled))
+        if engine.inexact:
+            print(f"Kernels: {engine.inexact}.")
 
 
 def _compared(engine: Engine, prompt: str, params: SamplingParams) -> str:

@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from specexport.runtime import Engine
+from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
 from specexport.runtime.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
@@ -34,6 +35,12 @@ READY_MADE = "SPECEXPORT_TEST_BUNDLES"
 SLOW_MINUTES = "SPECEXPORT_SLOW_MINUTES"
 """Minutes after which no slow test begins: machines for CI differ threefold, and end what takes too long."""
 _START = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says in one line if the kernels are missing."""
+    if not instruction_set():
+        terminalreporter.write_line(f"kernels: {kernels_described()}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
