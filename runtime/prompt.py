@@ -205,7 +205,7 @@ def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:
         array = np.asarray(part)
     except Exception as error:  # another library's array may raise anything
         raise RequestError(f"{name}: cannot be read as an array: {error}; expected float32 [N,{size}]") from error
-    if array.ndim > 1 and len(array) == 1 and array.dtype.kind == ("f" if array.ndim == 3 else "i"):
+    if array.ndim > 1 and len(array) == 1 and array.dtype.kind in ("f" if array.ndim == 3 else "iu"):
         array = array[0]  # a batch of one
     ids, embeds = array.ndim == 1 and array.dtype.kind in "iu", array.ndim == 2 and array.dtype.kind == "f"
     if not (ids or (embeds and array.shape[1] == size)) or not len(array):

@@ -156,6 +156,11 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
     inputs[:] = 0
     tokens = list(tokens_of(stream))
     assert tokens == list(loaded.generate(EmbedsPrompt(good.astype(np.float16)), GREEDY).token_ids)
+    # A part may be a batch of one, of any kind of integers.
+    ids, batch = np.array([5, 6]), good[None]
+    expected = loaded.encode(EmbedsPrompt([good, ids])).tokens
+    for kind in (np.int64, np.uint32):
+        assert loaded.encode(EmbedsPrompt([batch, ids.astype(kind)[None]])).tokens == expected
     # Only a text that comes first has the tokenizer's special tokens.
     assert loaded.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == loaded.encode(" two")[-1:]
 
