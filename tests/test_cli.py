@@ -140,7 +140,7 @@ def test_a_terminal_is_told_that_the_text_was_cut(
     [
         (["--top-p", "3"], "--top-p is 3.0; expected a number in (0, 1]"),
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
-        (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
+        (["--threads", "0"], "--threads is 0; expected a whole number from 1 to 1024"),
         (["--method", "magic"], "method is 'magic'; the bundle has draft_model"),
         (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
