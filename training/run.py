@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
+from specexport.contract.values import counted
 from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
@@ -204,8 +205,8 @@ class Run(Generic[O]):
         """Logs and records the training data."""
         learnt, tokens = int(self.windows.learn.sum()), self.windows.ids.numel()
         self.log(
-            f"data: {len(self.windows)} windows of {self.window} tokens, {learnt / tokens:.0%} of them to learn; "
-            f"{len(self.held_out)} windows held out"
+            f"data: {counted(len(self.windows), 'window')} of {self.window} tokens, {learnt / tokens:.0%} of them to "
+            f"learn; {counted(len(self.held_out), 'window')} held out"
         )
         counts = {"windows": len(self.windows), "tokens": tokens, "learnt_tokens": learnt}
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
