@@ -94,6 +94,10 @@ class QueueFullError(SpecExportError):
         super().__init__(message)
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[type[QueueFullError], tuple[str, int]]:
+        """For pickles, as between processes: by default they call the constructor with the message alone."""
+        return type(self), (str(self), self.retry_after)
+
 
 class DeadlineError(SpecExportError):
     """A request exceeded its time limit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.logits import processors
-from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams
+from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams, require_params
 from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
@@ -177,6 +177,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled or copied; open the bundle in every process that uses it")
+
     def close(self) -> None:
         """Frees the models and their caches; later requests are refused.
 
@@ -251,6 +254,7 @@ class Engine:
         """
         if self._closed:
             raise RequestError("the engine is closed; load the bundle again")
+        require_params(params)
         params = params or self.defaults()
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
@@ -312,7 +316,7 @@ class Engine:
         remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         # A grammar ends the text by itself.
         least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
-        ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
+        ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         view.processors = processors(params, tokens, ends, vocab_size, least, remaining, self._grammars)
         text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
         request = Request(view, text, remaining, ends)

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -301,7 +301,7 @@ def processors(
         chain.append(Penalties(params, prompt, ends, vocab_size, min_tokens))
     output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
     if params.json_schema is not None:
-        chain.append(grammars.json_schema(params.json_schema, **output))
+        chain.append(grammars.json_schema(cast(str, params.json_schema), **output))
     if params.grammar is not None:
         chain.append(grammars.lark(params.grammar, **output))
     if params.rules.change_logits:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NoReturn
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +22,13 @@ MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5
 """Dividing logits by lower temperatures would overflow."""
 _text, _sampling, _speculation = (partial(option, group=group) for group in ("text", "sampling", "speculation"))
+
+if TYPE_CHECKING:  # what callers may give
+    _Texts = Sequence[str]
+    _TokenIds = Sequence[int]
+    _Schema = str | Mapping[str, Any]
+else:  # what it becomes
+    _Texts, _TokenIds, _Schema = tuple[str, ...], tuple[int, ...], str
 
 
 class SamplingParams(Options, frozen=True):
@@ -55,7 +63,7 @@ class SamplingParams(Options, frozen=True):
         presence_penalty: subtracted once from the logit of each token that the output has.
         min_tokens: tokens before any that ends the output; if the context ends earlier, so does the output.
         skip_special_tokens: leave special tokens out of the text.
-        json_schema: constrains the output to JSON of this schema, a mapping or its JSON; needs llguidance (default:
+        json_schema: constrains the output to JSON of this schema; needs llguidance (default:
             none).
         grammar: constrains the output to a grammar in llguidance's dialect of Lark (default: none).
         ignore_eos: continue past end-of-text tokens, to max_tokens.
@@ -79,8 +87,8 @@ class SamplingParams(Options, frozen=True):
     top_k: Annotated[int, _sampling("N", ge=-1, le=2**31 - 1, expected="a whole number >= -1")] = 0
     min_p: Annotated[float, _sampling("P", ge=0, le=1)] = 0.0
     seed: Annotated[int | None, _sampling("N", ge=0)] = None
-    stop: Annotated[tuple[str, ...], _text("TEXT", repeat=True, min_length=1)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], _text("ID", ge=0)] = ()
+    stop: Annotated[_Texts, _text("TEXT", repeat=True, min_length=1)] = ()
+    stop_token_ids: Annotated[_TokenIds, _text("ID", ge=0)] = ()
     n: Annotated[int, _text("N", ge=1)] = 1
     logprobs: Annotated[int | None, _text("N", ge=0, le=MAX_LOGPROBS)] = None
     prompt_logprobs: Annotated[int | None, _text("N", ge=0, le=MAX_LOGPROBS)] = None
@@ -90,7 +98,7 @@ class SamplingParams(Options, frozen=True):
     presence_penalty: Annotated[float, _sampling("F", ge=-2, le=2)] = 0.0
     min_tokens: Annotated[int, _text("N", ge=0)] = 0
     skip_special_tokens: Annotated[bool, _text(off="keep special tokens in the text")] = True
-    json_schema: Annotated[str | None, _text("JSON")] = None
+    json_schema: Annotated[_Schema | None, _text("JSON", expected="a mapping, or its JSON")] = None
     grammar: Annotated[str | None, _text("LARK")] = None
     ignore_eos: Annotated[bool, _text()] = False
     rules: Annotated[GenerationRules, _text(hidden=True, expected="a GenerationRules")] = NO_RULES
@@ -127,7 +135,8 @@ class SamplingParams(Options, frozen=True):
         Raises:
             RequestError: a text is not UTF-8, or two parameters contradict each other.
         """
-        for name, texts in (("json_schema", [self.json_schema]), ("grammar", [self.grammar]), ("stop", self.stop)):
+        schema = cast("str | None", self.json_schema)
+        for name, texts in (("json_schema", [schema]), ("grammar", [self.grammar]), ("stop", self.stop)):
             for text in texts:
                 require_text(text or "", name, name)
         if self.rules is not NO_RULES:
@@ -166,6 +175,16 @@ class SamplingParams(Options, frozen=True):
 
     def replace(self, **changes: Any) -> SamplingParams:
         return msgspec.structs.replace(self, **changes)
+
+
+def require_params(params: object) -> None:
+    """Refuses what is not a request's parameters, such as a dictionary.
+
+    Raises:
+        RequestError: it is neither None nor :class:`SamplingParams`.
+    """
+    if not isinstance(params, (SamplingParams, NoneType)):
+        raise RequestError(f"params is {shown(params)}; expected SamplingParams", param="params")
 
 
 def _several(values: object) -> object:

@@ -12,19 +12,55 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specexport.async_engine import AsyncEngine
-    from specexport.llm import LLM
+    from specexport.contract.errors import (
+        BackendError,
+        BuildError,
+        BundleError,
+        ClosedError,
+        ContextLengthError,
+        DeadlineError,
+        QueueFullError,
+        RequestError,
+        SpecExportError,
+        TrainError,
+    )
+    from specexport.llm import LLM, CompletionOutput, RequestOutput
     from specexport.runtime import EmbedsPrompt, SamplingParams
+    from specexport.runtime.speculative import PLAIN, Speculative
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "LLM",
+    "PLAIN",
+    "AsyncEngine",
+    "BackendError",
+    "BuildError",
+    "BundleError",
+    "ClosedError",
+    "CompletionOutput",
+    "ContextLengthError",
+    "DeadlineError",
+    "EmbedsPrompt",
+    "QueueFullError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecExportError",
+    "Speculative",
+    "TrainError",
+    "__version__",
+]
 _MODULES = {
     "LLM": "specexport.llm",
+    "CompletionOutput": "specexport.llm",
+    "RequestOutput": "specexport.llm",
     "AsyncEngine": "specexport.async_engine",
     "EmbedsPrompt": "specexport.runtime",
     "SamplingParams": "specexport.runtime",
-}
-
-__all__ = ["LLM", "AsyncEngine", "EmbedsPrompt", "SamplingParams", "__version__"]
+    "PLAIN": "specexport.runtime.speculative",
+    "Speculative": "specexport.runtime.speculative",
+} | {name: "specexport.contract.errors" for name in __all__ if name.endswith("Error")}
 
 
 def __getattr__(name: str) -> Any:

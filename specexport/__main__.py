@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import warnings
 
 
 def main() -> int:
@@ -9,6 +10,7 @@ def main() -> int:
 
     Both end it as an error does, so that temporary files are removed and the terminal is restored.
     """
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without a line of our code
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         from specexport.cli import main as run
@@ -16,6 +18,9 @@ def main() -> int:
         return run()
     except KeyboardInterrupt:
         return 130
+    except MemoryError:
+        print("specexport: error: there is not enough memory", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

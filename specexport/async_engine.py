@@ -12,12 +12,13 @@ from typing import Any
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.contract.options import keywords
-from specexport.contract.values import counted
+from specexport.contract.values import counted, shown
 from specexport.frontend import Frontend
 from specexport.options import ServiceOptions
 from specexport.runtime import Chunk, SamplingParams, Stats, Stream, TokenLogprobs
+from specexport.runtime.params import require_params
 from specexport.runtime.prompt import Prompt
-from specexport.runtime.speculative import Speculative
+from specexport.runtime.speculative import SpeculativeLike
 
 _SMOOTHING = 0.1
 """Weight of the newest request in the mean duration from which Retry-After is computed."""
@@ -168,7 +169,7 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        speculative: Speculative | None = None,
+        speculative: SpeculativeLike | None = None,
         timeout: float | None = None,
     ) -> AsyncStream:
         """Starts a request; to be called in the event loop.
@@ -184,8 +185,12 @@ class AsyncEngine:
             QueueFullError: too many requests wait.
             ClosedError: the engine shuts down.
         """
+        self.require_place()
+        require_params(params)
         if params is not None and params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output, start several", param="n")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise RequestError(f"timeout is {shown(timeout)}; expected a number > 0, or None", param="timeout")
         return self.start(self.frontend.streams(prompt, params, speculative), timeout)[0]
 
     def require_place(self, arriving: int = 0, outputs: int = 1) -> None:

@@ -72,7 +72,7 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
         bool, _machine(off="do not keep int8 and int4 matrices in packed form in the cache folder")
     ] = True
     tensor_parallel_size: Annotated[int | None, _machine("N", short="-tp", ge=1)] = None
-    threads: Annotated[int | None, _machine("N", ge=1)] = None
+    threads: Annotated[int | None, _machine("N", ge=1, le=1024)] = None
     backend: Annotated[str | None, _machine("NAME")] = None
     gpu_memory_utilization: Annotated[float, _machine("SHARE", gt=0, le=1)] = DEFAULT_UTILIZATION
 

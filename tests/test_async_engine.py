@@ -233,6 +233,8 @@ def test_closing_frees_the_engine(bundle: Callable[[str], Path]) -> None:
             await anext(stream)
         with pytest.raises(RequestError, match="closed"):
             engine.frontend.engine.stream(PROMPT, GREEDY)
+        with pytest.raises(ClosedError):
+            engine.generate(PROMPT, GREEDY)
 
     run(work)
 
@@ -244,6 +246,13 @@ def test_wrong_requests_are_refused_before_they_run(frontend: Frontend) -> None:
             engine.generate(PROMPT, GREEDY.replace(n=2))
         with pytest.raises(RequestError, match="method is 'magic'"):
             engine.generate(PROMPT, GREEDY, speculative=Speculative(method="magic"))
+        with pytest.raises(RequestError, match=r"params is {'max_tokens': 3}; expected SamplingParams"):
+            engine.generate(PROMPT, {"max_tokens": 3})  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=r"params is {'max_tokens': 3}; expected SamplingParams"):
+            frontend.engine.stream(PROMPT, {"max_tokens": 3})  # type: ignore[arg-type]
+        for timeout in (0, -1.0, float("nan"), "30"):
+            with pytest.raises(RequestError, match=f"timeout is {timeout!r}; expected a number > 0, or None"):
+                engine.generate(PROMPT, GREEDY, timeout=timeout)  # type: ignore[arg-type]
         assert engine.running + engine.waiting == 0
         with pytest.raises(RequestError, match="max_queue is -1"):
             AsyncEngine(frontend, max_queue=-1)

@@ -140,7 +140,7 @@ def test_a_terminal_is_told_that_the_text_was_cut(
     [
         (["--top-p", "3"], "--top-p is 3.0; expected a number in (0, 1]"),
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
-        (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
+        (["--threads", "0"], "--threads is 0; expected a whole number from 1 to 1024"),
         (["--method", "magic"], "method is 'magic'; the bundle has draft_model"),
         (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
@@ -422,3 +422,29 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
     for name in known():
         assert name in shown
         assert all(flag.name in shown for flag in options_type(method_type(name)).flags)
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "shown"),
+    [
+        (
+            "warnings.warn('there is no writable home folder', stacklevel=2)",
+            0,
+            "warning: there is no writable home folder",
+        ),
+        ("bytearray(1 << 62)", 1, "specexport: error: there is not enough memory"),
+    ],
+)
+def test_warnings_and_want_of_memory_are_one_line(does: str, status: int, shown: str) -> None:
+    program = f"""
+import sys, warnings
+import specexport.cli
+from specexport.__main__ import main
+def run():
+    {does}
+    return 0
+specexport.cli.main = run
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, f"{shown}\n")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from specexport.cli import main
 from specexport.contract import folders
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import write_lock, writing, written_beside
+from specexport.contract.folders import describe_error, write_lock, writing, written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import changing, exchange_manifest, read_manifest
 from specexport.runtime.bundle import Bundle
@@ -142,6 +143,15 @@ def test_standard_output_that_is_full_is_said(bundle: Callable[[str], Path]) -> 
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, text=True, cwd="/")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("specexport: error: standard output: No space left on device")
+
+
+def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    with pytest.raises(OSError) as caught:
+        tempfile.mkdtemp()
+    line = describe_error(caught.value)
+    assert line == "No usable temporary directory found in ['/proc/none']; set TMPDIR to a folder that can be written"
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

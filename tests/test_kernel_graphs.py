@@ -341,3 +341,17 @@ def test_a_graph_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"none")
     with pytest.raises(BackendError, match="onnxruntime refused the graph"):
         open_session(tmp_path / "model.onnx", 1, "native", "fp32")
+
+
+def test_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : std::bad_alloc")
+
+    monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
+    with pytest.raises(BackendError, match=r"std::bad_alloc; there is too little memory"):
+        open_session(tmp_path / "model.onnx", 1, "native", "fp32")
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('failed to map segment from shared object')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "onnxruntime")
+    with pytest.raises(BackendError, match="onnxruntime is installed, but could not be loaded: failed to map"):
+        open_session(tmp_path / "model.onnx", 1, "native", "fp32")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
+import pickle
 import pty
 import struct
+import subprocess
 import sys
 import termios
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import specexport
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
@@ -50,6 +54,44 @@ def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert text.startswith("quiet")
     assert "generating" in text
     assert "3/3" in text
+
+
+def test_the_package_has_what_callers_name() -> None:
+    assert [name for name in specexport.__all__ if not hasattr(specexport, name)] == []
+    errors = [value for name in specexport.__all__ if isinstance(value := getattr(specexport, name), type)]
+    assert {error for error in errors if issubclass(error, Exception)} >= {BackendError, BuildError, RequestError}
+
+
+def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_not(llm: LLM) -> None:
+    refused = pickle.loads(pickle.dumps(specexport.QueueFullError("the queue is full", retry_after=3)))
+    assert (str(refused), refused.retry_after) == ("the queue is full", 3)
+    (output,) = llm.generate(PROMPTS[0], GREEDY.replace(logprobs=1), use_tqdm=False)
+    assert pickle.loads(pickle.dumps(output)) == output
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="an engine cannot be pickled or copied; open the bundle in every process"):
+            attempt(llm)
+
+
+FORKED = """
+import os, sys
+from specexport import LLM, SamplingParams
+options = {"threads": 2, "calibrate": False}
+llm = LLM(sys.argv[1], **options)
+def text():
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    return output.outputs[0].token_ids
+expected = text()
+if os.fork() == 0:
+    llm = LLM(sys.argv[1], **options)  # instead of the parent's, which is freed
+    assert text() == expected
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+def test_a_forked_process_opens_its_own(bundle: Callable[[str], Path]) -> None:
+    """Freeing the parent's waits for threads that a child does not have."""
+    subprocess.run([sys.executable, "-c", FORKED, bundle(NAME)], check=True, timeout=120)
 
 
 def test_outputs_are_the_engines_in_order(llm: LLM, engine: Callable[[str], Engine]) -> None:
@@ -162,7 +204,7 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"model": "m", "draft_precision": "int8"}, "draft_precision was given without a draft"),
         ({"model": "m", "draft_precision": None}, "m: no such folder"),
         ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
-        ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
+        ({"model": "m", "threads": 0}, "threads is 0; expected a whole number from 1 to 1024"),
         ({"bundle": "{}", "speculative_config": {"method": "medusa"}}, "method is 'medusa'; the bundle has draft"),
         ({"bundle": "{}", "speculative_config": "medusa"}, "method is 'medusa'; the bundle has draft_model"),
         ({"bundle": "{}", "speculative_config": {"model": "x"}}, "model was given with a bundle"),

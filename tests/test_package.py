@@ -207,6 +207,38 @@ def test_it_runs_where_there_is_no_repository(
     assert (home / "assets" / "index.html").read_bytes() == (ROOT / "specexport/server/assets/index.html").read_bytes()
 
 
+USER = """
+from specexport import LLM, AsyncEngine, QueueFullError, RequestOutput, SamplingParams
+from specexport.runtime import Chunk, Engine
+
+llm = LLM(model="m", speculative_config={"method": "ngram"}, precision="int8")
+params = SamplingParams(stop=["x"], stop_token_ids=[5], logit_bias={3: 1}, json_schema={"type": "object"})
+outputs: list[RequestOutput] = llm.generate(["one", "two"], params.replace(stop="y"), speculative="suffix")
+llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], tools=[{}])
+
+async def texts(engine: AsyncEngine) -> list[str]:
+    try:
+        return [part.text async for part in engine.generate("one", params, speculative={"method": "ngram"}, timeout=3)]
+    except QueueFullError as error:
+        return [str(error.retry_after)]
+
+def chunks(engine: Engine) -> list[Chunk]:
+    return list(engine.stream([5, 6], engine.params(max_tokens=4)))
+
+LLM("m", precision="int9")  # type: ignore[arg-type]
+LLM("m", unknown=1)  # type: ignore[call-arg]
+"""
+"""What a user of a type checker writes."""
+
+
+@pytest.mark.slow
+def test_users_may_check_types(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    words = ("--strict", "--follow-imports=silent", "--python-executable", installed / "python")
+    output = run(sys.executable, "-m", "mypy", *words, "user.py", cwd=tmp_path)
+    assert output == "Success: no issues found in 1 source file\n"
+
+
 @pytest.mark.slow
 def test_the_container_files_command_serves(installed: Path, bundle: Callable[[str], Path], tmp_path: Path) -> None:
     """No container is built here: these are the words that it runs, with other folders and another port."""

@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
         ("dflash", {"draft_block": 16, "seq_len": 16}, "--draft-block is 16; expected 2 to 15, one less than --seq-le"),
         ("dflash", {"mask_token_id": 400}, "--mask-token-id is 400; expected 0 to 319, the target's last token"),
         ("dflash", {"states": (0, 2)}, "--states is 0; expected 1 to 2, the target's layers"),
-        ("dflash", {"states": (1, 1)}, "--states: 1 1; expected different"),
-        ("dflash", {"states": (1, 3)}, "--states: 1 3; expected different numbers of layers, from 0 to the target's 2"),
+        ("dflash", {"states": (1, 1)}, "--states is 1 1; expected different"),
+        ("dflash", {"states": (1, 3)}, "--states is 1 3; expected different numbers of layers, from 0 to the target"),
         ("dflash", {"anchors": 0}, "anchors is 0; expected a whole number >= 1"),
         ("eagle3", {"ttt_steps": 0}, "ttt_steps is 0; expected a whole number from 1 to 16"),
         ("eagle3", {"ttt_steps": 15, "seq_len": 16}, "--ttt-steps is 15; expected 1 to 14, two less than --seq-len"),
         ("eagle3", {"draft_vocab_size": 400}, "--draft-vocab-size is 400; expected 1 to 320, the target's vocabulary"),
-        ("eagle3", {"states": None}, "--states: 2 1 -1; expected different numbers of layers, from 0 to the target"),
-        ("eagle3", {"states": (1, 1)}, "--states: 1 1; expected different"),
+        ("eagle3", {"states": None}, "--states is 2 1 -1 by default, as the target has few layers; expected different"),
+        ("eagle3", {"states": (1, 1)}, "--states is 1 1; expected different"),
         ("eagle3", {"optimizer": "sgd"}, "optimizer is 'sgd'; expected one of adamw, muon"),
         ("medusa", {"heads": 0}, "heads is 0; expected a whole number from 1 to 16"),
         ("medusa", {"lr": 0.0}, r"lr is 0.0; expected a number in \(0, 1\]"),
@@ -49,7 +49,8 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
         ("eagle3", {"sample_batch": 8}, "--sample-batch was given without --self-distill"),
         ("medusa", {"steps": 2, "epochs": 1.0}, "--epochs was given with --steps, which is used instead"),
         ("medusa", {"held_out": "0.9"}, r"--held-out is 0.9; expected a file, or a share in \(0, 0.5\]"),
-        ("medusa", {"held_out": "none.txt"}, "none.txt: no such file"),
+        ("medusa", {"data": [Path("/")]}, "--data: /: is a folder; expected a file of text, .jsonl or .json"),
+        ("medusa", {"held_out": "none.txt"}, "--held-out: none.txt: no such file"),
         ("medusa", {"lora_rank": 4}, "--lora-rank was given without --stage 2"),
         ("medusa", {"lora_rank": 4, "stage": 2, "tune": "full"}, "--lora-rank was given with --tune full"),
         ("medusa", {"target": "/nowhere"}, "/nowhere: no such folder"),
@@ -67,6 +68,7 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     with pytest.raises(SpecExportError, match=expected):
         TRAININGS[method].train(training_options(method, target, tmp_path, **changed), silent)
+    assert not (tmp_path / "out.work").exists()  # which would hold the wrong options against the right ones
 
 
 @pytest.mark.parametrize(

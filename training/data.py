@@ -208,7 +208,7 @@ _Chat = list[dict[str, str]]
 def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
     """The documents of a file, each with its name for error messages."""
     if not path.is_file():
-        raise TrainError(f"{path}: no such file; expected text, .jsonl or .json (--data)")
+        raise TrainError(f"{path}: no such file; expected text, .jsonl or .json")
     lines = path.suffix.lower() in (".jsonl", ".ndjson")
     if not lines and (size := path.stat().st_size) > MAX_WHOLE:
         raise TrainError(f"{path}: {size} bytes; expected at most {MAX_WHOLE}. Split it, or make it JSON Lines")
@@ -243,7 +243,9 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
     try:
         row = msgspec.json.decode(raw, type=_Row)
     except UNREADABLE as error:
-        raise TrainError(f"{where}: {explained(error)}") from error
+        raise TrainError(
+            f"{where}: {explained(error)}; expected an object with text, conversations or messages"
+        ) from error
     fields = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
     if len(fields) != 1:
         raise TrainError(

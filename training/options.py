@@ -80,10 +80,16 @@ class RunOptions(Options, frozen=True, kw_only=True):
         """Runs the checks that need no model.
 
         Raises:
-            TrainError: there are no data, the output exists, or an option would change nothing.
+            TrainError: a file is missing, the output exists, or an option is out of range or would change nothing.
         """
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
+        files = [("--data", path) for path in self.data]
+        files += [("--held-out", Path(self.held_out))] if self.held_out_share() is None else []
+        for flag, path in files:
+            if not path.is_file():
+                what = "is a folder" if path.is_dir() else "no such file"
+                raise TrainError(f"{flag}: {path}: {what}; expected a file of text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
         for name, why in self.unused():
@@ -94,6 +100,20 @@ class RunOptions(Options, frozen=True, kw_only=True):
         """The options that have no effect beside the others, each with the reason, after "was given"."""
         if self.steps is not None:
             yield "epochs", "with --steps, which is used instead"
+
+    def held_out_share(self) -> float | None:
+        """The share of the data to hold out; None if a file is.
+
+        Raises:
+            TrainError: it is out of range.
+        """
+        try:
+            share = float(self.held_out)
+        except ValueError:
+            return None
+        if not 0 < share <= 0.5:
+            raise TrainError(f"--held-out is {share:g}; expected a file, or a share in (0, 0.5]")
+        return share
 
     def settings(self) -> dict[str, Any]:
         """The options that determine the result, except the data and models, which are identified by content."""
@@ -218,7 +238,7 @@ def within(name: str, value: float, low: float, high: float, why: str) -> None:
         TrainError: it is out of range; names the flag.
     """
     if not low <= value <= high:
-        raise TrainError(f"{dashed(name)} is {value:g}; expected {low:g} to {high:g}, {why}")
+        raise TrainError(f"{dashed(name)} is {value}; expected {low} to {high}, {why}")
 
 
 def dashed(name: str) -> str:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.folders import written_beside
+from specexport.contract.values import counted
 from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
@@ -204,8 +205,8 @@ class Run(Generic[O]):
         """Logs and records the training data."""
         learnt, tokens = int(self.windows.learn.sum()), self.windows.ids.numel()
         self.log(
-            f"data: {len(self.windows)} windows of {self.window} tokens, {learnt / tokens:.0%} of them to learn; "
-            f"{len(self.held_out)} windows held out"
+            f"data: {counted(len(self.windows), 'window')} of {self.window} tokens, {learnt / tokens:.0%} of them to "
+            f"learn; {counted(len(self.held_out), 'window')} held out"
         )
         counts = {"windows": len(self.windows), "tokens": tokens, "learnt_tokens": learnt}
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
@@ -288,7 +289,7 @@ def open_run(
         "held_out": held_out.fingerprint(),
         "bf16": place.bf16,
     }
-    with _work_folder(options, settings) as work:
+    with _work_folder(options, settings, log) as work:
         run = Run(options, log, place, target, window, prompt, windows, held_out, work)
         run.record |= {
             "command": command,
@@ -304,18 +305,17 @@ def open_run(
 def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
     """The windows to learn from, and those held out."""
     windows = read_windows(options.data, tokenizer, seq_len=window, seed=options.seed)
-    try:
-        share = float(options.held_out)
-    except ValueError:
-        return windows, read_windows([Path(options.held_out)], tokenizer, seq_len=window, seed=options.seed)
-    if not 0 < share <= 0.5:
-        raise TrainError(f"--held-out is {share:g}; expected a file, or a share in (0, 0.5]")
-    return windows.hold_out(share)
+    share = options.held_out_share()
+    if share is not None:
+        return windows.hold_out(share)
+    return windows, read_windows([Path(options.held_out)], tokenizer, seq_len=window, seed=options.seed)
 
 
 @contextlib.contextmanager
-def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """Context with the user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end."""
+def _work_folder(options: RunOptions, settings: Mapping[str, Any], log: Log) -> Iterator[Path]:
+    """Context with the user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end, or at once
+    if the run ends before it has anything to go on from.
+    """
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
     path = work / "settings.json"
     expected = json.loads(json.dumps(settings))
@@ -338,6 +338,14 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any]) -> Iterator[P
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
-    yield work
+    try:
+        yield work
+    except BaseException as error:
+        if list(work.iterdir()) == [path]:  # other options may be tried in it
+            path.unlink()
+            work.rmdir()
+        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+            log(f"stopped; the same command goes on from {work}")
+        raise
     if options.work is None:
         shutil.rmtree(work)

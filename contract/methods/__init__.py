@@ -138,7 +138,7 @@ def decode_hook(kind: type, content: Any) -> Any:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
         # msgspec adds where the entry is; a ValidationError it would hand on as it is.
-        raise ValueError(str(error).replace(" - at `$.", " in its `")) from error
+        raise ValueError(explained(error)) from error
 
 
 # --- reading a user's options -----------------------------------------------------------------------------------------

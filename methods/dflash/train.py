@@ -30,10 +30,11 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
     """
     place = choose_place(options)
     target = load_model(options.target, place, frozen=True)
-    states = checked_states(
-        options.states or DFlashOutline.default_states(options.layers, target.layers), target.layers
-    )
+    default = DFlashOutline.default_states(options.layers, target.layers)
+    states = checked_states(options.states, default, target.layers)
     within("states", min(states), 1, target.layers, "the target's layers")
+    if options.mask_token_id is not None:  # before hours of sampling
+        within("mask_token_id", options.mask_token_id, 0, len(target.tables()[1]) - 1, "the target's last token")
     with open_run("train dflash", options, place, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
         run.prepare(options.self_distill)
@@ -61,7 +62,7 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
     Its embedding and head are the target's and are not trained.
 
     Raises:
-        TrainError: the target's embedding and head differ in size, or the mask token is not in its vocabulary.
+        TrainError: the target's embedding and head differ in size.
     """
     table, head = target.tables()
     vocab, hidden = head.shape
@@ -69,7 +70,6 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
     if mask is None:  # texts never continue after it
         spare = (target.tokenizer.mask_token_id, target.tokenizer.pad_token_id, *target.ends, vocab - 1)
         mask = next(token for token in spare if token is not None)
-    within("mask_token_id", mask, 0, vocab - 1, "the target's last token")
     config = Qwen3Config(**layer_sizes(target, options.intermediate_size), num_hidden_layers=options.layers)
     settings = BlockSettings(block_size=options.draft_block, mask_token=mask, causal=(False,) * options.layers)
     draft = DFlashDraft(config, settings, len(states) * hidden, vocab).to(head.device)

@@ -32,7 +32,9 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
     target = load_model(options.target, place, frozen=True)
     initial = None if options.draft is None else initial_draft(options, target)
     default = Eagle3Outline.default_states(1, target.layers)
-    states = checked_states(options.states or default, target.layers) if initial is None else initial[1]
+    states = checked_states(options.states, default, target.layers) if initial is None else initial[1]
+    if options.draft_vocab_size is not None:  # before hours of sampling
+        within("draft_vocab_size", options.draft_vocab_size, 1, len(target.tables()[1]), "the target's vocabulary")
     with open_run("train eagle3", options, place, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)
@@ -58,12 +60,11 @@ def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int,
     smaller vocabulary consists of the most frequent tokens to learn in the windows.
 
     Raises:
-        TrainError: the target's embedding and head differ in size, or it has fewer tokens than the draft should have.
+        TrainError: the target's embedding and head differ in size.
     """
     table, head = target.tables()
     vocab, hidden = head.shape
     draft_vocab = options.draft_vocab_size or vocab
-    within("draft_vocab_size", draft_vocab, 1, vocab, "the target's vocabulary")
     config = LlamaConfig(**layer_sizes(target, options.intermediate_size), num_hidden_layers=1)
     draft = Eagle3Draft(config, hidden, len(states), draft_vocab).to(head.device)
     draft.embed_tokens.weight = frozen(table)

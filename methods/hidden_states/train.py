@@ -81,18 +81,20 @@ def frozen(weight: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def checked_states(states: Sequence[int], layers: int) -> tuple[int, ...]:
+def checked_states(states: Sequence[int] | None, default: Sequence[int], layers: int) -> tuple[int, ...]:
     """The layer counts after which a draft reads the residual stream of a target with ``layers`` layers.
 
     Raises:
         TrainError: a count exceeds the target's layers, or occurs twice.
     """
-    if not all(0 <= count <= layers for count in states) or len(set(states)) != len(states):
+    chosen = default if states is None else states
+    if not all(0 <= count <= layers for count in chosen) or len(set(chosen)) != len(chosen):
+        own = " by default, as the target has few layers" if states is None else ""
         raise TrainError(
-            f"--states: {' '.join(map(str, states))}; expected different numbers of layers, from 0 to the target's "
-            f"{layers}"
+            f"--states is {' '.join(map(str, chosen))}{own}; expected different numbers of layers, from 0 to the "
+            f"target's {layers}"
         )
-    return tuple(states)
+    return tuple(chosen)
 
 
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,10 @@ _LONG_CHUNK = 128
 """Tokens of a prompt that are read at once where nobody waits; a chunk of 64 each takes up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
 
+_OUT_OF_MEMORY = ("bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
+_SESSIONS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All sessions of this process."""
+
 MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
 """Releases before 1.28 compute TensorScatter and Attention with fully masked rows wrongly; those before 1.23 are not
 tested."""
@@ -44,10 +51,12 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
     disable_telemetry()
     try:
         import onnxruntime
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise BackendError(
             "onnxruntime is not installed, and this bundle runs on it; install it with: pip install 'specexport[cpu]'"
         ) from error
+    except ImportError as error:  # such as too little memory, or a C library that is too old
+        raise BackendError(f"onnxruntime is installed, but could not be loaded: {error}") from error
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     minimum = MINIMUM[lowering]
     if version < minimum:
@@ -107,9 +116,23 @@ def open_session(
         return open_linked(graph, options, plain)
 
     try:
-        return session(path) if cache is None or kernels else cache.session(path, session, options)
+        opened = session(path) if cache is None or kernels else cache.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
-        raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
+        short = any(sign in str(error) for sign in _OUT_OF_MEMORY)
+        hint = "; there is too little memory, or too few threads are allowed" if short else ""
+        raise BackendError(f"{path}: onnxruntime refused the graph: {error}{hint}") from error
+    _SESSIONS.add(opened)
+    return opened
+
+
+def _never_free_sessions() -> None:
+    """Called in a forked process: freeing a session waits for its threads, which only the parent has."""
+    for session in _SESSIONS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_never_free_sessions)
 
 
 def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions) -> Any:
