@@ -8,7 +8,7 @@ import statistics
 from benchmarks import common
 from benchmarks.kernels import PAST, runs
 from benchmarks.pair import built, inflated_pair
-from specexport.runtime.backend import buffers, open_backend
+from specexport.runtime.backend import open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
             opened = Bundle.open(folder, check_hashes=False)
             backends.append(open_backend(opened, None, args.threads, 1.0, keep=True))
             model, signature = opened.manifest.target, opened.manifest.target_signature
-            graphs.append(backends[-1].open(model, 1, buffers(signature)))
+            graphs.append(backends[-1].open(model, 1, signature.buffers))
             graphs[-1].reserve(PAST + 64)
         times: list[list[list[float]]] = [[[] for _ in widths] for _ in counts]
         for _ in range(8):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
@@ -21,9 +19,9 @@ from specexport.runtime.params import SamplingParams
 if TYPE_CHECKING:
     from specexport.runtime.step_program import LoadedMethod, StepProgram
 
-Array = npt.NDArray[Any]
+Array = tensors.Array
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
-"""Creates the input and output arrays of a shape point, without the caches."""
+"""Creates the input and output arrays of a shape point; see :meth:`GraphSignature.buffers`."""
 FIRST = range(1)
 """The window of a single request: the first slot alone."""
 TILE = 16
@@ -34,13 +32,31 @@ DEFAULT_UTILIZATION = 0.9
 """Share of a device's memory; drivers and libraries use some of the rest unreported."""
 
 
+class RunShape(NamedTuple):
+    """The shape of a run, at the present cache size, and its window of neighbouring slots.
+
+    Attributes:
+        tokens: T of each slot.
+        rows: R, rows of logits of a step graph.
+        drafts: K, draft tokens of a propose graph.
+        slots: the window; as many slots as one of the batch sizes.
+    """
+
+    tokens: int
+    rows: int = 0
+    drafts: int = 0
+    slots: range = FIRST
+
+    def point(self, cache: int) -> ShapePoint:
+        """The shape point with a cache of this many rows."""
+        return ShapePoint(len(self.slots), self.tokens, cache, self.rows, self.drafts)
+
+
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
-    A run takes a window of neighbouring slots, as many as one of the batch sizes, at one of the bundle's shape points:
-    T tokens; R rows of logits for step graphs; K draft tokens for propose graphs. Inputs are written into the arrays
-    :meth:`inputs` returns; results are read from those :meth:`run` returns; their first dimension is the window's. Both
-    are the same memory call after call: copy what must outlive the next run.
+    Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns; their
+    first dimension is the window's. Both are the same memory call after call: copy what must outlive the next run.
 
     Attributes:
         sizes: batch sizes a window may have, ascending; the last is the number of slots.
@@ -56,6 +72,11 @@ class Graph(ABC):
         self._slots = slots
         self._filled = [0] * slots
         self.cache_sizes = tuple(sorted({point.cache for point in points}))
+
+    @property
+    @abstractmethod
+    def cache_rows(self) -> int:
+        """Rows a slot's cache has at present."""
 
     @property
     @abstractmethod
@@ -85,17 +106,25 @@ class Graph(ABC):
         """
         return min(rows, self._filled[slot])
 
-    @abstractmethod
     def reserve(self, rows: int) -> None:
         """Grows every slot's cache to at least ``rows`` rows and keeps its content.
 
         Raises:
             BackendError: the bundle has no cache so large.
         """
+        if self.cache_rows < rows and self.cache_sizes[-1]:
+            self._resize(self._cache_size(rows))
 
-    @abstractmethod
     def shrink_cache(self, rows: int) -> None:
         """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
+        size = self._cache_size(min(rows, self.cache_sizes[-1]))
+        if size < self.cache_rows:
+            self._filled = [min(count, size) for count in self._filled]
+            self._resize(size)
+
+    @abstractmethod
+    def _resize(self, rows: int) -> None:
+        """Resizes every slot's cache to one of :attr:`cache_sizes`; keeps the rows that fit."""
 
     @abstractmethod
     def copy(self, source: int, to: int, rows: int) -> None:
@@ -114,20 +143,25 @@ class Graph(ABC):
         """
 
     @abstractmethod
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """The input arrays of a shape point at the present cache size, by name."""
+    def inputs(self, shape: RunShape) -> dict[str, Array]:
+        """The input arrays of a run, by name."""
 
-    @abstractmethod
-    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        """Sets ``past_length`` so that the next run overwrites no committed rows.
+    def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
+        """Reserves ``rows`` rows for the next run and protects those that are committed; returns its :meth:`inputs`.
 
-        To be called before ``past_length`` is set for the slots that take part. The run writes rows into every slot of
-        the window; another slot that is too full for them loses its last rows.
+        The run writes rows into every slot of its window. ``past_length`` says where: after the committed ones, until
+        the caller sets it for the slots that take part. A slot that is too full for further rows loses its last ones.
         """
+        self.reserve(rows)
+        inputs, most = self.inputs(shape), self.cache_rows - shape.point(self.cache_rows).fed
+        if tensors.PAST_LENGTH in inputs:  # none without a cache
+            for at, slot in enumerate(shape.slots):
+                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
+        return inputs
 
     @abstractmethod
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """Runs at a shape point; returns the outputs by name, without the caches."""
+    def run(self, shape: RunShape) -> dict[str, Array]:
+        """Runs the graph; returns the outputs by name, without the caches."""
 
     def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
         """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``most``.
@@ -147,12 +181,6 @@ class Graph(ABC):
         if point not in self._points:
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
         return point
-
-    def _protect(self, inputs: Mapping[str, Array], slots: range, most: int) -> None:
-        """Implements :meth:`protect_rows`; ``most`` committed rows leave room for the run's."""
-        if tensors.PAST_LENGTH in inputs:  # none without a cache
-            for at, slot in enumerate(slots):
-                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
 
 
 @dataclass(frozen=True)
@@ -230,17 +258,8 @@ def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[
 
 
 def buffers(signature: GraphSignature) -> Buffers:
-    """Returns a function that creates a graph's arrays at a shape point."""
-
-    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
-        sizes = point.sizes
-        outputs = (tensor for tensor in signature.outputs if not tensor.stage or tensor.stage < point.drafts)
-        return (
-            {str(tensor): tensor.array(sizes) for tensor in signature.inputs},
-            {str(tensor): tensor.zeros(sizes) for tensor in outputs},
-        )
-
-    return make
+    """See :meth:`GraphSignature.buffers`."""
+    return signature.buffers
 
 
 def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams) -> None:

@@ -119,7 +119,7 @@ def test_possible_differences_are_reported(bundle: Callable[[str], Path], monkey
         assert engine.inexact
     monkeypatch.setenv(kernels.SWITCH, "0")
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
-        assert engine.inexact == kernels.kernels_described()
+        assert engine.inexact == kernels.kernels().described
         prompt = _prompts(engine.manifest.target.vocab_size)[0]
         tokens = [[token for token, _ in _said(engine, [prompt], way)[0]] for way in (PLAIN, *list(_ways(engine))[:2])]
         assert tokens == tokens[:1] * len(tokens)

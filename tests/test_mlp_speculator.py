@@ -38,7 +38,6 @@ from specexport.methods.mlp_speculator.export import trace_speculator
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import buffers
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import recorded
@@ -101,7 +100,7 @@ class OneGraph:
     def __init__(self, path: Path) -> None:
         method = MlpSpeculator(trees=(), model="here", candidates=64, stages=STAGES, hidden=H)
         self._session = onnxruntime.InferenceSession(path)
-        self._make = buffers(method.signatures["speculator"])
+        self._make = method.signatures["speculator"].buffers
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         return ((STAGES, 1), (STAGES, TREE.level_width))

@@ -24,7 +24,7 @@ from specexport.contract.engines import ComputedIn
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.backend import Graph, buffers, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.sampling import target_distribution
@@ -182,7 +182,7 @@ def tolerance(target: Model) -> Tolerance:
 def cpu_target(cpu: Engine, folder: Path) -> Graph:
     """The target's graph on the CPU."""
     return open_graph(
-        Bundle.open(folder, check_hashes=False), cpu.manifest.target, 1, buffers(cpu.manifest.target_signature), None
+        Bundle.open(folder, check_hashes=False), cpu.manifest.target, 1, cpu.manifest.target_signature.buffers, None
     )
 
 
@@ -207,13 +207,13 @@ def step(graph: Graph, tokens: Sequence[int], past: int, tree: TokenTree) -> np.
     """One uncommitted step over the nodes of a tree after ``past`` rows: logits ``[T, V]``."""
     width = len(tree)
     graph.reserve(past + width)
-    inputs = graph.inputs(width, width)
+    inputs = graph.inputs(RunShape(width, width))
     inputs[tensors.INPUT_IDS][0] = tokens
     inputs[tensors.POSITION_IDS][0] = past + tree.depths
     inputs[tensors.TREE_MASK][0] = tree.mask
     inputs[tensors.PAST_LENGTH][0] = past
     inputs[tensors.LOGITS_ROWS][0] = np.arange(width)
-    logits: np.ndarray = graph.run(width, width)[tensors.LOGITS][0].copy()
+    logits: np.ndarray = graph.run(RunShape(width, width))[tensors.LOGITS][0].copy()
     return logits
 
 

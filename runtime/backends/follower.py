@@ -13,7 +13,7 @@ import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.backend import Graph, buffers
+from specexport.runtime.backend import Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
 from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
@@ -42,12 +42,11 @@ def main() -> int:
 
 def _opened(job: Job, meeting: Meeting) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
-    arrays = buffers(bundle.manifest.target_signature)
     if job.options.name not in ENGINE_RUNTIMES:
-        return open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.options, meeting)
+        return open_rank(OnnxRuntimeGraph, bundle, job, meeting)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, job.options).follow(job, arrays, meeting)
+    return CudaBackend(bundle, job.options).follow(job, meeting)
 
 
 def _follow(graph: Graph, message: Run) -> None:
@@ -56,11 +55,10 @@ def _follow(graph: Graph, message: Run) -> None:
             graph.commit(arguments[0], arguments[1], arguments[2:])
         else:
             getattr(graph, name)(*arguments)
-    slots = range(*message.slots)
-    inputs = graph.inputs(*message.shape, slots)
+    inputs = graph.inputs(message.shape)
     for name, content in message.inputs.items():
         inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
-    graph.run(*message.shape, slots)
+    graph.run(message.shape)
 
 
 if __name__ == "__main__":

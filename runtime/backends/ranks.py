@@ -28,7 +28,7 @@ import numpy as np
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
 from specexport.contract.tensors import MEETINGS
-from specexport.runtime.backend import FIRST, Array, BackendOptions, Graph
+from specexport.runtime.backend import Array, BackendOptions, Graph, RunShape
 from specexport.runtime.bundle import Bundle
 
 _BLOCK = 1 << 18
@@ -171,9 +171,15 @@ class Run(msgspec.Struct):
     """The cache changes since the last run, in order, and the inputs of this one."""
 
     changes: list[tuple[str, list[int]]]
-    shape: tuple[int, int, int]
+    tokens: int
+    rows: int
+    drafts: int
     slots: tuple[int, int]
     inputs: dict[str, bytes]
+
+    @property
+    def shape(self) -> RunShape:
+        return RunShape(self.tokens, self.rows, self.drafts, range(*self.slots))
 
 
 class Followers:
@@ -236,12 +242,13 @@ class Followers:
         """Has the followers change their caches in the same way before their next run."""
         self._changes.append((name, list(arguments)))
 
-    def run(self, shape: tuple[int, int, int], slots: range, inputs: Mapping[str, Array]) -> None:
+    def run(self, shape: RunShape, inputs: Mapping[str, Array]) -> None:
         """Has the followers run with the same inputs."""
         if self._error is not None:
             raise self._error
+        tokens, rows, drafts, slots = shape
         content = {name: array.tobytes() for name, array in inputs.items()}
-        message = Run(self._changes, shape, (slots.start, slots.stop), content)
+        message = Run(self._changes, tokens, rows, drafts, (slots.start, slots.stop), content)
         self._changes = []
         for rank in self._processes:
             self._send(rank, message)
@@ -310,11 +317,11 @@ class Leading(Graph):
         self._followers = followers
 
     def reserve(self, rows: int) -> None:
-        super().reserve(rows)  # type: ignore[safe-super]
+        super().reserve(rows)
         self._note("reserve", rows)
 
     def shrink_cache(self, rows: int) -> None:
-        super().shrink_cache(rows)  # type: ignore[safe-super]
+        super().shrink_cache(rows)
         self._note("shrink_cache", rows)
 
     def copy(self, source: int, to: int, rows: int) -> None:
@@ -329,10 +336,10 @@ class Leading(Graph):
         if hasattr(self, "_followers"):  # before that, each has opened with the same cache
             self._followers.note(name, *map(int, arguments))
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
+    def run(self, shape: RunShape) -> dict[str, Array]:
         try:
-            self._followers.run((tokens, rows, drafts), slots, self.inputs(tokens, rows, drafts, slots))
-            outputs = super().run(tokens, rows, drafts, slots)  # type: ignore[safe-super]
+            self._followers.run(shape, self.inputs(shape))
+            outputs = super().run(shape)  # type: ignore[safe-super]
         except RankLostError as lost:
             self._followers.give_up(lost)
         except BackendError:

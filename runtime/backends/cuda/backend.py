@@ -14,7 +14,7 @@ from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor, Library, worst
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Library, worst
 from specexport.runtime.backends.cuda.memory import Device
 from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
 from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
@@ -106,16 +106,16 @@ class CudaBackend:
             )
         if model.ranks:
             return self._lead(model, slots, buffers)
-        return self._open(DeviceGraph, model, slots, buffers, lambda: self._library.open(model))
+        return self._open(DeviceGraph, model, slots, buffers)
 
     def _open(
-        self, kind: type[T], model: Model, slots: int, buffers: Buffers, executor_of: Callable[[], Executor]
+        self, kind: type[T], model: Model, slots: int, buffers: Buffers, communicator: Communicator | None = None
     ) -> T:
         manifest = self._bundle.manifest
         role = next((role for role, entry in manifest.models.items() if entry is model), "target")
 
         def opened() -> T:
-            executor = executor_of()
+            executor = self._library.open(model, communicator)
             try:
                 return kind(self._shared, model, manifest.lowering, buffers, executor, slots, role)
             except BaseException:
@@ -135,7 +135,7 @@ class CudaBackend:
                 "CUDA_VISIBLE_DEVICES, run it with --backend onnxruntime, or build it with --tensor-parallel "
                 f"{gpus}"
             )
-        library, nccl = self._library, Nccl()
+        nccl = Nccl()
         job = Job(str(self._bundle.folder.absolute()), slots, self._options, unique_id=nccl.unique_id())
         followers = Followers(self._bundle, job)
         with contextlib.ExitStack() as cleanup:
@@ -150,8 +150,7 @@ class CudaBackend:
                     communicator.close()  # aborts what the device waits for
 
                 followers.meeting.watch(lost)
-                part = model.of_rank(0)
-                leading = self._open(LeadingDeviceGraph, part, slots, buffers, lambda: library.open(part, communicator))
+                leading = self._open(LeadingDeviceGraph, model.of_rank(0), slots, buffers, communicator)
                 leading.communicator = communicator
                 leading.lead(followers)
                 followers.meeting.wait()
@@ -163,18 +162,17 @@ class CudaBackend:
             cleanup.pop_all()
         return leading
 
-    def follow(self, job: Job, buffers: Buffers, meeting: Meeting) -> DeviceGraph:
+    def follow(self, job: Job, meeting: Meeting) -> DeviceGraph:
         """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
         """
-        model, library, nccl = self._bundle.manifest.target, self._library, Nccl()
+        model, nccl, buffers = self._bundle.manifest.target, Nccl(), self._bundle.manifest.target_signature.buffers
         meeting.wait()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
         meeting.watch(lambda rank: os._exit(ORPHANED))
-        part = model.of_rank(job.rank)
-        return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.open(part, communicator))
+        return self._open(DeviceGraph, model.of_rank(job.rank), job.slots, buffers, communicator)
 
     def inexact(self, target: Graph) -> str:
         return "on a device a row's rounding depends on the number of rows"

@@ -122,7 +122,7 @@ class Steps:
         """Prepares and warms up a step's graphs, before it is captured."""
         staged_inputs = Staged(self._device, inputs, self._memory["inputs"])
         step = DeviceStep(staged_inputs, Staged(self._device, outputs, self._memory["outputs"]))
-        verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
+        verify = self._target.width(variant.shape)
         drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
@@ -167,13 +167,13 @@ class Steps:
         nbytes = source.nbytes // (drafts * slots)
         for index in range(drafts):
             at, first = to.address + index * nbytes, source.address + index * slots * nbytes
-            self._device.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
+            self._device.stream.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
     def _pass_on(self, verify: Width, drafted: Tensor) -> None:
         """Copies the draft tokens of each slot after its root in the target's input."""
         ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
-        self._device.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
+        self._device.stream.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
@@ -184,7 +184,7 @@ class Steps:
 
     def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
         """The work that makes accepted rows contiguous: none for chains, or if the host has them copied."""
-        if variant.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
+        if variant.shape.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
         point = ShapePoint(self._slots, variant.nodes, cache)
         commits = graphs_of(self._graphs, Commit)

@@ -16,16 +16,14 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
 from specexport.contract.tensors import DECLARED
-from specexport.runtime.backend import FIRST, TILE, Array, BackendOptions, Buffers, Graph
+from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
-from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
+from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, kernels, not_claimed
 from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.states import KeptStates
 
-_Shape = tuple[int, int, int, int]
-"""Batch, tokens, rows and drafts: a shape point at any cache size."""
 _LONG_CHUNK = 128
 """Tokens of a prompt that are read at once where nobody waits; a chunk of 64 each takes up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
@@ -92,10 +90,10 @@ def open_session(
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
     # onnxruntime adds its own provider to ours, and then accepts no list.
-    kernels = add_kernels(options, threads, packed)
-    providers = None if kernels else ["CPUExecutionProvider"]
+    added = add_kernels(options, threads, packed)
+    providers = None if added else ["CPUExecutionProvider"]
     # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
-    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not dequantized else None
+    disabled = ["ConstantFolding", "MatMulAddFusion"] if added and not dequantized else None
 
     def plain(graph: Path) -> Any:
         # The fallback would print an error that is raised here too, and try without our provider.
@@ -107,7 +105,7 @@ def open_session(
         return open_linked(graph, options, plain)
 
     try:
-        return session(path) if cache is None or kernels else cache.session(path, session, options)
+        return session(path) if cache is None or added else cache.session(path, session, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
@@ -153,13 +151,17 @@ class OnnxRuntimeGraph(Graph):
         # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        self._narrowest = 1 if instruction_set() and not self.not_claimed else 2
+        self._narrowest = 1 if kernels().devices and not self.not_claimed else 2
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
-        self._arrays: dict[_Shape, _Arrays] = {}
-        self._bound: dict[tuple[range, _Shape], Any] = {}
+        self._arrays: dict[ShapePoint, _Arrays] = {}  # by shape points without their cache sizes
+        self._bound: dict[RunShape, Any] = {}
         self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
         self.reserve(1)
+
+    @property
+    def cache_rows(self) -> int:
+        return self._cache.now.rows
 
     @property
     def cache_bytes(self) -> int:
@@ -202,19 +204,8 @@ class OnnxRuntimeGraph(Graph):
             return most
         return min(max(most, _LONG_CHUNK) if alone else most, -(-tokens // TILE) * TILE)
 
-    def reserve(self, rows: int) -> None:
-        if rows > self._cache.now.rows and self._layers:
-            self._resize(self._cache_size(rows))
-
-    def shrink_cache(self, rows: int) -> None:
-        if rows <= self._cache.now.rows and self._layers:
-            self._resize(self._cache_size(rows))
-
-    def _resize(self, size: int) -> None:
-        if size == self._cache.now.rows:
-            return
-        self._filled = [min(count, size) for count in self._filled]
-        self._cache.resize(size, self._filled)
+    def _resize(self, rows: int) -> None:
+        self._cache.resize(rows, self._filled)
         self._bound.clear()
 
     def copy(self, source: int, to: int, rows: int) -> None:
@@ -245,23 +236,22 @@ class OnnxRuntimeGraph(Graph):
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        return self._arrays_of((len(slots), tokens, rows, drafts)).inputs
+    def inputs(self, shape: RunShape) -> dict[str, Array]:
+        return self._arrays_of(shape).inputs
 
-    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        self._protect(arrays.inputs, slots, self._cache.now.rows - arrays.fed)
-        if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
-            arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
+    def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
+        inputs = super().prepare(shape, rows)
+        if self._states is not None and tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
+        return inputs
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        shape = (len(slots), tokens, rows, drafts)
-        arrays = self._arrays_of(shape)
+    def run(self, shape: RunShape) -> dict[str, Array]:
+        arrays, slots = self._arrays_of(shape), shape.slots
         if self._layers:
             self._cache.advance(self._filled)
-        binding = self._bound.get((slots, shape))
+        binding = self._bound.get(shape)
         if binding is None:
-            binding = self._bound[slots, shape] = self._bind(slots, arrays)
+            binding = self._bound[shape] = self._bind(slots, arrays)
         if self._states is not None:
             past = arrays.inputs[tensors.PAST_LENGTH].tolist()
             for name, array in self._states.cells(slots, past, arrays.fed).items():
@@ -277,18 +267,18 @@ class OnnxRuntimeGraph(Graph):
         self._last = slots.start, arrays
         return arrays.outputs
 
-    def _arrays_of(self, shape: _Shape) -> _Arrays:
-        arrays = self._arrays.get(shape)
+    def _arrays_of(self, shape: RunShape) -> _Arrays:
+        arrays = self._arrays.get(shape.point(0))
         if arrays is None:
-            batch, tokens, rows, drafts = shape
-            point = self._require(ShapePoint(batch, tokens, self._cache.now.rows, rows, drafts))
-            rows_out = Rows(() if self._in_place else self._layers, batch, point.fed)
+            point = self._require(shape.point(self.cache_rows))
+            rows_out = Rows(() if self._in_place else self._layers, point.batch, point.fed)
             states: list[Array] = []
             parts = {name.replace("past_", "new_", 1): part for name, part in rows_out.parts.items()}
             if self._states is not None:
-                states, every = self._states.outputs(batch, point.fed)
+                states, every = self._states.outputs(point.batch, point.fed)
                 parts |= every
-            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
+            arrays = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
+            self._arrays[shape.point(0)] = arrays
         return arrays
 
     def _bind(self, slots: range, arrays: _Arrays) -> Any:

@@ -10,14 +10,14 @@ import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.backend import Array, BackendOptions, Buffers
+from specexport.runtime.backend import Array
 from specexport.runtime.backends.onnxruntime.graph import (
     OnnxRuntimeGraph,
     import_onnxruntime,
     open_cached,
     open_session,
 )
-from specexport.runtime.backends.ranks import Meet, Meeting, combine
+from specexport.runtime.backends.ranks import Job, Meet, Meeting, combine
 from specexport.runtime.bundle import Bundle
 
 G = TypeVar("G", bound=OnnxRuntimeGraph)
@@ -113,15 +113,14 @@ def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
     return (*part[:-1], part[-1] * (ranks if name.startswith(MEETINGS[1]) else 1))
 
 
-def open_rank(
-    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, options: BackendOptions, meeting: Meeting
-) -> G:
+def open_rank(kind: type[G], bundle: Bundle, job: Job, meeting: Meeting) -> G:
     """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
-    files = model.ranks[rank].segments
-    sessions = [open_cached(bundle, model, name, options) for name in files]
+    files = model.ranks[job.rank].segments
+    sessions = [open_cached(bundle, model, name, job.options) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, meeting)
-    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)
+    buffers = bundle.manifest.target_signature.buffers
+    return kind(bundle.file(files[0]), segments, model.of_rank(job.rank), lowering, job.slots, buffers)
 
 
 class _Declared(NamedTuple):
