@@ -27,7 +27,7 @@ PROMPT = (17, 180, 33)
 @pytest.fixture(scope="module")
 def frontend(engine: Callable[[str], Engine]) -> Frontend:
     shared = engine(NAME)
-    return Frontend(shared, NAME, shared.manifest.max_seq_len)
+    return Frontend(shared, NAME)
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -190,11 +190,11 @@ def create_app(
 
 def _card(service: Service, name: str) -> answers.ModelCard:
     """A model's entry in the list of models."""
-    engine = service.engine.frontend.engine
+    engine = service.frontend.engine
     return answers.ModelCard(
         id=name,
         created=service.created,
-        max_model_len=service.engine.frontend.max_model_len,
+        max_model_len=engine.max_model_len,
         methods=[
             answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
             for name, method in engine.methods.items()
@@ -208,7 +208,7 @@ def _card(service: Service, name: str) -> answers.ModelCard:
 async def _tokenize(service: Service, body: TokenizeRequest) -> answers.TokenizeResponse:
     """The tokens of a prompt or of a conversation."""
     service.require_model(body.model)
-    frontend = service.engine.frontend
+    frontend = service.frontend
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: give either prompt or messages", param="prompt")
     if unused := body.model_fields_set & body.without_effect:
@@ -219,7 +219,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> answers.Tokenize
     else:
         encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
         tokens = await asyncio.to_thread(encode, body.prompt)
-    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
+    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.engine.max_model_len, tokens=tokens)
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
