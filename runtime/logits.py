@@ -18,7 +18,7 @@ import numpy.typing as npt
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
-from specexport.runtime.constraint import Grammars
+from specexport.runtime.constraint import Grammars, Kind
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Floats, Ints
 
@@ -299,11 +299,14 @@ def processors(
         chain.append(SequenceBiases(params.rules, prompt))
     if params.penalized:
         chain.append(Penalties(params, prompt, ends, vocab_size, min_tokens))
-    output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
-    if params.json_schema is not None:
-        chain.append(grammars.json_schema(params.json_schema, **output))
-    if params.grammar is not None:
-        chain.append(grammars.lark(params.grammar, **output))
+    stops, skips = params.stop_token_ids, params.skip_special_tokens
+    constraints: tuple[tuple[Kind, str | None], ...] = (
+        ("json_schema", params.json_schema),
+        ("grammar", params.grammar),
+    )
+    for param, text in constraints:
+        if text is not None:
+            chain.append(grammars.constraint(param, text, stop_token_ids=stops, skip_special_tokens=skips))
     if params.rules.change_logits:
         chain.append(Rules(params.rules, prompt, ends, vocab_size, remaining))
     return chain

@@ -56,7 +56,7 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
     factory, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
     vocab = engine("llama-near").manifest.target.vocab_size
     text: list[int] = []
-    bound = factory.json_schema(schema)
+    bound = factory.constraint("json_schema", schema)
     while len(text) < 40 and (not text or text[-1] != 1):
         logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
         before = logits.copy()
@@ -71,7 +71,7 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
-            alone = factory.json_schema(schema)
+            alone = factory.constraint("json_schema", schema)
             expected = alone.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             reached = True
             for token in (*text, *path):
@@ -98,8 +98,8 @@ def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: p
     for thread in waiting:
         thread.join()
     assert len(count) == 3  # its texts, and the texts with special tokens and without
-    factory.json_schema("{}")
-    factory.lark('start: "a"', skip_special_tokens=False)
+    factory.constraint("json_schema", "{}")
+    factory.constraint("grammar", 'start: "a"', skip_special_tokens=False)
     assert len(count) == 3
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
@@ -109,12 +109,12 @@ def test_outputs_of_one_grammar_share_its_compilation(engine: Engines, monkeypat
     count = []
     monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: count.append(1) or compiled(*args, **more))
     monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_lark", compiled.grammar_from_lark, raising=False)
-    first, second = (factory.lark("start: /[a-c]+/") for _ in range(2))
+    first, second = (factory.constraint("grammar", "start: /[a-c]+/") for _ in range(2))
     letters = [engine("llama-near").tokenizer.token_to_id(letter) for letter in "ab"]
     first.advance(letters)
     second.advance(letters[:1])
     assert len(count) == 1
-    factory.lark("start: /[a-c]+/", skip_special_tokens=False)
+    factory.constraint("grammar", "start: /[a-c]+/", skip_special_tokens=False)
     assert len(count) == 2
 
 
@@ -246,7 +246,7 @@ def decoded(
     stop: int | None,
 ) -> tuple[list[int], bool]:
     """A text and whether it ended, as the step's acceptance makes it; drafts are right, wrong or the end at random."""
-    bound = checkpoint.json_schema(json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
+    bound = checkpoint.constraint("json_schema", json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
     params = SamplingParams(temperature=temperature, max_tokens=80)
     random, text, ends = np.random.default_rng(seed), list[int](), {EOS, stop}
     while len(text) < params.max_tokens:
@@ -351,7 +351,7 @@ def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
     factory, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
 
     def taken(schema: Any, text: str) -> bool:
-        matcher = factory.json_schema(json.dumps(schema))._matcher
+        matcher = factory.constraint("json_schema", json.dumps(schema))._matcher
         tokens = encode(text).ids
         return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
