@@ -272,8 +272,8 @@ def test_usage_counts_what_is_in_the_output(steps: int, accepted: int, output: i
     """A step may accept draft tokens behind the output's end."""
     expected = {"type": "content", "content": "a"}
     body = ChatRequest.model_validate({"messages": CHAT, "prediction": expected, "include_speculation": True})
-    stats = Stats(output_tokens=output, steps=steps, drafted=16, accepted=accepted)
-    usage = usage_of(body, [SimpleNamespace(stats=stats)], 5)
+    stats = Stats(prompt_tokens=5, output_tokens=output, steps=steps, drafted=16, accepted=accepted)
+    usage = usage_of(body, [SimpleNamespace(stats=stats)])
     details = usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (used, 16 - used)
     assert usage.speculation.acceptance_length == stats.acceptance_length == output / steps

@@ -40,7 +40,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
     scored = streams[0] if body.prompt_logprobs is not None else None
     form = _Format(service, head, calls, scored, body.include_steps)
-    return await respond(service, request, body, streams, form, len(prompt))
+    return await respond(service, request, body, streams, form)
 
 
 async def chat_tokens(
@@ -52,7 +52,7 @@ async def chat_tokens(
 ) -> list[int]:
     """The prompt of a conversation; ``variables`` are for its template, in addition to the request's."""
     return await asyncio.to_thread(
-        service.engine.frontend.chat_tokens,
+        service.frontend.chat_tokens,
         list(map(template_message, messages)),
         variables | body.variables,
         add_generation_prompt=add_generation_prompt,
@@ -82,7 +82,7 @@ class _Format:
     def __init__(
         self, service: Service, head: dict[str, Any], calls: Calling | None, scored: AsyncStream | None, steps: bool
     ) -> None:
-        self._frontend = service.engine.frontend
+        self._frontend = service.frontend
         self._head = head
         self._calls, self._scored, self._steps = calls, scored, steps
         self._readers: dict[int, CallReader | None] = {}

@@ -26,9 +26,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     # A prompt is text, or a list of tokens; a list of either is several.
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts = cast(list[str | list[int]], [body.prompt] if single else body.prompt)
-    engine = service.engine.frontend.engine
+    engine = service.frontend.engine
     # Long texts take long, so they are encoded in a thread.
-    encode = partial(service.engine.frontend.tokens, add_special_tokens=body.add_special_tokens)
+    encode = partial(service.frontend.tokens, add_special_tokens=body.add_special_tokens)
     tokens = [await asyncio.to_thread(encode, prompt) for prompt in prompts]
     params = service.params(body, body.max_tokens, body.logprobs)
     echoed: list[str] = []
@@ -47,7 +47,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     streams = await service.start(tokens, params, body)
     placed = [PlacedTokens(engine.tokenizer, body.skip_special_tokens) for _ in streams]
     form = _Format(service, head, streams, echoed, scored, placed, body.prompt_logprobs is not None)
-    return await respond(service, request, body, streams, form, sum(map(len, tokens)))
+    return await respond(service, request, body, streams, form)
 
 
 class _Format:
@@ -67,7 +67,7 @@ class _Format:
         placed: Sequence[PlacedTokens],
         separate_scores: bool,
     ) -> None:
-        self._frontend = service.engine.frontend
+        self._frontend = service.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         self._placed = placed

@@ -71,6 +71,7 @@ class Service:
     """A served engine, which reads its tokenizer for grammars meanwhile.
 
     Attributes:
+        frontend: the engine's.
         names: the model's names; answers have the first.
         timeout: seconds a request may take, waiting included; None for no limit.
         created: when the server started, in seconds since 1970.
@@ -81,9 +82,10 @@ class Service:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        self.frontend = self.engine.frontend
         self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.names[0])
-        threading.Thread(target=self.engine.frontend.engine.prepare_grammars, daemon=True).start()
+        threading.Thread(target=self.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
         """The model's name in the answer.
@@ -108,7 +110,7 @@ class Service:
 
     def calling(self, body: ConversationRequest) -> Calling | None:
         """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
-        template = self.engine.frontend.engine.chat_template
+        template = self.frontend.engine.chat_template
         source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
         result = calling(body, source)
         if result is None or not body.skip_special_tokens:
@@ -118,7 +120,7 @@ class Service:
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
         """The names of special tokens."""
-        added = self.engine.frontend.engine.tokenizer.get_added_tokens_decoder().values()
+        added = self.frontend.engine.tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -151,7 +153,7 @@ class Service:
             overrides["max_tokens"] = max_tokens
         if body.stop is not None:
             overrides["stop"] = body.stop
-        return self.engine.frontend.params(
+        return self.frontend.engine.params(
             max_tokens,
             stop_token_ids=tuple(body.stop_token_ids),
             n=body.n,
@@ -173,7 +175,7 @@ class Service:
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
         self.engine.require_place(0, len(prompts) * body.n)  # before any work on them
-        frontend = self.engine.frontend
+        frontend = self.frontend
         chosen = frontend.speculation(speculation(body))
         limits = [limit for limit in (self.timeout, body.timeout) if limit is not None]
 
@@ -208,15 +210,14 @@ async def respond(
     body: GenerationRequest,
     streams: list[AsyncStream],
     form: Format,
-    prompt_tokens: int,
 ) -> Response:
     """Turns started streams into an answer, streamed or whole. They are cancelled if the client disconnects."""
     if body.stream:
-        return EventStream(_events(service, body, streams, form, prompt_tokens))
+        return EventStream(_events(service, body, streams, form))
     outputs = await finished(service, request, streams)
     if outputs is None:
         return Response(status_code=GONE)
-    usage = usage_of(body, streams, prompt_tokens)
+    usage = usage_of(body, streams)
 
     def serialize() -> str:
         # Output by output: with log-probabilities they are long, and each is serialized under Python's lock.
@@ -259,7 +260,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service, body: GenerationRequest, streams: list[AsyncStream], form: Format, prompt_tokens: int
+    service: Service, body: GenerationRequest, streams: list[AsyncStream], form: Format
 ) -> AsyncGenerator[str, None]:
     options = body.stream_options or StreamOptions.model_validate({})
 
@@ -269,8 +270,8 @@ async def _events(
     def piece(index: int, chunk: Chunk) -> str:
         choice = form.choice(index, chunk, True)
         if choice is not None and body.include_steps:
-            choice.step = step_of(chunk, service.engine.frontend.token_text, streams[index].arrived)
-        usage = usage_of(body, streams, prompt_tokens) if options.continuous_usage_stats else None
+            choice.step = step_of(chunk, service.frontend.token_text, streams[index].arrived)
+        usage = usage_of(body, streams) if options.continuous_usage_stats else None
         return "" if choice is None else event(form.answer([choice], usage, True))
 
     try:
@@ -281,7 +282,7 @@ async def _events(
                     long = chunk.logprobs or body.include_steps
                     yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
-            yield event(form.answer([], usage_of(body, streams, prompt_tokens), True))
+            yield event(form.answer([], usage_of(body, streams), True))
     except Exception as error:  # the answer has begun, so an event reports the error
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
@@ -351,7 +352,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> answers.Usage:
+def usage_of(body: GenerationRequest, streams: list[AsyncStream]) -> answers.Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 
@@ -359,7 +360,9 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens:
         return sum(getattr(s, name) for s in stats)
 
     output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    # The outputs of a prompt are neighbours; rows that one shares with another of them were not cached before.
+    # The outputs of a prompt are neighbours.
+    prompt_tokens = sum(s.prompt_tokens for s in stats[:: body.n])
+    # Rows that one shares with another of them were not cached before.
     cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
     usage = answers.Usage(
         prompt_tokens=prompt_tokens,

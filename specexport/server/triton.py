@@ -114,7 +114,7 @@ class TritonPythonModel:
         else:
             begin = ""
         body = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
-        encode = self._engine.frontend.tokens
+        encode = self._service.frontend.tokens
         tokens = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
         streams = await self._service.start([tokens], self._service.params(body, body.max_tokens, None), body)
         optional = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
