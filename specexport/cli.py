@@ -6,18 +6,14 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from inspect import getdoc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specexport.building import needs_extra
 from specexport.commands import Command, bench, build, chat, draw, inspect, plan, run, serve, tune
-from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
-from specexport.contract.options import Options
 from specexport.contract.values import require_text
 from specexport.version import full_version
 
@@ -48,11 +44,11 @@ _COMMANDS = (
     Command("inspect", inspect.InspectOptions, inspect.inspect_command),
     Command("draw", draw.DrawOptions, draw.draw_command),
     Command("verify", inspect.VerifyOptions, inspect.verify_command),
-    Command("bench", bench.bench_flags, bench.bench_command),
+    Command("bench", bench.BenchOptions, bench.bench_command),
     Command("suggest", plan.suggest_flags, plan.suggest_command),
     Command("plan", plan.plan_flags, plan.plan_command),
-    Command("train", build.train_flags, build.train_command),
-    Command("tune", tune.tune_flags, tune.tune_command),
+    build.TRAIN,
+    tune.TUNE,
 )
 
 
@@ -127,23 +123,8 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     names = {command.name for command in _COMMANDS}
     chosen = names & set(words[:1]) or (set() if words[:1] in (["-h"], ["--help"], ["--version"]) else names)
     for command in _COMMANDS:
-        # The first paragraph of a command's docstring is its description, the second has examples.
-        first, _, examples = (getdoc(command.main) or "").partition("\n\n")
-        summary = " ".join(first.replace("``", "").split())
-        added = commands.add_parser(command.name, help=summary, description=summary, epilog=examples)
-        added.set_defaults(main=command.main)
-        if command.name not in chosen:
-            continue
-        if isinstance(command.flags, type):
-            add_flags(added, command.flags)
-            added.set_defaults(main=partial(_run, command.flags, command.main))
-        else:
-            command.flags(added)
+        command.add_to(commands, declare=command.name in chosen)
     return top
-
-
-def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Namespace) -> int:
-    return main(from_flags(kind, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from specexport.commands.flags import add_flags, flag_values, group_of
+from specexport.commands import report
+from specexport.commands.flags import add_flags, flag_values, from_flags, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
@@ -45,12 +47,31 @@ class Command(NamedTuple):
 
     Attributes:
         flags: the options that become its flags, or a function that declares flags of several structs.
-        main: runs it with the options, or else with the namespace; returns the exit code. Its docstring is the help.
+        main: runs it with the options, or else with the namespace; returns the exit code. None if its flags declare
+            commands below it.
+        help: its description, a blank line and examples; by default the docstring of ``main``.
     """
 
     name: str
     flags: type[Options] | Callable[[argparse.ArgumentParser], None]
-    main: Callable[[Any], int]
+    main: Callable[[Any], int] | None = None
+    help: str = ""
+
+    def add_to(self, commands: argparse._SubParsersAction[Any], declare: bool = True) -> None:
+        """Adds its parser to the commands of another; declaring its flags takes long."""
+        first, _, examples = (self.help or getdoc(self.main) or "").partition("\n\n")
+        summary = " ".join(first.replace("``", "").split())
+        parser = commands.add_parser(self.name, help=summary, description=summary, epilog=examples)
+        flags, main = self.flags, self.main
+        parser.set_defaults(main=main)
+        if not declare:
+            return
+        if isinstance(flags, type):
+            assert main is not None
+            add_flags(parser, flags)
+            parser.set_defaults(main=lambda arguments: main(from_flags(flags, arguments)))
+        else:
+            flags(parser)
 
 
 class BundleOptions(Options, frozen=True, kw_only=True):
@@ -65,14 +86,20 @@ class BundleOptions(Options, frozen=True, kw_only=True):
     json: bool = False
 
 
-class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
-    """Options of commands that can also write a report.
+class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
+    """Options of commands that measure a bundle.
 
     Attributes:
         plot: also write a page with these tables and charts, which opens offline (default: none).
+        threads: CPU threads (default: one per core).
     """
 
     plot: Annotated[Path | None, option("FILE.html")] = None
+    threads: Annotated[int | None, option("N", group="the engine", ge=1)] = None
+
+    def check(self) -> None:
+        """Refuses a page that cannot be written, before anything is measured."""
+        report.check_path("--plot", self.plot)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
