@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import open_backend
@@ -23,7 +24,7 @@ from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.timing import Progress
 from specexport.tree_search import recorded
-from specexport.verify.logits import LIMITS, TokenAgreement, paired
+from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, paired
 
 _RECORDED_STEPS = 6
 """Tokens decoded after each prompt to record proposals; the model reads the text again for each."""
@@ -34,10 +35,6 @@ _MAX_DIFFERENCES = 3
 """Differences of a prompt after which its comparison ends."""
 _ERROR_PERIOD = 9
 """Every such token of the tested hypotheses is wrong."""
-
-
-class NotRunError(SpecExportError):
-    """A check cannot be run; says why."""
 
 
 class MethodRun:
@@ -131,26 +128,7 @@ class Difference:
     speculative: int | None
 
 
-@dataclass(frozen=True)
-class SpeculationResult:
-    """The result of :func:`compare_decoding`.
-
-    Attributes:
-        acceptance_length: mean over the decodings.
-        repeated: whether a seed gave the same text twice.
-        inexact: why texts may differ on this machine; empty if steps are exact bit for bit.
-    """
-
-    tokens: int
-    differences: list[Difference]
-    acceptance_length: float
-    repeated: bool
-    inexact: str
-
-
-def compare_decoding(
-    bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress
-) -> SpeculationResult:
+def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     """Decodes texts both ways, with every tree of every method, and samples some with a seed.
 
     Of a bundle that was built without a method, the methods are those that every bundle has.
@@ -169,7 +147,21 @@ def compare_decoding(
             progress("speculation", index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
         inexact = engine.inexact
-    return SpeculationResult(tokens, differences, sum(lengths) / len(lengths), repeated, inexact)
+    numbers: Numbers = {
+        "tokens": tokens,
+        "differences": len(differences),
+        "acceptance_length": sum(lengths) / len(lengths),
+    }
+    sentence = f"greedy output is the same with speculation and without, {counted(tokens, 'token')}"
+    if differences:
+        first = differences[0]
+        sentence = (
+            f"speculation changes greedy output: after {counted(len(first.text), 'token')} it goes on with token "
+            f"{first.speculative} where plain decoding has {first.plain} ({len(differences)} such places)"
+        )
+    sentence += f"; not promised bit for bit: {inexact}" if inexact else "; rows exact"
+    seeded = "the same text twice" if repeated else "different texts"
+    return not differences and repeated, f"{sentence}; a seed gives {seeded}", numbers
 
 
 def _compare_text(
