@@ -124,7 +124,7 @@ class Grammars:
             elif match["json"] is not None:
                 with contextlib.suppress(ValueError, RecursionError):  # llguidance reports what is wrong
                     schema, end = json.JSONDecoder().raw_decode(grammar, end)
-                    part += json.dumps(_bounded(schema))
+                    part += json.dumps(_bound_whitespace(schema))
             parts += grammar[at : match.start()], part
             at = end
         return "".join([*parts, grammar[at:]])
@@ -185,7 +185,7 @@ class _Text:
 
         self.eos = frozenset(eos)
         width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        stated = json.loads(tokenizer.to_str(), object_hook=_unprefixed) | {"truncation": None, "padding": None}
+        stated = json.loads(tokenizer.to_str(), object_hook=_without_prefix) | {"truncation": None, "padding": None}
         self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
         for token in stated["added_tokens"]:
             token["special"] = token["special"] or token["id"] in self.eos
@@ -229,7 +229,7 @@ class _VisibleTokens:
         return self._text.encode(text.decode(errors="replace"), self._plainly)
 
 
-def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
+def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
     """A component of a tokenizer's file, changed so that it puts no space before a text."""
     kind, never = part.get("type"), {"prepend_scheme": "never", "add_prefix_space": False}
     if kind == "Prepend":
@@ -251,7 +251,7 @@ class Constraint:
         self._end_ids = np.array(sorted(token for token in ends if token < vocab_size), np.int64)
         self._ended = False
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """Logits, with minus infinity for tokens that the grammar does not allow.
 
         Nodes that the grammar does not allow are unchanged, as are all nodes if it failed: see :meth:`check`. Arguments
@@ -325,12 +325,12 @@ def _json_grammar(schema: str) -> str:
     # The original text, as parsing may have rounded numbers.
     return (
         compile_schema(schema)
-        if _bounded(stated) is stated
+        if _bound_whitespace(stated) is stated
         else compile_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
     )
 
 
-def _bounded(schema: Any) -> Any:
+def _bound_whitespace(schema: Any) -> Any:
     """A schema with a bound for white space, unless it sets one itself."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):

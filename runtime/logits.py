@@ -29,7 +29,7 @@ _LARGEST_EXPONENT = 64.0
 class LogitsProcessor(Protocol):
     """Changes the logits of one output, and follows the output as it grows."""
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """The changed logits, each node's by the output so far and the draft tokens on its path.
 
         Args:
@@ -60,7 +60,7 @@ class _OutputProcessor(LogitsProcessor):
         self._prompt_tokens: Ints = np.unique(self._prompt[self._prompt >= 0])
         self._output: list[int] = []
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         changed: Floats = logits.copy()
         for row, node in zip(changed, range(len(tree)), strict=True):
             path = draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1]

@@ -205,7 +205,7 @@ class Scheduler:
         while ended and (move := self._slots.next_move()) is not None:
             mover = next(request for request in self._running if request.view.slot == move[0])
             self._program.move(*move, mover.view.method)
-            self._slots.moved(*move)
+            self._slots.record_move(*move)
             mover.view.slot = move[1]
         if ended and self._running:
             self._shrink_cache()
@@ -362,7 +362,7 @@ class Slots:
         starts = range(self._sizes[-1] - size + 1)
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
 
-    def moved(self, source: int, to: int) -> None:
+    def record_move(self, source: int, to: int) -> None:
         self._used.remove(source)
         self._used.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

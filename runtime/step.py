@@ -231,7 +231,7 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
         tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
     logits = logits[: len(tree)]
     for processor in view.processors:
-        logits = processor.applied(logits, tree, drafted)
+        logits = processor.apply(logits, tree, drafted)
     if view.params.acceptance == "relaxed":
         return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:

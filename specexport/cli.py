@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
     _prepare_streams()
     try:
-        words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+        words = [_with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
         if not words:
             parser(["--help"]).print_help(sys.stderr)
             return 2
@@ -177,7 +177,7 @@ def _require_text(arguments: argparse.Namespace) -> None:
                 require_text(text, name.replace("_", "-"))
 
 
-def _dashed(word: str) -> str:
+def _with_dashes(word: str) -> str:
     """``--max_tokens`` means ``--max-tokens``: both spellings are common in the field."""
     if not word.startswith("--"):
         return word

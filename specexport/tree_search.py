@@ -82,7 +82,7 @@ def observe(
     deepest = max(method.token_trees(), key=lambda tree: tree.depth)
     paths: Counter[RankPath] = Counter()
     total, steps = Stats(), 0
-    with recorded(engine, name) as recorder:
+    with record_proposals(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
             recorder.clear()
             completion = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
@@ -167,7 +167,7 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
 
 
 @contextlib.contextmanager
-def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
+def record_proposals(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
     """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
 
     Yields a list to which each proposal is added, with the length of the text before it.

@@ -61,25 +61,25 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
         logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
         before = logits.copy()
         # Some of the draft is what the grammar allows there, and some is anything.
-        likely = np.flatnonzero(np.isfinite(bound.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
+        likely = np.flatnonzero(np.isfinite(bound.apply(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
         draft = np.where(
             random.random(len(BRANCHES) - 1) < 0.7,
             random.choice(likely, len(BRANCHES) - 1),
             random.integers(0, vocab, len(BRANCHES) - 1),
         )
-        masked = bound.applied(logits, BRANCHES, draft)
+        masked = bound.apply(logits, BRANCHES, draft)
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
             alone = factory.constraint("json_schema", schema)
-            expected = alone.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+            expected = alone.apply(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             reached = True
             for token in (*text, *path):
                 reached = reached and bool(np.isfinite(expected[token])) and token != 1
                 if not reached:
                     break
                 alone.advance([token])
-                expected = alone.applied(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+                expected = alone.apply(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             if reached:
                 assert (np.isfinite(masked[node]) == np.isfinite(expected)).all()
         token = int(masked[0].argmax())
@@ -255,7 +255,7 @@ def decoded(
         for node in range(len(tree)):
             path = [int(drafted[at - 1]) for at in np.flatnonzero(tree.mask[node])[1:]]
             rows[node] = model([*text, *path], seed, vocab)
-            likely = bound.applied(rows, tree, drafted)[node].argmax()
+            likely = bound.apply(rows, tree, drafted)[node].argmax()
             for child in tree.children[node]:
                 drafted[child - 1] = random.choice([likely, likely, likely, EOS, random.integers(vocab)])
         proposal = Proposal(drafted, tree, None, drafted[:, None]) if len(tree) > 1 else None

@@ -12,8 +12,15 @@ import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
-from specexport.runtime.backends.cuda.api import Captured, Cuda, CudaStream, OutOfDeviceMemoryError
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, DeviceCache, MemoryPlan, NewRows, Staged
+from specexport.runtime.backends.cuda.api import Cuda, CudaGraph, CudaStream, OutOfDeviceMemoryError
+from specexport.runtime.backends.cuda.memory import (
+    BufferLayout,
+    Device,
+    DeviceCache,
+    MemoryPlan,
+    NewRows,
+    StagingBuffers,
+)
 from tests.cuda_stand_in import FRESH, StandIn, real
 from tests.null_cuda.bindings import NullRuntime
 
@@ -33,11 +40,11 @@ def device(cuda: Cuda) -> Device:
     return Device.share(cuda, 0.9)
 
 
-def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
+def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[StagingBuffers, object]:
     layout, plan = BufferLayout(arrays), MemoryPlan()
     plan.add("all", layout.nbytes)
     memory = plan.allocate(device, "a test")
-    return Staged(device, layout, memory["all"]), memory
+    return StagingBuffers(device, layout, memory["all"]), memory
 
 
 @pytest.mark.parametrize("kind", [StandIn, NullRuntime])
@@ -67,7 +74,7 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     cuda.bindings = real  # what Cuda.__init__ refuses to make without a device
     stream = object.__new__(CudaStream)
     stream._cuda, stream._rt, stream.handle = cuda, real, 16
-    captured = Captured(cuda, 16, 16)
+    captured = CudaGraph(cuda, 16, 16)
     captured._close.detach()
     kinds = "no NVIDIA driver|no GPU|supports CUDA"
     for call in (

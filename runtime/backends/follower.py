@@ -16,7 +16,7 @@ from specexport.contract.errors import SpecExportError
 from specexport.runtime.backend import Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
+from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, ProcessGroup, RankLostError, Run
 from specexport.runtime.bundle import Bundle
 
 
@@ -26,10 +26,10 @@ def main() -> int:
     read = sys.stdin.buffer.read
     job = msgspec.msgpack.decode(read(*LENGTH.unpack(read(LENGTH.size))), type=Job)
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
-    meeting = Meeting(job.rank, peers, mmap.mmap(job.memory, 0))
+    group = ProcessGroup(job.rank, peers, mmap.mmap(job.memory, 0))
     try:
-        graph = _opened(job, meeting)
-        meeting.wait()
+        graph = _open(job, group)
+        group.barrier()
         while head := read(LENGTH.size):
             _follow(graph, msgspec.msgpack.decode(read(*LENGTH.unpack(head)), type=Run))
     except RankLostError:
@@ -40,13 +40,13 @@ def main() -> int:
     return 0
 
 
-def _opened(job: Job, meeting: Meeting) -> Graph:
+def _open(job: Job, group: ProcessGroup) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
     if job.options.name not in ENGINE_RUNTIMES:
-        return open_rank(OnnxRuntimeGraph, bundle, job, meeting)
+        return open_rank(OnnxRuntimeGraph, bundle, job, group)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, job.options).follow(job, meeting)
+    return CudaBackend(bundle, job.options).follow(job, group)
 
 
 def _follow(graph: Graph, message: Run) -> None:

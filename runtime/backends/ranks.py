@@ -27,7 +27,7 @@ import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
-from specexport.contract.tensors import MEETINGS
+from specexport.contract.tensors import COLLECTIVES
 from specexport.runtime.backend import Array, BackendOptions, Graph, RunShape
 from specexport.runtime.bundle import Bundle
 
@@ -45,13 +45,13 @@ LENGTH = struct.Struct("<I")
 _FOLLOWER = "specexport.runtime.backends.follower"
 
 
-Meet = Callable[[str, Array, Array], None]
+Combine = Callable[[str, Array, Array], None]
 """Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
 
 
 def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
     """Sums parts in the order of their ranks, or joins them along the last axis: the tensor's name says which."""
-    _, join = MEETINGS
+    _, join = COLLECTIVES
     if name.startswith(join):
         np.concatenate(parts, -1, out=whole)
         return
@@ -69,7 +69,7 @@ class RankLostError(BackendError):
         self.silent = silent
 
 
-class Meeting:
+class ProcessGroup:
     """Combines the parts of all ranks in shared memory.
 
     Args:
@@ -91,7 +91,7 @@ class Meeting:
             peer.setblocking(False)
 
     def __call__(self, name: str, part: Array, whole: Array) -> None:
-        """See :data:`Meet`; sums are in the order of ranks, so equal on all of them."""
+        """See :data:`Combine`; sums are in the order of ranks, so equal on all of them."""
         flat, parts = part.reshape(-1), []
         several = flat.size > _BLOCK
         for start in range(0, flat.size, _BLOCK):
@@ -99,13 +99,13 @@ class Meeting:
             blocks = self._blocks[self._turn]
             self._turn ^= 1
             blocks[self._rank, : piece.size] = piece
-            self.wait()
+            self.barrier()
             shared = blocks[:, : piece.size]
             parts.append(shared.copy() if several else shared)
         gathered = np.concatenate(parts, 1) if several else parts[0]
         combine(name, list(gathered.reshape(len(gathered), *part.shape)), whole)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Returns when every rank has called it.
 
         Raises:
@@ -226,7 +226,7 @@ class Followers:
         for rank in ranks[1:]:
             for end in ends[rank].values():
                 end.close()
-        self.meeting = Meeting(0, ends[0], self._memory)
+        self.group = ProcessGroup(0, ends[0], self._memory)
         self._finalizer = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
 
     def wait_until_open(self) -> None:
@@ -235,8 +235,8 @@ class Followers:
         Raises:
             RankLostError: a rank ended.
         """
-        self.meeting.wait()
-        self.meeting.timeout = _TIMEOUT
+        self.group.barrier()
+        self.group.timeout = _TIMEOUT
 
     def note(self, name: str, *arguments: int) -> None:
         """Has the followers change their caches in the same way before their next run."""

@@ -223,7 +223,7 @@ def compare(
     chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
-    def decoded(
+    def decode_all(
         doing: str, tasks: Sequence[Task], params: SamplingParams
     ) -> Iterator[tuple[str, str, Completion, Completion]]:
         """Yields a method, a workload, and the outputs with the method and without."""
@@ -235,9 +235,9 @@ def compare(
                     yield name, task.workload, completion, plain
             progress(doing, index + 1, len(tasks))
 
-    for _ in decoded("warming up", tasks[:1], params.replace(max_tokens=min(_WARM_UP, max_tokens))):
+    for _ in decode_all("warming up", tasks[:1], params.replace(max_tokens=min(_WARM_UP, max_tokens))):
         pass
-    for name, workload, completion, plain in decoded("decoding", tasks, params):
+    for name, workload, completion, plain in decode_all("decoding", tasks, params):
         results[name].setdefault(workload, Result()).add(completion, plain)
         for method_name, steps in completion.stats.steps_by_draft.items():
             chosen[name][method_name] += sum(steps.values())

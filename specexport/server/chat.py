@@ -125,11 +125,11 @@ class _Format:
         return answers.ChatResponse(object="chat.completion", **fields)
 
     def _logprob(self, entry: TokenLogprobs) -> answers.ChatLogprob:
-        def worded(token: int, logprob: float) -> dict[str, Any]:
+        def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self._frontend.token_text(token)
             # A token may be a part of a character, which has no text.
             content = list(text.encode()) if "\ufffd" not in text else None
             return {"token": text, "logprob": least(logprob), "bytes": content}
 
-        top = [answers.TopLogprob(**worded(*pair)) for pair in entry.top]
-        return answers.ChatLogprob(**worded(entry.token, entry.logprob), top_logprobs=top)
+        top = [answers.TopLogprob(**describe(*pair)) for pair in entry.top]
+        return answers.ChatLogprob(**describe(entry.token, entry.logprob), top_logprobs=top)

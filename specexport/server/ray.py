@@ -44,7 +44,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import ServerOptions, ServiceOptions
 from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
-from specexport.server.middleware import Edge
+from specexport.server.middleware import Admission
 from specexport.server.request_parts import model_of
 from specexport.server.service import Service
 
@@ -174,7 +174,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         edge = Middleware(
-            Edge, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, arriving: None
+            Admission, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, arriving: None
         )
         return Starlette(routes=[Route("/metrics", self._metrics), Mount("/", app=self._pass_on)], middleware=[edge])
 

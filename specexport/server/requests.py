@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from specexport.runtime import SamplingParams
 from specexport.server.request_parts import (
     MAX_CHOICES,
-    Accepted,
     Alternatives,
     ChosenTool,
     Content,
     Count,
+    FieldsWithoutEffect,
     Function,
     FunctionName,
     Messages,
@@ -46,10 +46,10 @@ SAMPLING = (
 
 if TYPE_CHECKING:
 
-    class _Sampling(Accepted):
+    class _Sampling(FieldsWithoutEffect):
         skip_special_tokens: bool
 else:
-    _Sampling = model_of(Accepted, SamplingParams, SAMPLING, temperature={"le": 2})
+    _Sampling = model_of(FieldsWithoutEffect, SamplingParams, SAMPLING, temperature={"le": 2})
 
 
 class StreamOptions(RequestModel):

@@ -19,7 +19,7 @@ from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
 from specexport.server.request_parts import CalledFunction, ChatMessage, Content, ToolCall
 from specexport.server.requests import InputCall, InputItem, InputMessage, ResponseRequest
-from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
+from specexport.server.service import GONE, EventStream, Service, collect, merge, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools
 
 
@@ -49,7 +49,7 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     output = Output(calls)
     if body.stream:
         return EventStream(_events(service, response, output))
-    outputs = await finished(service, request, [stream])
+    outputs = await collect(service, request, [stream])
     if outputs is None:
         return Response(status_code=GONE)
     for _ in output.push(outputs[0].text, outputs[0].finish_reason):
@@ -196,7 +196,7 @@ async def _events(service: Service, response: _Response, output: Output) -> Asyn
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     try:
-        async with contextlib.aclosing(merged(service, [response.stream])) as chunks:
+        async with contextlib.aclosing(merge(service, [response.stream])) as chunks:
             async for _, chunk in chunks:
                 reason = chunk.finish_reason
                 for kind, fields in output.push(chunk.text, reason):

@@ -24,7 +24,7 @@ from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
-from specexport.runtime.request import joined
+from specexport.runtime.request import join_chunks
 from specexport.server import answers
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
@@ -214,7 +214,7 @@ async def respond(
     """Turns started streams into an answer, streamed or whole. They are cancelled if the client disconnects."""
     if body.stream:
         return EventStream(_events(service, body, streams, form))
-    outputs = await finished(service, request, streams)
+    outputs = await collect(service, request, streams)
     if outputs is None:
         return Response(status_code=GONE)
     usage = usage_of(body, streams)
@@ -231,10 +231,10 @@ async def respond(
     return Response(text, media_type="application/json")
 
 
-async def finished(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
+async def collect(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
     """Every stream's output as one chunk; None if the client disconnected."""
-    work = asyncio.ensure_future(_collected(service, streams))
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    work = asyncio.ensure_future(_collect_chunks(service, streams))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
     disconnected.add_done_callback(lambda _: work.cancel())
     try:
         return await work
@@ -275,7 +275,7 @@ async def _events(
         return "" if choice is None else event(form.answer([choice], usage, True))
 
     try:
-        async with contextlib.aclosing(merged(service, streams)) as chunks:
+        async with contextlib.aclosing(merge(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or body.include_steps or chunk.finish_reason is not None:
                     # A prompt's log-probabilities come all at once, and trees have many tokens.
@@ -312,20 +312,20 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> a
     )
 
 
-async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
+async def _collect_chunks(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
     chunks: list[list[Chunk]] = [[] for _ in streams]
-    async with contextlib.aclosing(merged(service, streams)) as items:
+    async with contextlib.aclosing(merge(service, streams)) as items:
         async for index, chunk in items:
             chunks[index].append(chunk)
-    return list(map(joined, chunks))
+    return list(map(join_chunks, chunks))
 
 
-async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def merge(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of several streams in order of arrival, with the stream's index; the first error ends all."""
     items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncStream) -> None:
-        async with contextlib.aclosing(service.metrics.watched(stream)) as chunks:
+        async with contextlib.aclosing(service.metrics.watch(stream)) as chunks:
             async for chunk in chunks:
                 items.put_nowait((index, chunk))
 
@@ -347,7 +347,7 @@ async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

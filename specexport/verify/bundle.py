@@ -138,7 +138,7 @@ def verify(
         not_run = (Check(name, None, reason) for name in ("graphs", "logits", "quality", "speculation"))
         return VerifyReport(bundle, (files, *not_run))
     opened = Bundle.open(bundle, check_hashes=False)
-    locations = _moved(opened, target, sources or {})
+    locations = _locations(opened, target, sources or {})
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
     run = MethodRun(opened, texts, locations)
     steps: dict[str, Callable[[], Outcome]] = {"graphs": lambda: _graphs(opened, report)}
@@ -239,7 +239,7 @@ def _method(method: Method, run: MethodRun) -> Outcome:
     return agreement.passed, f"{sentence} at {agreement}", agreement.numbers
 
 
-def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
+def _locations(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
     """The checkpoints that the caller names.
 
     Raises:

@@ -134,7 +134,7 @@ def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
     return StepSession(bundle.file, bundle.manifest.lowering, model, rows, 1e6)
 
 
-def half_embedded(feed: Feed, embeds: Array) -> Feed:
+def embed_half(feed: Feed, embeds: Array) -> Feed:
     """A prefill feed with embeddings ``[P,H]`` of the text in place of every other token."""
     past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
     rows, mask = np.zeros((*tokens.shape, embeds.shape[1]), np.float32), np.zeros(tokens.shape, np.bool_)
@@ -223,10 +223,10 @@ class TokenAgreement:
 def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
-    return paired(texts, sizes)
+    return pair(texts, sizes)
 
 
-def paired(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
+def pair(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
     """Pairs with each text and each setting at least once."""
     return [(texts[i % len(texts)], settings[i % len(settings)]) for i in range(max(len(texts), len(settings)))]
 
@@ -316,7 +316,7 @@ def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]])
     graph = open_step(bundle, [call for calls in prefills for call in calls])
     for (embeds, expected), calls in zip(references, prefills, strict=True):
         for call in calls:
-            logits = graph.logits(half_embedded(call.feed(bundle.manifest.target), embeds))
+            logits = graph.logits(embed_half(call.feed(bundle.manifest.target), embeds))
         agreement.count(expected[-len(logits) :], logits.argmax(axis=-1))
     sentence = (
         "given the model's own embeddings instead of every other token, the graph prefers the model's token at "

@@ -23,8 +23,8 @@ from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.timing import Progress
-from specexport.tree_search import recorded
-from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, paired
+from specexport.tree_search import record_proposals
+from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
 
 _RECORDED_STEPS = 6
 """Tokens decoded after each prompt to record proposals; the model reads the text again for each."""
@@ -81,7 +81,7 @@ class MethodRun:
         proposer = open_proposer(method, Opening(self.bundle, backend, 1))
         params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
         results = []
-        for start, tree in paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
+        for start, tree in pair(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
             text, K = list(start), tree.depth
             for accepted in (K, 1, 0):
                 if len(text) + K > manifest.max_seq_len:
@@ -106,7 +106,7 @@ class MethodRun:
         results = []
         with (
             Engine.load(self.bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine,
-            recorded(engine, method.name) as recorder,
+            record_proposals(engine, method.name) as recorder,
         ):
             for text in self.texts:
                 recorder.clear()
@@ -138,7 +138,7 @@ def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int
     lengths: list[float] = []
     with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine:
         methods = bundle.manifest.methods or engine.methods.values()
-        work = paired(texts, [(method.name, len(tree) - 1) for method in methods for tree in method.token_trees()])
+        work = pair(texts, [(method.name, len(tree) - 1) for method in methods for tree in method.token_trees()])
         for index, (text, (method, size)) in enumerate(work):
             compared, differing, length = _compare_text(engine, text, method, size, max_tokens)
             tokens += compared

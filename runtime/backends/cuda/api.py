@@ -181,7 +181,7 @@ class CudaStream:
     def fill(self, address: int, value: int, nbytes: int) -> None:
         self._cuda.call("cudaMemsetAsync", address, value, nbytes, self.handle)
 
-    def capture(self, enqueue: Callable[[], None]) -> Captured:
+    def capture(self, enqueue: Callable[[], None]) -> CudaGraph:
         """Records the work that a function enqueues, without doing it.
 
         The function must not allocate or wait, and all its addresses must stay valid for as long as the graph is
@@ -202,7 +202,7 @@ class CudaStream:
         graph = self._cuda.call("cudaStreamEndCapture", self.handle)
         executable = int(self._cuda.call("cudaGraphInstantiate", graph, 0))
         self._cuda.call("cudaGraphDestroy", graph)
-        return Captured(self._cuda, self.handle, executable)
+        return CudaGraph(self._cuda, self.handle, executable)
 
     def _begin_capture(self) -> None:
         """Work of this stream and thread is recorded from now on."""
@@ -216,9 +216,9 @@ class CudaStream:
             self._rt.cudaGraphDestroy(graph)
         self._rt.cudaGetLastError()
 
-    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:
+    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[CudaGraph] | BackendError:
         """Captures every piece of work, or none: then returns the error."""
-        captured: list[Captured] = []
+        captured: list[CudaGraph] = []
         try:
             for enqueue in work:
                 captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure must be closed
@@ -235,7 +235,7 @@ class CudaStream:
             self._cuda.call("cudaStreamDestroy", self.handle)
 
 
-class Captured:
+class CudaGraph:
     """A CUDA graph of work on one stream."""
 
     def __init__(self, cuda: Cuda, stream: int, executable: int) -> None:

@@ -21,7 +21,7 @@ from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
 from specexport.runtime.backends.cuda.step_variants import StepVariants
 from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.backends.cuda.trt import EngineLibrary
-from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
+from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, Leading, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod, StepProgram
@@ -141,7 +141,7 @@ class CudaBackend:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(followers.close)
             try:
-                followers.meeting.wait()  # joining waits for ever if a rank has no GPU or NCCL
+                followers.group.barrier()  # joining waits for ever if a rank has no GPU or NCCL
                 communicator = nccl.join(job.unique_id, 0, ranks)
                 cleanup.callback(communicator.close)
 
@@ -149,11 +149,11 @@ class CudaBackend:
                     followers.lost = RankLostError(rank)
                     communicator.close()  # aborts what the device waits for
 
-                followers.meeting.watch(lost)
+                followers.group.watch(lost)
                 leading = self._open(LeadingDeviceGraph, model.of_rank(0), slots, buffers, communicator)
                 leading.communicator = communicator
                 leading.lead(followers)
-                followers.meeting.wait()
+                followers.group.barrier()
             except BackendError as error:
                 lost_rank = error if isinstance(error, RankLostError) else followers.lost
                 if lost_rank is None:
@@ -162,16 +162,16 @@ class CudaBackend:
             cleanup.pop_all()
         return leading
 
-    def follow(self, job: Job, meeting: Meeting) -> DeviceGraph:
+    def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
         """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
         """
         model, nccl, buffers = self._bundle.manifest.target, Nccl(), self._bundle.manifest.target_signature.buffers
-        meeting.wait()
+        group.barrier()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
-        meeting.watch(lambda rank: os._exit(ORPHANED))
+        group.watch(lambda rank: os._exit(ORPHANED))
         return self._open(DeviceGraph, model.of_rank(job.rank), job.slots, buffers, communicator)
 
     def inexact(self, target: Graph) -> str:

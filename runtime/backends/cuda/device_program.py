@@ -152,7 +152,7 @@ class DeviceProgram:
         new = step.outputs.host[tensors.TOKENS][view.slot, : accepted + 1].tolist()
         past = len(view.tokens) - 1
         if step.commits:
-            self._target.committed(view.slot, past + 1 + accepted)
+            self._target.set_filled(view.slot, past + 1 + accepted)
         else:
             self._target.commit(view.slot, past, [0, *path])
         if part.draft is not None:

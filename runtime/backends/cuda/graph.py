@@ -14,7 +14,7 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import Array, Buffers, Graph, RunShape
-from specexport.runtime.backends.cuda.api import Captured
+from specexport.runtime.backends.cuda.api import CudaGraph
 from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor
 from specexport.runtime.backends.cuda.memory import (
     BufferLayout,
@@ -22,10 +22,17 @@ from specexport.runtime.backends.cuda.memory import (
     DeviceCache,
     MemoryPlan,
     NewRows,
-    Staged,
+    StagingBuffers,
     Tensor,
 )
-from specexport.runtime.backends.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
+from specexport.runtime.backends.cuda.repeat import (
+    PASTS,
+    RepeatedCalls,
+    call_arrays,
+    call_of,
+    note_pasts,
+    repeated_points,
+)
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and a function that replaces it by the launch of the captured graph."""
@@ -39,8 +46,8 @@ class Width:
     inputs and outputs.
     """
 
-    inputs: Staged
-    outputs: Staged
+    inputs: StagingBuffers
+    outputs: StagingBuffers
     enqueues: dict[_Place, Enqueue] = field(default_factory=dict)
     launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
@@ -90,7 +97,7 @@ class DeviceGraph(Graph):
         fed = 0 if self.in_place else max(point.fed for point in built)
         self.cache = DeviceCache(device, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
         self._new_rows: NewRows | None = None
-        self._captured: list[Captured] = []
+        self._captured: list[CudaGraph] = []
         points = {_uncached(point): point for point in self._points}
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
         call = next((call_arrays(point, self._follow_up, buffers) for point in self._repeated), {})
@@ -105,13 +112,16 @@ class DeviceGraph(Graph):
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
-        self._call = Staged(device, of_call, self._memory["call"])
+        self._call = StagingBuffers(device, of_call, self._memory["call"])
         self._call.upload()
         self._widths = {
-            key: Width(Staged(device, inputs, self._memory["inputs"]), Staged(device, outputs, self._memory["outputs"]))
+            key: Width(
+                StagingBuffers(device, inputs, self._memory["inputs"]),
+                StagingBuffers(device, outputs, self._memory["outputs"]),
+            )
             for key, (inputs, outputs) in layouts.items()
         }
-        pieces = [piece for point in sorted(self._points) for piece in self._prepared(point)]
+        pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
         self.execution: Execution = "plain"
         self.fallback = ""
         self._capture(pieces)
@@ -144,7 +154,7 @@ class DeviceGraph(Graph):
         self._filled[slot] = past + len(nodes)
         self.cache.move(slot, past, nodes, self._new_rows)
 
-    def committed(self, slot: int, rows: int) -> None:
+    def set_filled(self, slot: int, rows: int) -> None:
         """Records the number of a slot's rows, which the device itself committed."""
         self._filled[slot] = rows
 
@@ -211,7 +221,7 @@ class DeviceGraph(Graph):
         pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
-    def _prepared(self, point: ShapePoint) -> list[_Piece]:
+    def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and warms it up, so that libraries initialize before anything is captured."""
         width = self._widths[_uncached(point)]
         pieces: list[_Piece] = []
@@ -242,7 +252,9 @@ class DeviceGraph(Graph):
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
-        calls = Repeated(self._device, width.inputs.device, width.outputs.device, self._call.device, prepare).calls()
+        calls = RepeatedCalls(
+            self._device, width.inputs.device, width.outputs.device, self._call.device, prepare
+        ).calls()
 
         def enqueue() -> None:
             for index, call in enumerate(calls):

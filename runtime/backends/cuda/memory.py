@@ -20,7 +20,7 @@ ALIGNMENT = 256
 _GIB = 1 << 30
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """The next multiple of the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -103,13 +103,13 @@ class MemoryPlan:
         Raises:
             OutOfDeviceMemoryError: it does not fit.
         """
-        total = sum(map(aligned, self._sizes.values()))
+        total = sum(map(align, self._sizes.values()))
         device.budget.require(total, purpose)
         base = address = device.cuda.allocate(max(total, ALIGNMENT))
         regions = {}
         for name, nbytes in self._sizes.items():
             regions[name] = Region(address, nbytes)
-            address += aligned(nbytes)
+            address += align(nbytes)
         return Memory(device.cuda, base, regions)
 
 
@@ -154,7 +154,7 @@ class BufferLayout:
         self.nbytes = 0
         for name, array in self.arrays.items():
             self.offsets[name] = self.nbytes
-            self.nbytes += aligned(array.nbytes)
+            self.nbytes += align(array.nbytes)
 
     def tensors(self, address: int) -> dict[str, Tensor]:
         """The arrays on the device, by name, in a block at this address."""
@@ -163,7 +163,7 @@ class BufferLayout:
         }
 
 
-class Staged:
+class StagingBuffers:
     """Arrays in pinned host memory and in device memory with the same layout: one copy moves all of them."""
 
     def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
@@ -280,8 +280,8 @@ class DeviceCache:
         return parts
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
-        """Bytes from one layer's part of a block to the next; each is aligned, as libraries require."""
-        return aligned(self._batch * heads * rows * width * self._dtype.itemsize)
+        """Bytes from one layer's part of a block to the next; each is align, as libraries require."""
+        return align(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:
         assert self._memory is not None

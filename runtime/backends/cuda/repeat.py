@@ -54,7 +54,7 @@ def note_pasts(inputs: Mapping[str, Array]) -> None:
         pasts[1:] += inputs[tensors.LAST_ROW]
 
 
-class Repeated:
+class RepeatedCalls:
     """The calls of one run.
 
     Between two calls of a draft model the tokens move up by one: a call reads the last two tokens of the text and draft

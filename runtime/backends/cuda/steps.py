@@ -12,10 +12,10 @@ from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.api import Captured
+from specexport.runtime.backends.cuda.api import CudaGraph
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
 from specexport.runtime.backends.cuda.library import Enqueue, Execution
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
+from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, StagingBuffers, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
 
 _ID = np.dtype(np.int64).itemsize
@@ -33,8 +33,8 @@ class DeviceStep:
         launches: the same work in as few calls as possible, by cache size.
     """
 
-    inputs: Staged
-    outputs: Staged
+    inputs: StagingBuffers
+    outputs: StagingBuffers
     commits: bool = False
     parts: dict[int, list[Enqueue]] = field(default_factory=dict)
     launches: dict[int, list[Enqueue]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Steps:
         self._target = target
         self._slots = target.sizes[-1]
         self._graphs = graphs
-        self._captured: list[Captured] = []
+        self._captured: list[CudaGraph] = []
         layouts = {
             variant: [
                 BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
@@ -86,7 +86,7 @@ class Steps:
             plan.add("outputs", outputs.nbytes)
             plan.add("filled", filled.nbytes)
         self._memory = plan.allocate(device, "the step program's buffers")
-        self._steps = {variant: self._bound(variant, *layout) for variant, layout in layouts.items()}
+        self._steps = {variant: self._prepare_step(variant, *layout) for variant, layout in layouts.items()}
         self.execution: Execution = "plain"
         self.fallback = ""
         whole = self._capture("graph per step", lambda parts: [_together(parts)])
@@ -116,12 +116,12 @@ class Steps:
             step.outputs.close()
         self._memory.close()
 
-    def _bound(
+    def _prepare_step(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
         """Prepares and warms up a step's graphs, before it is captured."""
-        staged_inputs = Staged(self._device, inputs, self._memory["inputs"])
-        step = DeviceStep(staged_inputs, Staged(self._device, outputs, self._memory["outputs"]))
+        staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
+        step = DeviceStep(staged_inputs, StagingBuffers(self._device, outputs, self._memory["outputs"]))
         verify = self._target.width(variant.shape)
         drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []

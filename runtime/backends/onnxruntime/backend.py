@@ -79,7 +79,7 @@ class OnnxRuntimeBackend:
         job = Job(str(self._bundle.folder.absolute()), slots, replace(self._options, threads=share))
         followers = Followers(self._bundle, job)
         try:
-            graph = open_rank(LeadingGraph, self._bundle, job, followers.meeting)
+            graph = open_rank(LeadingGraph, self._bundle, job, followers.group)
             graph.lead(followers)
             followers.wait_until_open()
         except RankLostError as lost:

@@ -211,7 +211,7 @@ class OnnxRuntimeGraph(Graph):
     def copy(self, source: int, to: int, rows: int) -> None:
         rows = self.reusable(source, rows)
         if source != to:
-            self._cache.changed(to, 0)
+            self._cache.mark_changed(to, 0)
             for block in self._cache.now.blocks:
                 block[:, to, :, :rows] = block[:, source, :, :rows]
         if self._states is not None and source != to and rows:
@@ -221,7 +221,7 @@ class OnnxRuntimeGraph(Graph):
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
         self._filled[slot] = past + count
-        self._cache.changed(slot, past)
+        self._cache.mark_changed(slot, past)
         assert self._last is not None
         first, arrays = self._last
         if self._states is not None:
@@ -263,7 +263,7 @@ class OnnxRuntimeGraph(Graph):
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
-            self._states.ran(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
+            self._states.advance(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = slots.start, arrays
         return arrays.outputs
 
