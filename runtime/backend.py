@@ -17,6 +17,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
+    from specexport.runtime.backends.ranks import Followers
     from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 Array = tensors.Array
@@ -55,6 +56,8 @@ class RunShape(NamedTuple):
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
+    A backend implements the methods that begin with an underscore, :meth:`inputs` and the properties.
+
     Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns; their
     first dimension is the window's. Both are the same memory call after call: copy what must outlive the next run.
 
@@ -62,10 +65,12 @@ class Graph(ABC):
         sizes: batch sizes a window may have, ascending; the last is the number of slots.
         cache_sizes: rows a slot's cache may have, ascending.
         any_width: whether a draft's run takes any T, as dimensions are free.
+        followers: the other ranks of a split target, which mirror its cache changes and runs; None for none.
     """
 
     sizes: tuple[int, ...]
     any_width: bool = False
+    followers: Followers | None = None
 
     def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
         self._points = frozenset(points)
@@ -114,6 +119,7 @@ class Graph(ABC):
         """
         if self.cache_rows < rows and self.cache_sizes[-1]:
             self._resize(self._cache_size(rows))
+        self._mirror("reserve", rows)
 
     def shrink_cache(self, rows: int) -> None:
         """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
@@ -121,16 +127,24 @@ class Graph(ABC):
         if size < self.cache_rows:
             self._filled = [min(count, size) for count in self._filled]
             self._resize(size)
+        self._mirror("shrink_cache", rows)
 
     @abstractmethod
     def _resize(self, rows: int) -> None:
         """Resizes every slot's cache to one of :attr:`cache_sizes`; keeps the rows that fit."""
 
-    @abstractmethod
     def copy(self, source: int, to: int, rows: int) -> None:
         """Copies the first ``rows`` rows of a slot's cache to another one, as far as they are :meth:`reusable`."""
+        rows = self.reusable(source, rows)
+        if source != to:
+            self._copy(source, to, rows)
+        self._filled[to] = rows
+        self._mirror("copy", source, to, rows)
 
     @abstractmethod
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        """Implements :meth:`copy` between two slots."""
+
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """Commits the rows of some of the last run's tokens to the cache, one after the other.
 
@@ -141,6 +155,13 @@ class Graph(ABC):
             past: the run's ``past_length``.
             nodes: the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
         """
+        self._filled[slot] = past + len(nodes)
+        self._commit(slot, past, nodes)
+        self._mirror("commit", slot, past, *nodes)
+
+    @abstractmethod
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        """Implements :meth:`commit`."""
 
     @abstractmethod
     def inputs(self, shape: RunShape) -> dict[str, Array]:
@@ -159,9 +180,24 @@ class Graph(ABC):
                 inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
         return inputs
 
-    @abstractmethod
     def run(self, shape: RunShape) -> dict[str, Array]:
-        """Runs the graph; returns the outputs by name, without the caches."""
+        """Runs the graph; returns the outputs by name, without the caches.
+
+        Raises:
+            BackendError: the library fails, or one of :attr:`followers` is lost.
+        """
+        if self.followers is None:
+            return self._run(shape)
+        return self.followers.run_with(self._run, shape, self.inputs(shape))
+
+    @abstractmethod
+    def _run(self, shape: RunShape) -> dict[str, Array]:
+        """Implements :meth:`run` in this process."""
+
+    def _mirror(self, name: str, *arguments: int) -> None:
+        """Has the followers change their caches in the same way."""
+        if self.followers is not None:
+            self.followers.note(name, *map(int, arguments))
 
     def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
         """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``most``.

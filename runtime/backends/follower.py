@@ -14,7 +14,6 @@ import numpy as np
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
 from specexport.runtime.backend import Graph
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
 from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, ProcessGroup, RankLostError, Run
 from specexport.runtime.bundle import Bundle
@@ -43,7 +42,7 @@ def main() -> int:
 def _open(job: Job, group: ProcessGroup) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
     if job.options.name not in ENGINE_RUNTIMES:
-        return open_rank(OnnxRuntimeGraph, bundle, job, group)
+        return open_rank(bundle, job, group)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
     return CudaBackend(bundle, job.options).follow(job, group)

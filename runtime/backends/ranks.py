@@ -28,7 +28,7 @@ import numpy as np
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
 from specexport.contract.tensors import COLLECTIVES
-from specexport.runtime.backend import Array, BackendOptions, Graph, RunShape
+from specexport.runtime.backend import Array, BackendOptions, RunShape
 from specexport.runtime.bundle import Bundle
 
 _BLOCK = 1 << 18
@@ -242,8 +242,28 @@ class Followers:
         """Has the followers change their caches in the same way before their next run."""
         self._changes.append((name, list(arguments)))
 
-    def run(self, shape: RunShape, inputs: Mapping[str, Array]) -> None:
-        """Has the followers run with the same inputs."""
+    def run_with(
+        self, run: Callable[[RunShape], dict[str, Array]], shape: RunShape, inputs: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Runs the first rank's part while the followers run theirs with the same inputs; returns the whole's outputs.
+
+        Raises:
+            BackendError: a rank is lost, or ``run`` fails.
+        """
+        outputs: dict[str, Array] = {}
+        try:
+            self._start(shape, inputs)
+            outputs = run(shape)
+        except RankLostError as lost:
+            self.give_up(lost)
+        except BackendError:
+            if self.lost is None:
+                raise
+        if self.lost is not None:
+            self.give_up(self.lost)
+        return outputs
+
+    def _start(self, shape: RunShape, inputs: Mapping[str, Array]) -> None:
         if self._error is not None:
             raise self._error
         tokens, rows, drafts, slots = shape
@@ -302,49 +322,3 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], peers: Iterable[socket.s
             process.wait(_SHUTDOWN)
         process.kill()
         process.wait()
-
-
-class Leading(Graph):
-    """A mixin for the graph of the first rank's part: the other ranks mirror its cache changes and runs.
-
-    It goes before the graph's class in the list of bases. Runs have the results of the whole graph.
-    """
-
-    _followers: Followers
-
-    def lead(self, followers: Followers) -> None:
-        """Has the other ranks follow its runs and cache changes from now on."""
-        self._followers = followers
-
-    def reserve(self, rows: int) -> None:
-        super().reserve(rows)
-        self._note("reserve", rows)
-
-    def shrink_cache(self, rows: int) -> None:
-        super().shrink_cache(rows)
-        self._note("shrink_cache", rows)
-
-    def copy(self, source: int, to: int, rows: int) -> None:
-        super().copy(source, to, rows)  # type: ignore[safe-super]
-        self._note("copy", source, to, rows)
-
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        super().commit(slot, past, nodes)  # type: ignore[safe-super]
-        self._note("commit", slot, past, *nodes)
-
-    def _note(self, name: str, *arguments: int) -> None:
-        if hasattr(self, "_followers"):  # before that, each has opened with the same cache
-            self._followers.note(name, *map(int, arguments))
-
-    def run(self, shape: RunShape) -> dict[str, Array]:
-        try:
-            self._followers.run(shape, self.inputs(shape))
-            outputs = super().run(shape)  # type: ignore[safe-super]
-        except RankLostError as lost:
-            self._followers.give_up(lost)
-        except BackendError:
-            if self._followers.lost is None:
-                raise
-        if self._followers.lost is not None:
-            self._followers.give_up(self._followers.lost)
-        return outputs

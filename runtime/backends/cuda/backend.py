@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
@@ -21,23 +20,10 @@ from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
 from specexport.runtime.backends.cuda.step_variants import StepVariants
 from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.backends.cuda.trt import EngineLibrary
-from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, Leading, ProcessGroup, RankLostError
+from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod, StepProgram
-
-T = TypeVar("T", bound=DeviceGraph)
-
-
-class LeadingDeviceGraph(Leading, DeviceGraph):
-    """The first rank's part of a target on its GPU; its runs have the results of the whole graph."""
-
-    communicator: Communicator
-
-    def close(self) -> None:
-        super().close()
-        self.communicator.close()
-        self._followers.close()
 
 
 class CudaBackend:
@@ -68,6 +54,7 @@ class CudaBackend:
         )
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
+        self._ranks = contextlib.ExitStack()  # ends the other ranks of a split target
 
     kernels = kernels_build = ""
 
@@ -106,27 +93,27 @@ class CudaBackend:
             )
         if model.ranks:
             return self._lead(model, slots, buffers)
-        return self._open(DeviceGraph, model, slots, buffers)
+        return self._open(model, slots, buffers)
 
     def _open(
-        self, kind: type[T], model: Model, slots: int, buffers: Buffers, communicator: Communicator | None = None
-    ) -> T:
+        self, model: Model, slots: int, buffers: Buffers, communicator: Communicator | None = None
+    ) -> DeviceGraph:
         manifest = self._bundle.manifest
         role = next((role for role, entry in manifest.models.items() if entry is model), "target")
 
-        def opened() -> T:
+        def open_graph() -> DeviceGraph:
             executor = self._library.open(model, communicator)
             try:
-                return kind(self._shared, model, manifest.lowering, buffers, executor, slots, role)
+                return DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
             except BaseException:
                 executor.close()
                 raise
 
-        graph = self._run(opened)
+        graph = self._run(open_graph)
         self.graphs.append(graph)
         return graph
 
-    def _lead(self, model: Model, slots: int, buffers: Buffers) -> LeadingDeviceGraph:
+    def _lead(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
         """Opens the first rank's part of a split target, and starts a process for each of the others."""
         gpus, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
         if gpus < ranks:
@@ -150,17 +137,16 @@ class CudaBackend:
                     communicator.close()  # aborts what the device waits for
 
                 followers.group.watch(lost)
-                leading = self._open(LeadingDeviceGraph, model.of_rank(0), slots, buffers, communicator)
-                leading.communicator = communicator
-                leading.lead(followers)
+                graph = self._open(model.of_rank(0), slots, buffers, communicator)
+                graph.followers = followers
                 followers.group.barrier()
             except BackendError as error:
                 lost_rank = error if isinstance(error, RankLostError) else followers.lost
                 if lost_rank is None:
                     raise
                 followers.give_up(lost_rank)
-            cleanup.pop_all()
-        return leading
+            self._ranks = cleanup.pop_all()
+        return graph
 
     def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
         """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
@@ -172,7 +158,7 @@ class CudaBackend:
         group.barrier()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
         group.watch(lambda rank: os._exit(ORPHANED))
-        return self._open(DeviceGraph, model.of_rank(job.rank), job.slots, buffers, communicator)
+        return self._open(model.of_rank(job.rank), job.slots, buffers, communicator)
 
     def inexact(self, target: Graph) -> str:
         return "on a device a row's rounding depends on the number of rows"
@@ -214,4 +200,5 @@ class CudaBackend:
         for graph in self.graphs:
             graph.close()
         self.graphs.clear()
+        self._ranks.close()
         self.stream.close()

@@ -145,13 +145,10 @@ class DeviceGraph(Graph):
     def _resize(self, rows: int) -> None:
         self.cache.resize(rows)  # needs no memory: the largest cache was allocated
 
-    def copy(self, source: int, to: int, rows: int) -> None:
-        if source != to:
-            self.cache.copy(source, to, rows)
-        self._filled[to] = rows
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        self.cache.copy(source, to, rows)
 
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        self._filled[slot] = past + len(nodes)
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         self.cache.move(slot, past, nodes, self._new_rows)
 
     def set_filled(self, slot: int, rows: int) -> None:
@@ -161,7 +158,7 @@ class DeviceGraph(Graph):
     def inputs(self, shape: RunShape) -> dict[str, Array]:
         return self.width(shape).inputs.host
 
-    def run(self, shape: RunShape) -> dict[str, Array]:
+    def _run(self, shape: RunShape) -> dict[str, Array]:
         width = self.begin(shape)
         width.launches[self.cache.rows, shape.slots.start]()
         self._device.stream.synchronize()

@@ -11,18 +11,11 @@ from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import Followers, Job, Leading, RankLostError
+from specexport.runtime.backends.ranks import Followers, Job, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import available_cores, cpu_name
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod
-
-
-class LeadingGraph(Leading, OnnxRuntimeGraph):
-    """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
-
-    def close(self) -> None:
-        self._followers.close()
 
 
 class OnnxRuntimeBackend:
@@ -35,7 +28,7 @@ class OnnxRuntimeBackend:
         self._bundle = bundle
         self._threads = options.threads or available_cores()
         self._options = replace(options, threads=self._threads)
-        self._leading: list[LeadingGraph] = []
+        self._followers: list[Followers] = []
 
     @property
     def default_slots(self) -> int:
@@ -73,21 +66,21 @@ class OnnxRuntimeBackend:
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
-    def _lead(self, slots: int) -> LeadingGraph:
+    def _lead(self, slots: int) -> OnnxRuntimeGraph:
         """Starts the other ranks of the target, which share the threads, and opens the first one's part."""
         share = max(1, self._threads // len(self._bundle.manifest.target.ranks))
         job = Job(str(self._bundle.folder.absolute()), slots, replace(self._options, threads=share))
         followers = Followers(self._bundle, job)
         try:
-            graph = open_rank(LeadingGraph, self._bundle, job, followers.group)
-            graph.lead(followers)
+            graph = open_rank(self._bundle, job, followers.group)
+            graph.followers = followers
             followers.wait_until_open()
         except RankLostError as lost:
             followers.give_up(lost)
         except BaseException:
             followers.close()
             raise
-        self._leading.append(graph)
+        self._followers.append(followers)
         return graph
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
@@ -95,5 +88,5 @@ class OnnxRuntimeBackend:
 
     def close(self) -> None:
         """Ends the other ranks; graphs are freed with their last reference."""
-        for leading in self._leading:
-            leading.close()
+        for followers in self._followers:
+            followers.close()

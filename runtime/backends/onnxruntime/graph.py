@@ -208,19 +208,15 @@ class OnnxRuntimeGraph(Graph):
         self._cache.resize(rows, self._filled)
         self._bound.clear()
 
-    def copy(self, source: int, to: int, rows: int) -> None:
-        rows = self.reusable(source, rows)
-        if source != to:
-            self._cache.mark_changed(to, 0)
-            for block in self._cache.now.blocks:
-                block[:, to, :, :rows] = block[:, source, :, :rows]
-        if self._states is not None and source != to and rows:
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        self._cache.mark_changed(to, 0)
+        for block in self._cache.now.blocks:
+            block[:, to, :, :rows] = block[:, source, :, :rows]
+        if self._states is not None and rows:
             self._states.copy(source, to)
-        self._filled[to] = rows
 
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
-        self._filled[slot] = past + count
         self._cache.mark_changed(slot, past)
         assert self._last is not None
         first, arrays = self._last
@@ -245,7 +241,7 @@ class OnnxRuntimeGraph(Graph):
             inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
         return inputs
 
-    def run(self, shape: RunShape) -> dict[str, Array]:
+    def _run(self, shape: RunShape) -> dict[str, Array]:
         arrays, slots = self._arrays_of(shape), shape.slots
         if self._layers:
             self._cache.advance(self._filled)

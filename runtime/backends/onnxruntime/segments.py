@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from specexport.runtime.backends.onnxruntime.graph import (
 )
 from specexport.runtime.backends.ranks import Combine, Job, ProcessGroup, combine
 from specexport.runtime.bundle import Bundle
-
-G = TypeVar("G", bound=OnnxRuntimeGraph)
 
 
 class Segments:
@@ -113,14 +111,14 @@ def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
     return (*part[:-1], part[-1] * (ranks if name.startswith(COLLECTIVES[1]) else 1))
 
 
-def open_rank(kind: type[G], bundle: Bundle, job: Job, group: ProcessGroup) -> G:
-    """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
+def open_rank(bundle: Bundle, job: Job, group: ProcessGroup) -> OnnxRuntimeGraph:
+    """Opens a rank's part of the target; see :func:`open_cached`."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
     files = model.ranks[job.rank].segments
     sessions = [open_cached(bundle, model, name, job.options) for name in files]
     segments = Segments(sessions, len(model.ranks), lowering, group)
     buffers = bundle.manifest.target_signature.buffers
-    return kind(bundle.file(files[0]), segments, model.of_rank(job.rank), lowering, job.slots, buffers)
+    return OnnxRuntimeGraph(bundle.file(files[0]), segments, model.of_rank(job.rank), lowering, job.slots, buffers)
 
 
 class _Declared(NamedTuple):
