@@ -26,7 +26,7 @@ from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.runtime.backend import Graph, RunShape, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import SWITCH, PackedWeights, kernels
 from specexport.runtime.bundle import Bundle
@@ -90,7 +90,7 @@ def _show(precision: str, widths: tuple[int, ...], result: dict[str, Any]) -> No
 
 def _open(opened: Bundle, threads: int, kernels: str) -> Graph:
     with patch.dict(os.environ, {SWITCH: kernels}):
-        graph = open_graph(opened, opened.manifest.target, 1, opened.manifest.target_signature.buffers, threads)
+        graph = open_target(opened, threads=threads)
     graph.reserve(PAST + 64)
     return graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specexport.contract import tensors
@@ -224,16 +224,17 @@ class BackendOptions:
     """How a backend is opened; each backend uses what applies to its device.
 
     Attributes:
-        name: the backend, as one entry point may serve several names.
+        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for. A backend gets its
+            name, as it may have several.
         threads: for CPUs; None for every core that this process may use.
         gpu_memory_utilization: for GPUs, the share of the device's memory that may be used, other programs' included.
         keep: cache graphs as a library optimizes them, so that the next opening is faster.
     """
 
-    name: str
-    threads: int | None
-    gpu_memory_utilization: float
-    keep: bool
+    name: str | None = None
+    threads: int | None = None
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
+    keep: bool = False
 
 
 class Backend(Protocol):
@@ -306,30 +307,27 @@ def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams)
     inputs[tensors.MIN_P][at] = params.min_p
 
 
-def open_backend(
-    bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float, keep: bool = False
-) -> Backend:
-    """Opens the backend that a bundle runs on.
-
-    ``name`` is an entry point of :data:`GROUP`; None for the backend that the bundle was built for.
+def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
+    """Opens a backend for a bundle.
 
     Raises:
         BackendError: there is no such backend, or it or its device is missing.
         RequestError: the share of the memory is out of range.
     """
-    chosen = name or bundle.manifest.backend
-    if chosen not in offered(GROUP):
-        raise BackendError(f"there is no backend {chosen!r}; expected one of {', '.join(offered(GROUP))}")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
-    backend: Backend = load(GROUP, chosen)(bundle, BackendOptions(chosen, threads, gpu_memory_utilization, keep))
+    name, share = options.name or bundle.manifest.backend, options.gpu_memory_utilization
+    if name not in offered(GROUP):
+        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(offered(GROUP))}")
+    if not 0 < share <= 1:
+        raise RequestError(f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]")
+    backend: Backend = load(GROUP, name)(bundle, replace(options, name=name))
     return backend
 
 
-def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:
-    """Loads a model's graph on the CPU, whatever the bundle was built for.
+def open_target(bundle: Bundle, slots: int = 1, threads: int | None = None) -> Graph:
+    """Loads the target's graph on the CPU, whatever the bundle was built for.
 
     Raises:
         BackendError: the backend is not installed or refuses the graph.
     """
-    return open_backend(bundle, "onnxruntime", threads, 1.0).open(model, slots, buffers)
+    target, signature = bundle.manifest.target, bundle.manifest.target_signature
+    return open_backend(bundle, BackendOptions("onnxruntime", threads)).open(target, slots, signature.buffers)

@@ -14,7 +14,7 @@ from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
-from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, open_backend
+from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, BackendOptions, Graph, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
@@ -156,7 +156,7 @@ class Engine:
                 "built"
             )
         available = available_methods(manifest, read_methods(methods))
-        running = open_backend(opened, backend, threads, gpu_memory_utilization, cache_graphs)
+        running = open_backend(opened, BackendOptions(backend, threads, gpu_memory_utilization, cache_graphs))
         try:
             slots = running.default_slots if max_batch_size is None else max_batch_size
             if slots not in manifest.batch_sizes:

@@ -17,7 +17,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import RunShape, open_graph
+from specexport.runtime.backend import RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
@@ -121,7 +121,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...; over ``rows`` rows of cache."""
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
-    graph = open_graph(bundle, model, 1, bundle.manifest.target_signature.buffers, threads)
+    graph = open_target(bundle, threads=threads)
     graph.reserve(rows + widest)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):

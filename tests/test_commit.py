@@ -12,7 +12,7 @@ from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import SamplingParams
-from specexport.runtime.backend import Graph, RunShape, open_graph
+from specexport.runtime.backend import BackendOptions, Graph, RunShape, open_backend, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import SlotView
 
@@ -24,8 +24,7 @@ TOLERANCE = 2e-5  # steps of another width sum in another order
 @pytest.fixture(params=["llama-near", "llama-near-portable"])
 def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     opened = Bundle.open(bundle(request.param))
-    target = opened.manifest.target
-    first, second = (open_graph(opened, target, 1, opened.manifest.target_signature.buffers, 1) for _ in range(2))
+    first, second = (open_target(opened, threads=1) for _ in range(2))
     return first, second
 
 
@@ -92,7 +91,7 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
 def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Callable[[str], Path]) -> None:
     """Two slots of a window."""
     opened = Bundle.open(bundle(name))
-    graph = open_graph(opened, opened.manifest.target, 2, opened.manifest.target_signature.buffers, 1)
+    graph = open_target(opened, 2, threads=1)
     both_slots = RunShape(NODES, NODES, slots=range(2))
     inputs = graph.inputs(both_slots)
     inputs[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
@@ -127,7 +126,9 @@ def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
-    graph = open_graph(opened, method.draft, 1, method.signatures["draft"].buffers, 1)
+    graph = open_backend(opened, BackendOptions("onnxruntime", 1)).open(
+        method.draft, 1, method.signatures["draft"].buffers
+    )
     for cache in graph._cache.now.parts.values():
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)

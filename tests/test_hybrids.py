@@ -31,7 +31,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import open_backend
+from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -280,7 +280,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
     draft = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
-    backend = open_backend(opened, "onnxruntime", None, 1.0)
+    backend = open_backend(opened, BackendOptions("onnxruntime"))
     proposer = open_proposer(method, Opening(opened, backend, 1))
     random, text, tree = np.random.default_rng(4), [7, 9, 11], TokenTree.chain(6)
     for turn in range(36):

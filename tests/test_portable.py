@@ -16,7 +16,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph, RunShape, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
@@ -34,7 +34,7 @@ Bundles = Callable[[str], Path]
 
 def _target(folder: Path) -> Graph:
     opened = Bundle.open(folder)
-    return open_graph(opened, opened.manifest.target, 1, opened.manifest.target_signature.buffers, 1)
+    return open_target(opened, threads=1)
 
 
 def _step(graph: Graph, past: int, tokens: np.ndarray, tree: TokenTree, rows: int, keep: list[int]) -> dict[str, Any]:

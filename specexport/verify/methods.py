@@ -17,7 +17,7 @@ from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import open_backend
+from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
@@ -77,7 +77,7 @@ class MethodRun:
         draft's cache lacks rows, has stale ones, or both.
         """
         manifest = self.bundle.manifest
-        backend = open_backend(self.bundle, "onnxruntime", None, 1.0)
+        backend = open_backend(self.bundle, BackendOptions("onnxruntime"))
         proposer = open_proposer(method, Opening(self.bundle, backend, 1))
         params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
         results = []
