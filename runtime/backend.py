@@ -146,7 +146,7 @@ class Graph(ABC):
         """Implements :meth:`copy` between two slots."""
 
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """Commits the rows of some of the last run's tokens to the cache, one after the other.
+        """Commits the rows of some of the last run's tokens to the cache, in order.
 
         To be called after every run whose rows are used; rows that are in place are not copied.
 
@@ -246,7 +246,7 @@ class Backend(Protocol):
 
     @property
     def fallback(self) -> str:
-        """Why a faster way of execution is not used, if there is one; else empty."""
+        """Why work does not reach the device in a faster way; empty if it does, or if there is none."""
 
     @property
     def default_slots(self) -> int:
@@ -258,11 +258,11 @@ class Backend(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Which kernels are used, on a device where some may be missing; else empty."""
+        """The kernels in use, on a device where some may be missing; otherwise empty."""
 
     @property
     def kernels_build(self) -> str:
-        """Which build of our own kernels is used, if any: measurements hold for one alone."""
+        """The build of our own kernels, if they are used: measurements are valid for that build only."""
 
     def inexact(self, target: Graph) -> str:
         """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""

@@ -289,7 +289,7 @@ class Engine:
         return Stream(self._scheduler, request)
 
     def _require_room(self, length: int, params: SamplingParams) -> None:
-        """Refuses a prompt of so many tokens that it leaves an output no room."""
+        """Refuses a prompt of ``length`` tokens if it leaves no room for an output."""
         limit, longest = self.max_model_len, params.rules.max_length
         if length + (params.max_tokens != 0) > limit:
             included = "" if params.max_tokens == 0 else ", output included"
@@ -342,7 +342,7 @@ class Engine:
         return complete(self.stream(prompt, params, speculative))
 
     def _costs_here(self) -> Costs | None:
-        """The costs of steps on this machine: those stored, or on a CPU measured now."""
+        """The costs of steps on this machine: stored ones, or, on a CPU, measured now."""
         stored = stored_costs(self.manifest, self.backend, self.slots).load()
         if stored is None and self.backend.execution == "host":
             stored = self.calibrate()

@@ -163,7 +163,7 @@ class Scheduler:
         return busy if turn_began is None else busy + time.perf_counter() - turn_began
 
     def _turn(self) -> None:
-        """Reads at most one chunk of a prompt, and takes a step for everyone whose prompt is read."""
+        """Reads at most one chunk of a prompt, and takes a step for every request whose prompt is read."""
         self._time = (self._clock(), time.perf_counter())
         try:
             self._leave()

@@ -56,7 +56,7 @@ class Speculative(Options, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, value: SpeculativeLike | None) -> Speculative:
-        """Reads what users may pass: the value, a mapping with its keys and the method's, or the name of a method.
+        """Converts a user's argument: the value itself, a mapping with its keys and the method's, or a method's name.
 
         Raises:
             RequestError: a key is not known, belongs to the build or the engine, or has a value of the wrong kind.

@@ -219,7 +219,7 @@ class HostProgram:
             proposer.release(slot)
 
     def _used(self, method: str | None) -> list[Proposer]:
-        """The proposers that may have state of a slot: its method's, and those that read any text."""
+        """The proposers that may hold state for a slot: its method's, and those that read any text."""
         loaded = self._loaded_methods.items()
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 

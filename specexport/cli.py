@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # the innermost command's parser wins
 
     def error(self, message: str) -> NoReturn:
-        """Exits with what is wrong alone: the usage of some commands fills a screen."""
+        """Exits with the message alone, as the usage of some commands fills a screen."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Opens the standard streams that are closed on nothing, and prints "?" for what the output's encoding lacks."""
+    """Opens closed standard streams on the null device, and prints "?" for characters that the encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115

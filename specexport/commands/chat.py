@@ -304,7 +304,7 @@ class Session:
         )
 
     def _choose_method(self, name: str) -> None:
-        """[NAME]: Choose how to speculate, or list the methods with what each brought."""
+        """[NAME]: Choose how to speculate, or list the methods with their speeds."""
         methods = self._frontend.engine.methods
         offered = [_AUTO, _PLAIN, *(name for name, method in methods.items() if not method.takes_hypothesis)]
         if name and name not in offered:

@@ -116,7 +116,7 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
 
 
 class _Once(argparse.Action):
-    """Keeps a value and refuses a second one, of which argparse would ignore the first."""
+    """Keeps a value and refuses a second; argparse would silently drop the first."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if hasattr(namespace, self.dest):

@@ -68,7 +68,7 @@ def speculation(body: GenerationRequest) -> dict[str, Any]:
 
 @dataclass
 class Service:
-    """A served engine, which reads its tokenizer for grammars meanwhile.
+    """The served engine, its names and limits. It reads the tokenizer for grammars in the background.
 
     Attributes:
         frontend: the engine's.

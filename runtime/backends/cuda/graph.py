@@ -287,7 +287,7 @@ class DeviceGraph(Graph):
 
 
 def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:
-    """The points of all slots, and those of one slot at shapes that are not there for all."""
+    """The shape points with all slots, and those with one slot for which there is none with all."""
     together = {point for point in points if point.batch == slots}
     if not together:
         raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")

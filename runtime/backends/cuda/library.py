@@ -1,4 +1,7 @@
-"""The interface of onnxruntime and TensorRT, which one thread calls: a bundle's engines, and one compiled graph."""
+"""The interface that onnxruntime and TensorRT implement: a library of engines, and an executor of each graph.
+
+One thread calls them.
+"""
 
 from __future__ import annotations
 

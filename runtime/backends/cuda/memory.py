@@ -280,7 +280,7 @@ class DeviceCache:
         return parts
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
-        """Bytes from one layer's part of a block to the next; each is align, as libraries require."""
+        """Bytes from one layer's part of a block to the next; each is aligned, as libraries require."""
         return align(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:

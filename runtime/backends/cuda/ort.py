@@ -97,7 +97,7 @@ class OnnxRuntimeLibrary(Library):
         engines: Sequence[CompiledEngine],
         communicator: Communicator | None,
     ) -> SessionExecutor:
-        """Opens a graph; that of a model once, as every session has its own copy of the weights.
+        """Opens a graph; a model's only once, as every session has its own copy of the weights.
 
         Graphs of the step program have no weights: they are opened once a shape, so that onnxruntime computes sizes
         as it opens them.
@@ -194,7 +194,7 @@ class _Exchange:
 
     @classmethod
     def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Exchange:
-        """Lays them out; memory of tensors that are no longer read is reused for others of its size."""
+        """Lays out the tensors; memory that is no longer read is reused for tensors of the same size."""
         exchange, free = cls(), defaultdict[int, list[int]](list)
         last = {value.name: at for at, session in enumerate(sessions) for value in session.get_inputs()}
 

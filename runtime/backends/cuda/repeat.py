@@ -1,4 +1,4 @@
-"""Runs a draft's engine that drafts one token a call K times on the stream, as one run that drafts K tokens."""
+"""Runs an engine that drafts one token a call K times, as one run that drafts K tokens."""
 
 from __future__ import annotations
 

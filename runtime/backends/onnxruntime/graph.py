@@ -311,8 +311,8 @@ class _Arrays:
 
 
 def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs, buffers: Buffers) -> None:
-    """Compares what a session declares with the buffers and caches that it will get, which follow from the manifest: a
-    bundle's files may be intact and still not match it.
+    """Compares a session's inputs and outputs with the buffers and caches that follow from the manifest: a bundle's
+    files may be intact and still not match it.
 
     Raises:
         BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.
