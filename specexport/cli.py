@@ -45,8 +45,8 @@ _COMMANDS = (
     Command("draw", draw.DrawOptions, draw.draw_command),
     Command("verify", inspect.VerifyOptions, inspect.verify_command),
     Command("bench", bench.BenchOptions, bench.bench_command),
-    Command("suggest", plan.suggest_flags, plan.suggest_command),
-    Command("plan", plan.plan_flags, plan.plan_command),
+    Command("suggest", plan.SuggestOptions, plan.suggest_command),
+    Command("plan", plan.PlanOptions, plan.plan_command),
     build.TRAIN,
     tune.TUNE,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -110,15 +110,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
 
 
-def engine_flags(
-    arguments: argparse.Namespace, names: Collection[str] = ("model", *_OPENING, *BUILD)
-) -> dict[str, Any]:
-    """Arguments of ``Frontend.open``, or of ``Engine.load``: those flags of :class:`EngineOptions` that are set.
+def engine_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set.
 
     Raises:
         BuildError: a value is out of range.
     """
-    return flag_values(EngineOptions, arguments, names)
+    return flag_values(EngineOptions, arguments, ("model", *_OPENING, *BUILD))
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
