@@ -23,7 +23,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
-from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
+from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative, SpeculativeLike
 from specexport.runtime.text import encode_text
 
@@ -194,10 +194,9 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        if isinstance(prompt, (EmbedsPrompt, EncodedPrompt)):
-            tokens: list[int] | EncodedPrompt = self.engine.encode(prompt)
-        else:
-            tokens = self.tokens(prompt)
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt)
+        tokens = self.engine.encode(prompt)
         chosen = Speculative.of(speculative or self.speculative)
         if isinstance(chosen.hypothesis, str):
             expected = self.encode(chosen.hypothesis, add_special_tokens=False, param="hypothesis")

@@ -177,7 +177,7 @@ class CudaBackend:
             variants = StepVariants(manifest, target, loaded_methods, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
-            for _, executor in graphs:
+            for executor in graphs.values():
                 executor.close()
             raise
         return DeviceProgram(host, target, self.stream, variants, self._steps)

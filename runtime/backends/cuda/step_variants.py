@@ -21,7 +21,7 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
 
 G = TypeVar("G", Accept, Fill, Commit)
-ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
+ProgramGraphs = Mapping[ProgramGraph, Executor]
 """The step program's own graphs, with their executors."""
 
 
@@ -32,7 +32,7 @@ def read_back(names: Collection[str]) -> list[str]:
 
 def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
     """The graphs of one class."""
-    return [(graph, executor) for graph, executor in graphs if isinstance(graph, cls)]
+    return [(graph, executor) for graph, executor in graphs.items() if isinstance(graph, cls)]
 
 
 @dataclass(frozen=True, eq=False)

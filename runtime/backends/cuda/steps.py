@@ -78,9 +78,8 @@ class Steps:
             ]
             for variant in variants
         }
-        executors = [executor for _, executor in graphs]
         plan = MemoryPlan()
-        plan.add("workspace", max((executor.workspace for executor in executors), default=0))
+        plan.add("workspace", max((executor.workspace for executor in graphs.values()), default=0))
         for inputs, outputs, filled in layouts.values():  # one step runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
@@ -109,7 +108,7 @@ class Steps:
         for step in self._steps.values():
             step.launches.clear()
             step.parts.clear()
-        for _, executor in self._graphs:
+        for executor in self._graphs.values():
             executor.close()
         for step in self._steps.values():
             step.inputs.close()
@@ -197,8 +196,7 @@ class Steps:
         return [[self._prepare(commit, point, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches, **returned})]]
 
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
-        executor = next(executor for candidate, executor in self._graphs if candidate is graph)
-        return executor.prepare(point, arrays, self._memory["workspace"])
+        return self._graphs[graph].prepare(point, arrays, self._memory["workspace"])
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
         step.outputs.download()
