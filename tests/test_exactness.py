@@ -164,7 +164,7 @@ def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Callable
             assert (done.finish_reason, done.token_ids, len(plain)) == ("length", plain, 22)
 
 
-def test_logits_that_are_no_numbers_end_the_request_and_no_other(
+def test_logits_that_are_not_finite_end_only_their_request(
     bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:

@@ -217,7 +217,7 @@ def test_a_text_leaves_nothing_behind(engine: Engines) -> None:
     assert proposer._slots == {}
 
 
-def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
+def test_requests_may_set_fewer_guesses(engine: Engines) -> None:
     loaded = engine(NAME)
     prompt = prompts(1)[0] * 3
     plain = loaded.generate(prompt, GREEDY, PLAIN).token_ids

@@ -293,7 +293,7 @@ def test_repetitions_take_fewer_steps(engine: Engines) -> None:
         assert sampled.token_ids == loaded.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
 
 
-def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engines) -> None:
+def test_steps_verify_declared_chains_up_to_the_requested_size(engine: Engines) -> None:
     loaded = engine(NAME)
     for method, size in WAYS:
         with record_proposals(loaded, method) as recorder:

@@ -276,7 +276,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callabl
     assert not report.illegal and len(report.threads) == 1
 
 
-def test_nodes_that_work_on_more_than_shapes_are_told_apart() -> None:
+def test_nodes_that_work_on_more_than_shapes_are_distinguished() -> None:
     graph = onnx.parser.parse_graph("""
         g (float[N, 4] x, int64[N] rows) => (float[N, 4] y, int64[1] last)
         <int64[1] one = {1}>

@@ -231,9 +231,7 @@ def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxR
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
-    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu
-) -> None:
+def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     with load("llama-near"):
         assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
         assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)

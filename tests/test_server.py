@@ -527,7 +527,7 @@ def test_api_keys(folder: Path) -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
 
 
-def test_a_full_queue_is_said_with_when_to_come_again(folder: Path) -> None:
+def test_a_full_queue_is_refused_with_a_time_to_retry(folder: Path) -> None:
     long = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     with served(folder, max_queue=1) as running, httpx.Client(base_url=running.url, timeout=120) as http:
         slots = running.service.engine.slots

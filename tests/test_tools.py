@@ -249,7 +249,7 @@ def test_strict_changes_no_prompt() -> None:
     assert with_it == without
 
 
-def test_channels_of_gpt_oss_are_told_apart() -> None:
+def test_channels_of_gpt_oss_are_distinguished() -> None:
     form = call_format(GPT_OSS.template)
     assert form is not None
     calling = Calling(form, [Function(name="f")], forced=False, parallel=True, hidden=re.compile(r"<\|start\|>"))
