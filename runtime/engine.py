@@ -269,9 +269,7 @@ class Engine:
         embedded = isinstance(encoded_prompt, EncodedPrompt)
         self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
-            raise RequestError(
-                "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
-            )
+            raise RequestError("prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out")
         unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
         params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)
@@ -302,7 +300,7 @@ class Engine:
         if longest is not None and length >= longest and params.max_tokens:
             raise RequestError(
                 f"the prompt has {length} tokens, but the model's own max_length is {longest}, output included; "
-                "shorten the prompt or say max_tokens",
+                "shorten the prompt or set max_tokens",
                 param="prompt",
             )
 

@@ -233,7 +233,7 @@ class AsyncEngine:
             request.work = self._threads.submit(request.run)
             request.work.add_done_callback(lambda _, request=request: self._finished(request))  # type: ignore[misc]
             if timeout is not None:
-                error = DeadlineError(f"the request was not done after {timeout:g} seconds")
+                error = DeadlineError(f"the request did not finish within {timeout:g} seconds")
                 request.timer = loop.call_later(timeout, request.cancel, error)
         return [AsyncStream(request) for request in requests]
 

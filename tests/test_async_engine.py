@@ -154,7 +154,7 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
         others = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
         waiting = engine.generate(PROMPT, LONG, timeout=0.01)
         for stream, limit in ((waiting, "0.01"), (running, "0.05")):
-            with pytest.raises(DeadlineError, match=f"not done after {limit} seconds"):
+            with pytest.raises(DeadlineError, match=f"did not finish within {limit} seconds"):
                 await tokens_of(stream)
         for stream in others:
             stream.cancel()

@@ -367,7 +367,7 @@ def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
     extra = {"ignore_eos": True, "timeout": 0.05}
     events = list(client.responses.create(model=NAME, input="a", stream=True, extra_body=extra))
     assert events[-1].type == "response.failed"
-    assert "not done after" in events[-1].response.error.message
+    assert "did not finish within" in events[-1].response.error.message
 
 
 def test_requests_have_ids(running: Served) -> None:

@@ -596,7 +596,7 @@ def test_a_deadline_ends_a_request_with_its_own_error(http: httpx.Client, client
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     extra = {"ignore_eos": True, "timeout": 0.02}
-    with pytest.raises(openai.APIError, match=r"not done after 0\.02 seconds"):
+    with pytest.raises(openai.APIError, match=r"did not finish within 0\.02 seconds"):
         list(client.completions.create(model=NAME, prompt="a", max_tokens=500, stream=True, extra_body=extra))
 
 

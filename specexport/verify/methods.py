@@ -61,14 +61,14 @@ class MethodRun:
         if method is not None and method.sources[key] == "folder":
             folder = expanded(moved or original)
             if not folder.is_dir():
-                raise NotRunError(f"{name}: its checkpoint is not there ({folder}); pass {flag}")
+                raise NotRunError(f"{name}: its checkpoint was not found ({folder}); pass {flag}")
             return folder
         if moved is not None:
             return locate(moved)
         try:
             return locate(original)
         except BuildError as error:
-            raise NotRunError(f"the {name} it was built from is not there ({error}); pass {flag}") from error
+            raise NotRunError(f"the {name} it was built from was not found ({error}); pass {flag}") from error
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         """Texts, each with the greedy chain that the runtime's proposer proposes after it.
