@@ -100,7 +100,7 @@ def numbers(report: VerifyReport) -> Table:
 
 def render(report: VerifyReport) -> list[Table | Styled | str]:
     """The report as a table with a verdict below it."""
-    table = Table(str(report.bundle), ("check", "result", "what was found"))
+    table = Table(str(report.bundle), ("check", "result", "finding"))
     for check in report.checks:
         table.add_row(check.name, Styled(check.result, _STYLES[check.result]), check.sentence)
     style = _STYLES["failed" if not report.passed else "passed" if report.verdict == "passed" else "not run"]
@@ -204,8 +204,8 @@ def _files(folder: Path, progress: Progress) -> Outcome:
 
 def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
     count = check_graphs(bundle, progress)
-    told = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
-    return True, f"{counted(count, 'graph')}: {told}", {"graphs": count}
+    finding = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
+    return True, f"{counted(count, 'graph')}: {finding}", {"graphs": count}
 
 
 def _engines(bundle: Bundle, progress: Progress) -> Outcome:
