@@ -174,10 +174,10 @@ class Graph(ABC):
         the caller sets it for the slots that take part. A slot that is too full for further rows loses its last ones.
         """
         self.reserve(rows)
-        inputs, most = self.inputs(shape), self.cache_rows - shape.point(self.cache_rows).fed
+        inputs, limit = self.inputs(shape), self.cache_rows - shape.point(self.cache_rows).fed
         if tensors.PAST_LENGTH in inputs:  # none without a cache
             for at, slot in enumerate(shape.slots):
-                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
+                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, limit)
         return inputs
 
     def run(self, shape: RunShape) -> dict[str, Array]:
@@ -199,12 +199,12 @@ class Graph(ABC):
         if self.followers is not None:
             self.followers.note(name, *map(int, arguments))
 
-    def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
-        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``most``.
+    def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
+        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``size``.
 
         ``alone`` says that no request waits for the run to end.
         """
-        return most
+        return size
 
     def _cache_size(self, rows: int) -> int:
         """The smallest cache of at least ``rows`` rows."""

@@ -233,9 +233,9 @@ class Engine:
         if "min_tokens" in overrides or any(overrides.get(name) is not None for name in ("json_schema", "grammar")):
             rules = msgspec.structs.replace(rules, min_length=0)
             model["min_tokens"] = 0
-        most = overrides.get("max_tokens", model["max_tokens"])
-        if isinstance(most, int):
-            model["min_tokens"] = min(model["min_tokens"], max(0, most))
+        max_tokens = overrides.get("max_tokens", model["max_tokens"])
+        if isinstance(max_tokens, int):
+            model["min_tokens"] = min(model["min_tokens"], max(0, max_tokens))
         return SamplingParams(**model | {"rules": rules} | overrides)
 
     def stream(
@@ -322,10 +322,12 @@ class Engine:
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
         # A grammar ends the text by itself.
-        least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
+        min_tokens = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = params.stop_token_ids + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        view.processors = processors(params, tokens, ends, vocab_size, least, remaining, self._grammars)
-        text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
+        view.processors = processors(params, tokens, ends, vocab_size, min_tokens, remaining, self._grammars)
+        text = TextStream(
+            self.tokenizer, params.stop, min_tokens=min_tokens, skip_special_tokens=params.skip_special_tokens
+        )
         request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution
         return request

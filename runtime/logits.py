@@ -94,7 +94,7 @@ class Penalties(_OutputProcessor):
     ) -> None:
         super().__init__(prompt)
         self._params = params
-        self._least = params.min_tokens if min_tokens is None else min_tokens
+        self._min_tokens = params.min_tokens if min_tokens is None else min_tokens
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -108,7 +108,7 @@ class Penalties(_OutputProcessor):
             values = row[repeated]
             row[repeated] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(output) < self._least:
+        if len(output) < self._min_tokens:
             row[self._ends] = -np.inf
 
 

@@ -329,10 +329,10 @@ class Slots:
         """
         tokens, filled = self._texts[slot], self._program.filled(slot)
         shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
-        most, source = max(shared, default=(0, slot))
-        if most > filled:
-            self._program.share(source, slot, most)
-        return max(most, filled)
+        prefix, source = max(shared, default=(0, slot))
+        if prefix > filled:
+            self._program.share(source, slot, prefix)
+        return max(prefix, filled)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
         """Rows of a slot that a prompt can reuse; its last token is left out, as it is the first root."""

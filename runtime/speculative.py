@@ -239,10 +239,10 @@ def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = (
                 f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
                 "build another bundle"
             )
-        most = max(verified_widths(manifest.target)) - 1
-        if method.trees or max(method.sizes, default=0) > most:
+        limit = max(verified_widths(manifest.target)) - 1
+        if method.trees or max(method.sizes, default=0) > limit:
             raise BuildError(
-                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
+                f"{method.name}: the bundle verifies chains of at most {limit} draft tokens; ask for those by "
                 "num_speculative_tokens"
             )
         replacements[method.name] = method

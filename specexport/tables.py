@@ -65,7 +65,7 @@ class Table:
         grid, sides = [*head, *self.rows], self.sides()
         widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
         lines: list[Sequence[str]] = [
-            [cell.render(most, colours) for cell, most in zip(row, widths, strict=True)] for row in grid
+            [cell.render(column, colours) for cell, column in zip(row, widths, strict=True)] for row in grid
         ]
         # As a row: tabulate makes a column two characters wider than its header.
         lines[len(head) : len(head)] = [SEPARATING_LINE] * len(head)
@@ -92,19 +92,19 @@ def uses_colours(stream: TextIO) -> bool:
     return stream.isatty() and understands_escapes() and not os.environ.get("NO_COLOR")
 
 
-def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | None) -> list[int]:
+def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], limit: int | None) -> list[int]:
     """The width of each column.
 
     If a line is too long, the widest columns are narrowed: first text, between words; then numbers; then within words.
     """
     widths = [max(1, *(len(line) for cell in cells for line in cell.split("\n"))) for cells in columns]
     words = [min(_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns]
-    if most is None:
+    if limit is None:
         return widths
     numbers = [width if side == "right" else word for width, word, side in zip(widths, words, sides, strict=True)]
-    for least in (numbers, words, [_LEAST] * len(widths)):
-        while sum(widths) + 2 * (len(widths) - 1) > most:
-            longer = [at for at, width in enumerate(widths) if width > least[at]]
+    for minimums in (numbers, words, [_LEAST] * len(widths)):
+        while sum(widths) + 2 * (len(widths) - 1) > limit:
+            longer = [at for at, width in enumerate(widths) if width > minimums[at]]
             if not longer:
                 break
             widths[max(longer, key=widths.__getitem__)] -= 1

@@ -124,9 +124,9 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
 
     ``length`` is the most tokens if neither the command line nor the model sets them, ``seed`` the help of ``--seed``.
     """
-    most = f"most tokens to generate (default: the model's own, else {length})"
+    max_tokens = f"most tokens to generate (default: the model's own, else {length})"
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")
-    add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=most)
+    add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=max_tokens)
     add_flags(parser, SamplingParams, ("seed",), seed=seed)
 
 

@@ -111,10 +111,10 @@ def _sampling(defaults: GenerationDefaults) -> str:
 def _speculation(method: Method) -> str:
     tree, *smaller = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    most = "up to " if method.own_widths or not method.needs_graph else ""
+    up_to = "up to " if method.own_widths or not method.needs_graph else ""
     width = method.widths()[0]
     drafted = counted(len(tree) - 1, "draft token")
-    text = f"{method.describe()}: {most}{drafted} a step {shape}, verified {width} at a time; lossless"
+    text = f"{method.describe()}: {up_to}{drafted} a step {shape}, verified {width} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(tree) - 1 for tree in smaller))}" if smaller else "")
 
 

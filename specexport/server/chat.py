@@ -18,7 +18,7 @@ from specexport.runtime.chat import Message
 from specexport.server import answers
 from specexport.server.request_parts import ChatMessage
 from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions
-from specexport.server.service import Service, least, prompt_logprobs, respond
+from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 
 
@@ -34,9 +34,9 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if calls is not None:
         variables["tools"] = template_tools(body.offered)
     prompt = await chat_tokens(service, body, body.messages, variables, body.add_generation_prompt)
-    most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
-    params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
+    params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
     scored = streams[0] if body.prompt_logprobs is not None else None
     form = _Format(service, head, calls, scored, body.include_steps)
@@ -129,7 +129,7 @@ class _Format:
             text = self._frontend.token_text(token)
             # A token may be a part of a character, which has no text.
             content = list(text.encode()) if "\ufffd" not in text else None
-            return {"token": text, "logprob": least(logprob), "bytes": content}
+            return {"token": text, "logprob": finite_logprob(logprob), "bytes": content}
 
         top = [answers.TopLogprob(**describe(*pair)) for pair in entry.top]
         return answers.ChatLogprob(**describe(entry.token, entry.logprob), top_logprobs=top)

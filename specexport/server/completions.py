@@ -17,7 +17,7 @@ from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.text import TextStream, special_tokens
 from specexport.server import answers
 from specexport.server.requests import CompletionRequest
-from specexport.server.service import Service, least, prompt_logprobs, respond
+from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -101,7 +101,7 @@ class _Format:
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for entry, (text, _) in zip(entries, placed, strict=True):
-            chosen.append(None if entry is None else least(entry.logprob))
+            chosen.append(None if entry is None else finite_logprob(entry.logprob))
             top.append(None if entry is None else self._likely(entry, text))
         texts, offsets = map(list, zip(*placed, strict=True))
         return answers.CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
@@ -112,7 +112,7 @@ class _Format:
         best: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             name = text if token == entry.token and text else self._frontend.token_text(token)
-            best.setdefault(name, least(logprob))
+            best.setdefault(name, finite_logprob(logprob))
         return best
 
 

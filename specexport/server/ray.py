@@ -284,11 +284,11 @@ def app(settings: Settings) -> serve.Application:
     """
     manifest = read_manifest(Path(settings.bundle))
     slots = max(manifest.batch_sizes)
-    most = settings.max_replicas or settings.replicas
-    if most < settings.replicas:
-        raise BuildError(f"max_replicas is {most}; expected at least replicas, {settings.replicas}")
-    scale = {"min_replicas": settings.replicas, "max_replicas": most, "target_ongoing_requests": slots}
-    count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": most}
+    replicas = settings.max_replicas or settings.replicas
+    if replicas < settings.replicas:
+        raise BuildError(f"max_replicas is {replicas}; expected at least replicas, {settings.replicas}")
+    scale = {"min_replicas": settings.replicas, "max_replicas": replicas, "target_ongoing_requests": slots}
+    count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": replicas}
     replaced: dict[str, Any] = {"max_surge_percent": 100, "graceful_shutdown_timeout_s": settings.shutdown_timeout}
     model = serve.deployment(
         EngineReplica,

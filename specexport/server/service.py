@@ -50,7 +50,7 @@ _NO_CHOICES = '"choices":[]'
 """The empty list of outputs in an answer; in a caller's text its quotes would be escaped."""
 
 
-def least(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
     """A log-probability for JSON: OpenAI uses -9999 for minus infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
@@ -291,7 +291,10 @@ async def _events(
 def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> answers.PromptLogprobs:
     """Log-probabilities of a stream's prompt, by token."""
     return [None] + [
-        {token: replace(score, logprob=least(score.logprob)) for token, score in frontend.by_token(entry).items()}
+        {
+            token: replace(score, logprob=finite_logprob(score.logprob))
+            for token, score in frontend.by_token(entry).items()
+        }
         for entry in stream.prompt_logprobs
     ]
 

@@ -128,8 +128,8 @@ def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[Step
 def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
     """The step graph, with a cache for these calls."""
     model = bundle.manifest.target
-    least = max(len(call.committed) + len(call.tokens) for call in calls)
-    rows = min(point.cache for point in model.graph.points if point.cache >= least)
+    needed = max(len(call.committed) + len(call.tokens) for call in calls)
+    rows = min(point.cache for point in model.graph.points if point.cache >= needed)
     # Rows that were never written hold 1e6, so that reading them shows at once.
     return StepSession(bundle.file, bundle.manifest.lowering, model, rows, 1e6)
 

@@ -198,11 +198,11 @@ class OnnxRuntimeGraph(Graph):
         """
         return max(nodes, self._narrowest)
 
-    def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
+    def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
         """The last part of a prompt takes as many tiles as it fills."""
         if not self.any_width:
-            return most
-        return min(max(most, _LONG_CHUNK) if alone else most, -(-tokens // TILE) * TILE)
+            return size
+        return min(max(size, _LONG_CHUNK) if alone else size, -(-tokens // TILE) * TILE)
 
     def _resize(self, rows: int) -> None:
         self._cache.resize(rows, self._filled)
