@@ -47,8 +47,8 @@ _COMMANDS = (
     Command("bench", bench.BenchOptions, bench.bench_command),
     Command("suggest", plan.SuggestOptions, plan.suggest_command),
     Command("plan", plan.PlanOptions, plan.plan_command),
-    build.TRAIN,
-    tune.TUNE,
+    Command("train", build.train_flags),
+    Command("tune", tune.tune_flags),
 )
 
 

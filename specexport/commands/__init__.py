@@ -49,7 +49,7 @@ class Command(NamedTuple):
         flags: the options that become its flags, or a function that declares flags of several structs.
         main: runs it with the options, or else with the namespace; returns the exit code. None if its flags declare
             commands below it.
-        help: its description, a blank line and examples; by default the docstring of ``main``.
+        help: its description, a blank line and examples; by default the docstring of ``main``, or else of ``flags``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Command(NamedTuple):
 
     def add_to(self, commands: argparse._SubParsersAction[Any], declare: bool = True) -> None:
         """Adds its parser to the commands of another; declaring its flags takes long."""
-        first, _, examples = (self.help or getdoc(self.main) or "").partition("\n\n")
+        first, _, examples = (self.help or getdoc(self.main or self.flags) or "").partition("\n\n")
         summary = " ".join(first.replace("``", "").split())
         parser = commands.add_parser(self.name, help=summary, description=summary, epilog=examples)
         flags, main = self.flags, self.main

@@ -134,8 +134,12 @@ def render(report: CompileReport) -> Table:
     return table
 
 
-def _train_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares what can be trained, each with its flags."""
+def train_flags(parser: argparse.ArgumentParser) -> None:
+    """Train Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, or a draft model for a target.
+
+    Example:
+        specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
+    """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
         if (options := part(method_type(name), "train_options")) is None or not hasattr(options, "TRAINING"):
@@ -167,14 +171,3 @@ def _train(method: str, training: Training, arguments: argparse.Namespace) -> in
     else:
         show(*training.report(record))
     return 0
-
-
-TRAIN = Command(
-    "train",
-    _train_flags,
-    help="""\
-Train Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, or a draft model for a target.
-
-Example:
-    specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/""",
-)

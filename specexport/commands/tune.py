@@ -293,19 +293,13 @@ def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
     return table
 
 
-def _flags(parser: argparse.ArgumentParser) -> None:
+def tune_flags(parser: argparse.ArgumentParser) -> None:
+    """Measure a bundle on this machine: 'tune tree' chooses the token tree, 'tune batch' measures what steps cost.
+
+    Examples:
+        specexport tune tree qwen3/ --data held-out.jsonl
+        specexport tune batch qwen3/
+    """
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     Command("tree", _TreeOptions, _tree_command).add_to(kinds)
     Command("batch", _BatchOptions, _batch_command).add_to(kinds)
-
-
-TUNE = Command(
-    "tune",
-    _flags,
-    help="""\
-Measure a bundle on this machine: 'tune tree' chooses the token tree, 'tune batch' measures what steps cost.
-
-Examples:
-    specexport tune tree qwen3/ --data held-out.jsonl
-    specexport tune batch qwen3/""",
-)
