@@ -45,8 +45,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         echoed = [text for text in texts for _ in range(body.n)]
     scored = [ids for ids in tokens for _ in range(body.n)] if scores else []
     streams = await service.start(tokens, params, body)
-    placed = [PlacedTokens(engine.tokenizer, body.skip_special_tokens) for _ in streams]
-    form = _Format(service, head, streams, echoed, scored, placed, body.prompt_logprobs is not None)
+    form = _Format(service, head, body, streams, echoed, scored)
     return await respond(service, request, body, streams, form)
 
 
@@ -54,26 +53,26 @@ class _Format:
     """Text completions.
 
     ``echoed`` are the prompts that outputs repeat, ``scored`` the tokens of prompts whose log-probabilities are part of
-    their outputs. With ``apart`` they are a field of their own, as in vLLM.
+    their outputs; otherwise these are a field of their own, as in vLLM.
     """
 
     def __init__(
         self,
         service: Service,
         head: dict[str, Any],
+        body: CompletionRequest,
         streams: Sequence[AsyncStream],
         echoed: Sequence[str],
         scored: Sequence[Sequence[int]],
-        placed: Sequence[PlacedTokens],
-        separate_scores: bool,
     ) -> None:
         self._frontend = service.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
-        self._placed = placed
-        self._separate_scores = separate_scores
+        tokenizer = service.frontend.engine.tokenizer
+        self._placed = [PlacedTokens(tokenizer, body.skip_special_tokens) for _ in streams]
+        self._separate_scores = body.prompt_logprobs is not None
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.CompletionChoice:
+    def choice(self, index: int, chunk: Chunk) -> answers.CompletionChoice:
         prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
         placed = self._placed[index].prompt(echoed, prompt) if prompt is not None else []
         placed += self._placed[index].add(entry.token for entry in chunk.logprobs)
@@ -91,7 +90,7 @@ class _Format:
             **separate_scores,
         )
 
-    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
         return answers.CompletionResponse(object="text_completion", **fields)
 

@@ -197,10 +197,10 @@ class Service:
 class Format(Protocol):
     """An endpoint's format of answers, streamed in parts or whole."""
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.Choice | None:
+    def choice(self, index: int, chunk: Chunk) -> answers.Choice | None:
         """The next part of an output, or all of it; None if there is nothing to send yet."""
 
-    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
         """A part of the answer, or all of it."""
 
 
@@ -221,8 +221,8 @@ async def respond(
 
     def serialize() -> str:
         # Output by output: with log-probabilities they are long, and each is serialized under Python's lock.
-        before, empty, after = form.answer([], usage, False).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
-        choices = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
+        before, empty, after = form.answer([], usage).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
+        choices = [form.choice(index, chunk) for index, chunk in enumerate(outputs)]
         parts = (choice.model_dump_json(exclude_unset=True) for choice in choices if choice is not None)
         return f"{before}{empty[:-1]}{','.join(parts)}]{after}"
 
@@ -268,11 +268,11 @@ async def _events(
         return f"data: {one_line(model.model_dump_json(exclude_unset=True))}\n\n"
 
     def piece(index: int, chunk: Chunk) -> str:
-        choice = form.choice(index, chunk, True)
+        choice = form.choice(index, chunk)
         if choice is not None and body.include_steps:
             choice.step = step_of(chunk, service.frontend.token_text, streams[index].arrived)
         usage = usage_of(body, streams) if options.continuous_usage_stats else None
-        return "" if choice is None else event(form.answer([choice], usage, True))
+        return "" if choice is None else event(form.answer([choice], usage))
 
     try:
         async with contextlib.aclosing(merge(service, streams)) as chunks:
@@ -282,7 +282,7 @@ async def _events(
                     long = chunk.logprobs or body.include_steps
                     yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
-            yield event(form.answer([], usage_of(body, streams), True))
+            yield event(form.answer([], usage_of(body, streams)))
     except Exception as error:  # the answer has begun, so an event reports the error
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
