@@ -317,7 +317,7 @@ class Engine:
         rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.max_model_len
         remaining = min(rules.max_length or longest, longest) - len(tokens)
         remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
-        hypothesis = hypothesis[: max(0, remaining) + 1]  # reading it takes memory; one more says that it is cut off
+        hypothesis = hypothesis[: max(0, remaining) + 1]  # reading it takes memory; one token more shows a cut
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
