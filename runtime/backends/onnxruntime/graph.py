@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
@@ -95,17 +93,14 @@ def open_session(
     # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
     disabled = ["ConstantFolding", "MatMulAddFusion"] if added and not dequantized else None
 
-    def plain(graph: Path) -> Any:
-        # The fallback would print an error that is raised here too, and try without our provider.
-        return onnxruntime.InferenceSession(
-            str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
-        )
+    # The fallback would print an error that is raised here too, and try without our provider.
+    settings = {"providers": providers, "disabled_optimizers": disabled, "enable_fallback": 0}
 
-    def session(graph: Path) -> Any:
-        return open_linked(graph, options, plain)
+    def open_graph(graph: Path) -> Any:
+        return open_linked(graph, options, lambda file: onnxruntime.InferenceSession(str(file), options, **settings))
 
     try:
-        return session(path) if cache is None or added else cache.session(path, session, options)
+        return open_graph(path) if cache is None or added else cache.session(path, open_graph, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         raise BackendError(f"{path}: onnxruntime refused the graph: {error}") from error
 
@@ -177,17 +172,10 @@ class OnnxRuntimeGraph(Graph):
         return rows if self._states is None or self._states.reach(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
-        # The session runs the master, whose dimensions are free: a step, and a draft's run, may be of any width.
-        if (built := self.widths(point.batch)) and point.rows == point.tokens and not point.drafts:
-            super()._require(msgspec.structs.replace(point, tokens=built[0], rows=built[0]))
-            return point
-        if self._layers and point.drafts and point not in self._points:
-            widths = [p.tokens for p in self._points if (p.batch, p.drafts) == (point.batch, point.drafts)]
-            super()._require(msgspec.structs.replace(point, tokens=min(widths, default=point.tokens)))
-            return point
-        if point.rows == 1 and point.tokens % TILE == 0:  # a part of a prompt
-            chunks = [p.tokens for p in self._points if (p.batch, p.rows) == (point.batch, 1)]
-            super()._require(msgspec.structs.replace(point, tokens=max(chunks, default=point.tokens)))
+        # The session runs the master, whose dimensions are free: T may differ from that of the built point.
+        tiled = point.rows != 1 or point.tokens == 1 or point.tokens % TILE == 0  # chunks have few shapes
+        free = tiled and (self._layers or not point.drafts)
+        if free and _kind(point) in map(_kind, self._points):
             return point
         return super()._require(point)
 
@@ -293,6 +281,11 @@ class OnnxRuntimeGraph(Graph):
         for name, array in ({} if self._states is None else self._states.arrays).items():
             binding.bind_ortvalue_input(name, value_of(array[slots.start : slots.stop]))
         return binding
+
+
+def _kind(point: ShapePoint) -> tuple[int, int, int, bool]:
+    """A point but for T: batch, cache, drafts, and whether all tokens have logits."""
+    return point.batch, point.cache, point.drafts, point.rows == point.tokens
 
 
 @dataclass
