@@ -21,7 +21,7 @@ from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
 
@@ -178,25 +178,25 @@ def step_costs(
 
     They alternate, as in decoding: alone, a small draft would stay in the processor's cache and look too cheap.
     """
-    inputs = _filled(target, rows, k + 1, k + 1)
+    inputs = _filled(target, rows, RunShape(k + 1, k + 1))
     inputs[tensors.POSITION_IDS][:] = rows + np.arange(k + 1)
     if k and draft is not None:
-        _filled(draft, rows, 2, 0, k)
+        _filled(draft, rows, RunShape(2, drafts=k))
     times = []
     for _ in range(warm + repeats):
         start = time.perf_counter()
         if k and draft is not None:
-            draft.run(2, drafts=k)
+            draft.run(RunShape(2, drafts=k))
         between = time.perf_counter()
-        target.run(k + 1, k + 1)
+        target.run(RunShape(k + 1, k + 1))
         times.append(((time.perf_counter() - between) * 1e3, (between - start) * 1e3 if k else 0.0))
     return times[warm:]
 
 
-def _filled(graph: Graph, past: int, tokens: int, rows: int, drafts: int = 0) -> dict[str, Array]:
-    graph.reserve(past + tokens + drafts)
-    inputs = graph.inputs(tokens, rows, drafts)
-    inputs[tensors.INPUT_IDS][:] = np.arange(tokens) + 50
+def _filled(graph: Graph, past: int, shape: RunShape) -> dict[str, Array]:
+    graph.reserve(past + shape.tokens + shape.drafts)
+    inputs = graph.inputs(shape)
+    inputs[tensors.INPUT_IDS][:] = np.arange(shape.tokens) + 50
     inputs[tensors.PAST_LENGTH][:] = past
     return inputs
 

@@ -26,9 +26,9 @@ from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
-from specexport.runtime.backend import Graph, buffers, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.backends.onnxruntime.graph import open_session
-from specexport.runtime.backends.onnxruntime.kernels import SWITCH, PackedWeights, instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import SWITCH, PackedWeights, kernels
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints a table for each precision."""
-    if not instruction_set():
-        raise BackendError(f"there is nothing to compare: {kernels_described()}")
+    if not kernels().devices:
+        raise BackendError(f"there is nothing to compare: {kernels().described}")
     target, draft = inflated_pair(args.models, args.work)
     widths, results = tuple(map(int, args.tokens.split(","))), {}
     reading = _reading(args.threads)  # once: later arrays may lie in smaller pages
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             "products": _products(opened, args.threads, args.rounds),
         }
         _show(precision, widths, results[precision])
-    report = {"machine": common.machine(args.threads), "kernels": instruction_set(), "tokens": widths}
+    report = {"machine": common.machine(args.threads), "kernels": kernels().instruction_set, "tokens": widths}
     common.write_report(args.json, {**report, "results": results})
     return 0
 
@@ -90,7 +90,7 @@ def _show(precision: str, widths: tuple[int, ...], result: dict[str, Any]) -> No
 
 def _open(opened: Bundle, threads: int, kernels: str) -> Graph:
     with patch.dict(os.environ, {SWITCH: kernels}):
-        graph = open_graph(opened, opened.manifest.target, 1, buffers(opened.manifest.target_signature), threads)
+        graph = open_target(opened, threads=threads)
     graph.reserve(PAST + 64)
     return graph
 
@@ -140,12 +140,12 @@ def runs(graph: Graph, widths: tuple[int, ...], rounds: int) -> list[list[float]
     times: list[list[float]] = [[] for _ in widths]
     for turn in range(rounds + 1):
         for T, of_width in zip(widths, times, strict=True):
-            inputs = graph.inputs(T, T)
+            inputs = graph.inputs(RunShape(T, T))
             inputs[tensors.PAST_LENGTH][:] = PAST
             inputs[tensors.POSITION_IDS][:] = PAST + np.arange(T)
             inputs[tensors.TREE_MASK][:] = np.tri(T, dtype=np.bool_)
             start = time.perf_counter()
-            graph.run(T, T)
+            graph.run(RunShape(T, T))
             if turn:
                 of_width.append(time.perf_counter() - start)
     return times

@@ -8,7 +8,7 @@ import statistics
 from benchmarks import common
 from benchmarks.kernels import PAST, runs
 from benchmarks.pair import built, inflated_pair
-from specexport.runtime.backend import buffers, open_backend
+from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 
@@ -35,9 +35,9 @@ def main(args: argparse.Namespace) -> int:
             out = args.work / f"{target.name}.{precision}.ranks{count}"
             folder = built(out, target, precision=precision, tensor_parallel=count, max_seq_len=512, max_batch_size=1)
             opened = Bundle.open(folder, check_hashes=False)
-            backends.append(open_backend(opened, None, args.threads, 1.0, keep=True))
+            backends.append(open_backend(opened, BackendOptions(threads=args.threads, keep=True)))
             model, signature = opened.manifest.target, opened.manifest.target_signature
-            graphs.append(backends[-1].open(model, 1, buffers(signature)))
+            graphs.append(backends[-1].open(model, 1, signature.buffers))
             graphs[-1].reserve(PAST + 64)
         times: list[list[list[float]]] = [[[] for _ in widths] for _ in counts]
         for _ in range(8):

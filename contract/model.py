@@ -48,7 +48,7 @@ class RankFiles(Strict, frozen=True):
     Attributes:
         master: its graph before it was cut, from which engines are compiled.
         segments: ONNX files, run one after the other. Between two of them the ranks combine their outputs whose names
-            begin with one of :data:`~specexport.contract.tensors.MEETINGS`; later segments read the results as inputs.
+            begin with one of :data:`~specexport.contract.tensors.COLLECTIVES`; later segments read the results.
     """
 
     weights: str

@@ -9,7 +9,8 @@ from typing import Literal
 from specexport.contract import tensors
 from specexport.contract.engines import AcceptRule
 from specexport.contract.model import CELL, CacheLayer, LoweredAs, Model, StateLayer
-from specexport.contract.tensors import Dim, Tensor
+from specexport.contract.shapes import ShapePoint
+from specexport.contract.tensors import Array, Dim, Tensor
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class GraphSignature:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     fed: Literal["T", "F"] = "T"
+
+    def buffers(self, point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
+        """New arrays for the inputs, with their initial values, and for the outputs of a run at a shape point."""
+        outputs = (tensor for tensor in self.outputs if not tensor.stage or tensor.stage < point.drafts)
+        return (
+            {str(tensor): tensor.array(point.sizes) for tensor in self.inputs},
+            {str(tensor): tensor.zeros(point.sizes) for tensor in outputs},
+        )
 
 
 STEP_INPUTS = (

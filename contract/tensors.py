@@ -257,7 +257,7 @@ CACHES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "
 """Prefixes of the names of caches and of their rows."""
 STATES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "states" and tensor is not CELL_ROWS)
 """Prefixes of the names of states of layers without attention."""
-MEETINGS = ("sum.", "join.")
+COLLECTIVES = ("sum.", "join.")
 """Prefixes of the outputs that the ranks of a split model combine: summed, or joined along the last axis."""
 CARRIED = "carried."
 """Prefix of tensors that a later segment of such a model reads from an earlier one."""

@@ -115,7 +115,7 @@ class StepSession:
         for name, part in parts.items():
             part[:] = outputs[name]
         if tensors.CELL_ROWS in states:
-            self._states.ran(range(1), [past], inputs[tensors.KNOWN_TOKENS].tolist())
+            self._states.advance(range(1), [past], inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = past, blocks
         for name, cache in self._caches.items():
             if (updated := outputs.get(name.replace("past_", "present_", 1))) is not None:

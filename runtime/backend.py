@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy.typing as npt
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
@@ -19,11 +17,12 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
+    from specexport.runtime.backends.ranks import Followers
     from specexport.runtime.step_program import LoadedMethod, StepProgram
 
-Array = npt.NDArray[Any]
+Array = tensors.Array
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
-"""Creates the input and output arrays of a shape point, without the caches."""
+"""Creates the input and output arrays of a shape point; see :meth:`GraphSignature.buffers`."""
 FIRST = range(1)
 """The window of a single request: the first slot alone."""
 TILE = 16
@@ -34,28 +33,55 @@ DEFAULT_UTILIZATION = 0.9
 """Share of a device's memory; drivers and libraries use some of the rest unreported."""
 
 
+class RunShape(NamedTuple):
+    """The shape of a run, at the present cache size, and its window of neighbouring slots.
+
+    Attributes:
+        tokens: T of each slot.
+        rows: R, rows of logits of a step graph.
+        drafts: K, draft tokens of a propose graph.
+        slots: the window; as many slots as one of the batch sizes.
+    """
+
+    tokens: int
+    rows: int = 0
+    drafts: int = 0
+    slots: range = FIRST
+
+    def point(self, cache: int) -> ShapePoint:
+        """The shape point with a cache of this many rows."""
+        return ShapePoint(len(self.slots), self.tokens, cache, self.rows, self.drafts)
+
+
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
-    A run takes a window of neighbouring slots, as many as one of the batch sizes, at one of the bundle's shape points:
-    T tokens; R rows of logits for step graphs; K draft tokens for propose graphs. Inputs are written into the arrays
-    :meth:`inputs` returns; results are read from those :meth:`run` returns; their first dimension is the window's. Both
-    are the same memory call after call: copy what must outlive the next run.
+    A backend implements the methods that begin with an underscore, :meth:`inputs` and the properties.
+
+    Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns; their
+    first dimension is the window's. Both are the same memory call after call: copy what must outlive the next run.
 
     Attributes:
         sizes: batch sizes a window may have, ascending; the last is the number of slots.
         cache_sizes: rows a slot's cache may have, ascending.
         any_width: whether a draft's run takes any T, as dimensions are free.
+        followers: the other ranks of a split target, which mirror its cache changes and runs; None for none.
     """
 
     sizes: tuple[int, ...]
     any_width: bool = False
+    followers: Followers | None = None
 
     def __init__(self, points: Collection[ShapePoint], slots: int) -> None:
         self._points = frozenset(points)
         self._slots = slots
         self._filled = [0] * slots
         self.cache_sizes = tuple(sorted({point.cache for point in points}))
+
+    @property
+    @abstractmethod
+    def cache_rows(self) -> int:
+        """Rows a slot's cache has at present."""
 
     @property
     @abstractmethod
@@ -85,25 +111,42 @@ class Graph(ABC):
         """
         return min(rows, self._filled[slot])
 
-    @abstractmethod
     def reserve(self, rows: int) -> None:
         """Grows every slot's cache to at least ``rows`` rows and keeps its content.
 
         Raises:
             BackendError: the bundle has no cache so large.
         """
+        if self.cache_rows < rows and self.cache_sizes[-1]:
+            self._resize(self._cache_size(rows))
+        self._mirror("reserve", rows)
 
-    @abstractmethod
     def shrink_cache(self, rows: int) -> None:
         """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
+        size = self._cache_size(min(rows, self.cache_sizes[-1]))
+        if size < self.cache_rows:
+            self._filled = [min(count, size) for count in self._filled]
+            self._resize(size)
+        self._mirror("shrink_cache", rows)
 
     @abstractmethod
+    def _resize(self, rows: int) -> None:
+        """Resizes every slot's cache to one of :attr:`cache_sizes`; keeps the rows that fit."""
+
     def copy(self, source: int, to: int, rows: int) -> None:
         """Copies the first ``rows`` rows of a slot's cache to another one, as far as they are :meth:`reusable`."""
+        rows = self.reusable(source, rows)
+        if source != to:
+            self._copy(source, to, rows)
+        self._filled[to] = rows
+        self._mirror("copy", source, to, rows)
 
     @abstractmethod
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        """Implements :meth:`copy` between two slots."""
+
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        """Commits the rows of some of the last run's tokens to the cache, one after the other.
+        """Commits the rows of some of the last run's tokens to the cache, in order.
 
         To be called after every run whose rows are used; rows that are in place are not copied.
 
@@ -112,29 +155,56 @@ class Graph(ABC):
             past: the run's ``past_length``.
             nodes: the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
         """
+        self._filled[slot] = past + len(nodes)
+        self._commit(slot, past, nodes)
+        self._mirror("commit", slot, past, *nodes)
 
     @abstractmethod
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """The input arrays of a shape point at the present cache size, by name."""
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+        """Implements :meth:`commit`."""
 
     @abstractmethod
-    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        """Sets ``past_length`` so that the next run overwrites no committed rows.
+    def inputs(self, shape: RunShape) -> dict[str, Array]:
+        """The input arrays of a run, by name."""
 
-        To be called before ``past_length`` is set for the slots that take part. The run writes rows into every slot of
-        the window; another slot that is too full for them loses its last rows.
+    def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
+        """Reserves ``rows`` rows for the next run and protects those that are committed; returns its :meth:`inputs`.
+
+        The run writes rows into every slot of its window. ``past_length`` says where: after the committed ones, until
+        the caller sets it for the slots that take part. A slot that is too full for further rows loses its last ones.
         """
+        self.reserve(rows)
+        inputs, limit = self.inputs(shape), self.cache_rows - shape.point(self.cache_rows).fed
+        if tensors.PAST_LENGTH in inputs:  # none without a cache
+            for at, slot in enumerate(shape.slots):
+                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, limit)
+        return inputs
+
+    def run(self, shape: RunShape) -> dict[str, Array]:
+        """Runs the graph; returns the outputs by name, without the caches.
+
+        Raises:
+            BackendError: the library fails, or one of :attr:`followers` is lost.
+        """
+        if self.followers is None:
+            return self._run(shape)
+        return self.followers.run_with(self._run, shape, self.inputs(shape))
 
     @abstractmethod
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        """Runs at a shape point; returns the outputs by name, without the caches."""
+    def _run(self, shape: RunShape) -> dict[str, Array]:
+        """Implements :meth:`run` in this process."""
 
-    def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
-        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``most``.
+    def _mirror(self, name: str, *arguments: int) -> None:
+        """Has the followers change their caches in the same way."""
+        if self.followers is not None:
+            self.followers.note(name, *map(int, arguments))
+
+    def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
+        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``size``.
 
         ``alone`` says that no request waits for the run to end.
         """
-        return most
+        return size
 
     def _cache_size(self, rows: int) -> int:
         """The smallest cache of at least ``rows`` rows."""
@@ -148,28 +218,23 @@ class Graph(ABC):
             raise BackendError(f"shape point {point} was not built; this is a defect of specexport, please report it")
         return point
 
-    def _protect(self, inputs: Mapping[str, Array], slots: range, most: int) -> None:
-        """Implements :meth:`protect_rows`; ``most`` committed rows leave room for the run's."""
-        if tensors.PAST_LENGTH in inputs:  # none without a cache
-            for at, slot in enumerate(slots):
-                inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, most)
-
 
 @dataclass(frozen=True)
 class BackendOptions:
     """How a backend is opened; each backend uses what applies to its device.
 
     Attributes:
-        name: the backend, as one entry point may serve several names.
+        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for. A backend gets its
+            name, as it may have several.
         threads: for CPUs; None for every core that this process may use.
         gpu_memory_utilization: for GPUs, the share of the device's memory that may be used, other programs' included.
         keep: cache graphs as a library optimizes them, so that the next opening is faster.
     """
 
-    name: str
-    threads: int | None
-    gpu_memory_utilization: float
-    keep: bool
+    name: str | None = None
+    threads: int | None = None
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
+    keep: bool = False
 
 
 class Backend(Protocol):
@@ -181,7 +246,7 @@ class Backend(Protocol):
 
     @property
     def fallback(self) -> str:
-        """Why a faster way of execution is not used, if there is one; else empty."""
+        """Why work does not reach the device in a faster way; empty if it does, or if there is none."""
 
     @property
     def default_slots(self) -> int:
@@ -193,11 +258,11 @@ class Backend(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Which kernels are used, on a device where some may be missing; else empty."""
+        """The kernels in use, on a device where some may be missing; otherwise empty."""
 
     @property
     def kernels_build(self) -> str:
-        """Which build of our own kernels is used, if any: measurements hold for one alone."""
+        """The build of our own kernels, if they are used: measurements are valid for that build only."""
 
     def inexact(self, target: Graph) -> str:
         """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
@@ -230,17 +295,8 @@ def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[
 
 
 def buffers(signature: GraphSignature) -> Buffers:
-    """Returns a function that creates a graph's arrays at a shape point."""
-
-    def make(point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
-        sizes = point.sizes
-        outputs = (tensor for tensor in signature.outputs if not tensor.stage or tensor.stage < point.drafts)
-        return (
-            {str(tensor): tensor.array(sizes) for tensor in signature.inputs},
-            {str(tensor): tensor.zeros(sizes) for tensor in outputs},
-        )
-
-    return make
+    """See :meth:`GraphSignature.buffers`."""
+    return signature.buffers
 
 
 def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams) -> None:
@@ -251,30 +307,27 @@ def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams)
     inputs[tensors.MIN_P][at] = params.min_p
 
 
-def open_backend(
-    bundle: Bundle, name: str | None, threads: int | None, gpu_memory_utilization: float, keep: bool = False
-) -> Backend:
-    """Opens the backend that a bundle runs on.
-
-    ``name`` is an entry point of :data:`GROUP`; None for the backend that the bundle was built for.
+def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
+    """Opens a backend for a bundle.
 
     Raises:
         BackendError: there is no such backend, or it or its device is missing.
         RequestError: the share of the memory is out of range.
     """
-    chosen = name or bundle.manifest.backend
-    if chosen not in offered(GROUP):
-        raise BackendError(f"there is no backend {chosen!r}; expected one of {', '.join(offered(GROUP))}")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise RequestError(f"gpu_memory_utilization is {gpu_memory_utilization!r}; expected a number in (0, 1]")
-    backend: Backend = load(GROUP, chosen)(bundle, BackendOptions(chosen, threads, gpu_memory_utilization, keep))
+    name, share = options.name or bundle.manifest.backend, options.gpu_memory_utilization
+    if name not in offered(GROUP):
+        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(offered(GROUP))}")
+    if not 0 < share <= 1:
+        raise RequestError(f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]")
+    backend: Backend = load(GROUP, name)(bundle, replace(options, name=name))
     return backend
 
 
-def open_graph(bundle: Bundle, model: Model, slots: int, buffers: Buffers, threads: int | None) -> Graph:
-    """Loads a model's graph on the CPU, whatever the bundle was built for.
+def open_target(bundle: Bundle, slots: int = 1, threads: int | None = None) -> Graph:
+    """Loads the target's graph on the CPU, whatever the bundle was built for.
 
     Raises:
         BackendError: the backend is not installed or refuses the graph.
     """
-    return open_backend(bundle, "onnxruntime", threads, 1.0).open(model, slots, buffers)
+    target, signature = bundle.manifest.target, bundle.manifest.target_signature
+    return open_backend(bundle, BackendOptions("onnxruntime", threads)).open(target, slots, signature.buffers)

@@ -106,7 +106,7 @@ class ChatTemplate:
         try:
             line = json.dumps([template, reserved, extra])
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"messages: not what JSON can say: {error}", param="messages") from error
+            raise RequestError(f"messages: cannot be written as JSON: {error}", param="messages") from error
         _require_texts({"messages": reserved["messages"], **extra}, "", None)
         with self._lock:
             match self._exchange(line):
@@ -152,7 +152,9 @@ class ChatTemplate:
                 start_new_session=True,  # Ctrl-C must not end it
             )
         except OSError as error:
-            raise RequestError(f"messages: no process for the chat template: {error}", param="messages") from error
+            raise RequestError(
+                f"messages: the chat template's process cannot start: {error}", param="messages"
+            ) from error
         weakref.finalize(self, _end, process)
         if _reply(process, json.dumps(self._sources), _START_SECONDS) is None:
             raise RequestError(f"messages: {sys.executable} does not run the chat template's process", param="messages")

@@ -38,7 +38,7 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compiled(source: str) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     """Compiles a template as transformers does, in Jinja's sandbox, which keeps it from Python's internals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
@@ -78,13 +78,13 @@ class Templates:
         A request's variables, ``extra``, have neither the names of ``reserved`` ones, such as the messages, nor those
         of the template's functions.
         """
-        template = self._compiled[name] = self._compiled.get(name) or compiled(self._sources[name])
+        template = self._compiled[name] = self._compiled.get(name) or compile_template(self._sources[name])
         name_in_use = next((name for name in extra if name in reserved or name in template.environment.globals), None)
         if name_in_use is not None:
             return {"taken": name_in_use}
         variables = {"tools": None, "documents": None, **extra, **reserved}
         variables["messages"] = [self._readable(name, message, variables) for message in reserved["messages"]]
-        text = _rendered(template, variables)
+        text = _render(template, variables)
         text.encode()  # fails on lone surrogates, which JSON allows
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
@@ -116,14 +116,14 @@ class Templates:
         # Templates may refuse a role if it comes alone, first or last.
         for before, after in (([], []), ([], [user]), ([user], [user]), ([user], []), ([user, call], [])):
             text, parts = (
-                self._parts_written(name, {**variables, "messages": [*before, {**message, "content": content}, *after]})
+                self._count_parts(name, {**variables, "messages": [*before, {**message, "content": content}, *after]})
                 for content in (_FIRST, [_part(_FIRST, qzv=_KIND), _part(_SECOND, qzv=_KIND)])
             )
             if text or parts:
                 return self._forms.setdefault((name, role), Forms(text > 0, parts))
         return _UNKNOWN
 
-    def _parts_written(self, name: str, variables: Mapping[str, Any]) -> int:
+    def _count_parts(self, name: str, variables: Mapping[str, Any]) -> int:
         """Number of a probe's parts that a template writes; 0 if it fails."""
         try:
             text = self._compiled[name].render(variables).casefold()
@@ -136,7 +136,7 @@ def _part(text: str, **fields: str) -> dict[str, str]:
     return {"type": "text", "text": text, **fields}
 
 
-def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """Messages without content lack the key, as in transformers; if that fails, their content is empty."""
     messages: Sequence[Mapping[str, Any]] = variables["messages"]
     try:

@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     import llguidance
 
 Bools = npt.NDArray[np.bool_]
-
-
+Kind = Literal["json_schema", "grammar"]
+"""The sampling parameters that constrain an output."""
+_NAMES: dict[Kind, str] = {"json_schema": "JSON schema", "grammar": "grammar"}
 MAX_SCHEMA = 1 << 16
 """Characters of a JSON schema."""
 _CACHED = 8
@@ -63,48 +64,34 @@ class Grammars:
             for skip_special_tokens in (True, False):
                 self._vocabulary(skip_special_tokens, "")
 
-    def json_schema(self, schema: str, **output: Any) -> Constraint:
-        """A constraint to JSON that matches a schema.
-
-        ``output`` are those of :meth:`lark`.
-
-        Raises:
-            RequestError: the schema is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
-            BackendError: llguidance is not installed.
-        """
-        return self._constraint(schema, "JSON schema", "json_schema", **output)
-
-    def lark(self, grammar: str, **output: Any) -> Constraint:
-        """A constraint to a grammar in llguidance's dialect of Lark; errors are those of :meth:`json_schema`.
+    def constraint(
+        self, param: Kind, text: str, *, stop_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Constraint:
+        """A constraint to JSON that matches a schema, or to a grammar in llguidance's dialect of Lark.
 
         Args:
-            grammar: the grammar.
-            output: ``stop_token_ids``, which may end the output wherever the grammar allows an end, and
-                ``skip_special_tokens``, whether its text leaves these tokens out.
+            param: the sampling parameter that it is.
+            text: the schema or the grammar.
+            stop_token_ids: tokens that may end the output wherever the grammar allows an end.
+            skip_special_tokens: whether the output's text leaves these tokens out.
+
+        Raises:
+            RequestError: it is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
+            BackendError: llguidance is not installed.
         """
-        return self._constraint(grammar, "grammar", "grammar", **output)
+        matcher = self._compiled(param, text, skip_special_tokens).deep_copy()
+        return Constraint(matcher, self._vocab_size, frozenset([*self._eos, *stop_token_ids]), param)
 
-    def _constraint(
-        self,
-        text: str,
-        kind: str,
-        param: str,
-        *,
-        stop_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-    ) -> Constraint:
-        matcher = self._compiled(text, kind, param, skip_special_tokens).deep_copy()
-        return Constraint(matcher, self._vocab_size, frozenset([*self._eos, *stop_token_ids]), kind, param)
-
-    def _compile(self, text: str, kind: str, param: str, skip_special_tokens: bool) -> llguidance.LLMatcher:
+    def _compile(self, param: Kind, text: str, skip_special_tokens: bool) -> llguidance.LLMatcher:
         """A grammar before its first token; the latest are cached, as a request may have many outputs."""
+        name = _NAMES[param]
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are computed
-            raise RequestError(f"the {kind} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
+            raise RequestError(f"the {name} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the {kind} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
+                f"the {name} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
                 param=param,
             ) from error
         vocabulary = self._vocabulary(skip_special_tokens, param)
@@ -119,12 +106,12 @@ class Grammars:
             )
         except ValueError as error:  # such as an escape that is half a character
             reason = _reason(str(error))
-            raise RequestError(f"the {kind} cannot be used: {reason}", param=param) from error
+            raise RequestError(f"the {name} cannot be used: {reason}", param=param) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             reason = _reason(matcher.get_error())
-            raise RequestError(f"the {kind} cannot be used: {reason}", param=param)
+            raise RequestError(f"the {name} cannot be used: {reason}", param=param)
         return matcher
 
     def _lark(self, grammar: str) -> str:
@@ -137,7 +124,7 @@ class Grammars:
             elif match["json"] is not None:
                 with contextlib.suppress(ValueError, RecursionError):  # llguidance reports what is wrong
                     schema, end = json.JSONDecoder().raw_decode(grammar, end)
-                    part += json.dumps(_bounded(schema))
+                    part += json.dumps(_bound_whitespace(schema))
             parts += grammar[at : match.start()], part
             at = end
         return "".join([*parts, grammar[at:]])
@@ -198,7 +185,7 @@ class _Text:
 
         self.eos = frozenset(eos)
         width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        stated = json.loads(tokenizer.to_str(), object_hook=_unprefixed) | {"truncation": None, "padding": None}
+        stated = json.loads(tokenizer.to_str(), object_hook=_without_prefix) | {"truncation": None, "padding": None}
         self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
         for token in stated["added_tokens"]:
             token["special"] = token["special"] or token["id"] in self.eos
@@ -242,7 +229,7 @@ class _VisibleTokens:
         return self._text.encode(text.decode(errors="replace"), self._plainly)
 
 
-def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
+def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
     """A component of a tokenizer's file, changed so that it puts no space before a text."""
     kind, never = part.get("type"), {"prepend_scheme": "never", "add_prefix_space": False}
     if kind == "Prepend":
@@ -253,20 +240,18 @@ def _unprefixed(part: dict[str, Any]) -> dict[str, Any]:
 class Constraint:
     """One output's grammar, and its state after the output so far.
 
-    ``ends`` are tokens that end the output; ``kind`` and ``param`` name the grammar in errors.
+    ``ends`` are tokens that end the output; ``param`` names the grammar in errors.
     """
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], kind: str, param: str
-    ) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], param: Kind) -> None:
         self._matcher = matcher
-        self._kind, self._param = kind, param
+        self._param = param
         self._vocab_size = vocab_size
         self._ends = ends
         self._end_ids = np.array(sorted(token for token in ends if token < vocab_size), np.int64)
         self._ended = False
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """Logits, with minus infinity for tokens that the grammar does not allow.
 
         Nodes that the grammar does not allow are unchanged, as are all nodes if it failed: see :meth:`check`. Arguments
@@ -285,7 +270,7 @@ class Constraint:
         """
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
-            raise RequestError(f"the {self._kind} cannot be followed: {reason}", param=self._param)
+            raise RequestError(f"the {_NAMES[self._param]} cannot be followed: {reason}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advances by the tokens of a step, up to the output's end: a draft may go on after it."""
@@ -340,12 +325,12 @@ def _json_grammar(schema: str) -> str:
     # The original text, as parsing may have rounded numbers.
     return (
         compile_schema(schema)
-        if _bounded(stated) is stated
+        if _bound_whitespace(stated) is stated
         else compile_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
     )
 
 
-def _bounded(schema: Any) -> Any:
+def _bound_whitespace(schema: Any) -> Any:
     """A schema with a bound for white space, unless it sets one itself."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):

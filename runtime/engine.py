@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import ContextLengthError, RequestError
+from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
-from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, Graph, buffers, open_backend
+from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, BackendOptions, Graph, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.costs import CostCurve, Costs
@@ -54,6 +54,7 @@ class Engine:
             first, then those that need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
         slots: requests that run at once.
+        max_model_len: most tokens of a prompt and its output.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
     """
 
@@ -66,8 +67,10 @@ class Engine:
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.manifest: Manifest = bundle.manifest
+        self.max_model_len = max_model_len or self.manifest.max_seq_len
         self.tokenizer = bundle.tokenizer()
         self.chat_template = bundle.chat_template()
         self._encoder = PromptEncoder(self.manifest, self.tokenizer)
@@ -107,6 +110,7 @@ class Engine:
         check_hashes: bool = True,
         methods: SpeculativeConfig = (),
         max_batch_size: int | None = None,
+        max_model_len: int | None = None,
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
@@ -125,6 +129,7 @@ class Engine:
                 :func:`~specexport.contract.methods.read_methods`.
             max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
                 for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
+            max_model_len: most tokens of a prompt and its output; None for as many as the bundle was built for.
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
             calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
                 where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
@@ -140,13 +145,18 @@ class Engine:
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
             BackendError: its backend is not installed, refuses a graph, or has no device or too little memory.
-            BuildError: a method's options are wrong, or it needs a graph.
+            BuildError: a method's options are wrong, or it needs a graph; or the bundle was built for fewer tokens.
             RequestError: the bundle was not built for the batch size.
         """
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
         manifest = opened.manifest
+        if max_model_len is not None and max_model_len > manifest.max_seq_len:
+            raise BuildError(
+                f"max_model_len is {max_model_len}; expected at most {manifest.max_seq_len}, for which this bundle was "
+                "built"
+            )
         available = available_methods(manifest, read_methods(methods))
-        running = open_backend(opened, backend, threads, gpu_memory_utilization, cache_graphs)
+        running = open_backend(opened, BackendOptions(backend, threads, gpu_memory_utilization, cache_graphs))
         try:
             slots = running.default_slots if max_batch_size is None else max_batch_size
             if slots not in manifest.batch_sizes:
@@ -154,10 +164,10 @@ class Engine:
                 raise RequestError(
                     f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)"
                 )
-            target = running.open(manifest.target, slots, buffers(manifest.target_signature))
+            target = running.open(manifest.target, slots, manifest.target_signature.buffers)
             opening = Opening(opened, running, slots)
             loaded_methods = {method.name: LoadedMethod(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, loaded_methods, prefix_cache, calibrate, costs)
+            return cls(opened, running, target, loaded_methods, prefix_cache, calibrate, costs, max_model_len)
         except BaseException:
             running.close()
             raise
@@ -207,9 +217,10 @@ class Engine:
         """The model's own sampling parameters, as its checkpoint states them."""
         return self.params()
 
-    def params(self, **overrides: Any) -> SamplingParams:
+    def params(self, length: int | None = DEFAULT_MAX_TOKENS, **overrides: Any) -> SamplingParams:
         """The model's own sampling parameters, with some overridden.
 
+        ``length`` is the most tokens if neither caller nor model sets them; None for as many as the context holds.
         The model's length limits give way: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens`` to
         ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
 
@@ -221,13 +232,13 @@ class Engine:
         if "max_tokens" in overrides:
             rules = msgspec.structs.replace(rules, max_length=None)
         elif model["max_tokens"] is None:
-            model["max_tokens"] = rules.max_length or DEFAULT_MAX_TOKENS
+            model["max_tokens"] = rules.max_length or length
         if "min_tokens" in overrides or any(overrides.get(name) is not None for name in ("json_schema", "grammar")):
             rules = msgspec.structs.replace(rules, min_length=0)
             model["min_tokens"] = 0
-        most = overrides.get("max_tokens", model["max_tokens"])
-        if isinstance(most, int):
-            model["min_tokens"] = min(model["min_tokens"], max(0, most))
+        max_tokens = overrides.get("max_tokens", model["max_tokens"])
+        if isinstance(max_tokens, int):
+            model["min_tokens"] = min(model["min_tokens"], max(0, max_tokens))
         return SamplingParams(**model | {"rules": rules} | overrides)
 
     def stream(
@@ -262,9 +273,7 @@ class Engine:
         embedded = isinstance(encoded_prompt, EncodedPrompt)
         self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
-            raise RequestError(
-                "prompt_logprobs were asked for, but the prompt has embeddings, which have none; leave them out"
-            )
+            raise RequestError("prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out")
         unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
         params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)
@@ -282,19 +291,20 @@ class Engine:
         return Stream(self._scheduler, request)
 
     def _require_room(self, length: int, params: SamplingParams) -> None:
-        """Refuses a prompt of so many tokens that it leaves an output no room."""
-        limit, longest = self.manifest.max_seq_len, params.rules.max_length
+        """Refuses a prompt of ``length`` tokens if it leaves no room for an output."""
+        limit, longest = self.max_model_len, params.rules.max_length
         if length + (params.max_tokens != 0) > limit:
             included = "" if params.max_tokens == 0 else ", output included"
+            wider = "build with a larger --max-seq-len" if limit == self.manifest.max_seq_len else "raise max_model_len"
             raise ContextLengthError(
-                f"the prompt has {counted(length, 'token')}, but this bundle's context holds {limit}{included}; "
-                "shorten the prompt or build with a larger --max-seq-len",
+                f"the prompt has {counted(length, 'token')}, but the context holds {limit}{included}; shorten the "
+                f"prompt or {wider}",
                 param="prompt",
             )
         if longest is not None and length >= longest and params.max_tokens:
             raise RequestError(
                 f"the prompt has {length} tokens, but the model's own max_length is {longest}, output included; "
-                "shorten the prompt or say max_tokens",
+                "shorten the prompt or set max_tokens",
                 param="prompt",
             )
 
@@ -308,17 +318,20 @@ class Engine:
         options: MethodOptions | None = None,
     ) -> Request:
         tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
+        rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.max_model_len
+        remaining = min(rules.max_length or longest, longest) - len(tokens)
+        remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
+        hypothesis = hypothesis[: max(0, remaining) + 1]  # reading it takes memory; one token more shows a cut
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
         if isinstance(prompt, EncodedPrompt):
             view.embeddings = prompt.embeddings
-        rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.manifest.max_seq_len
-        remaining = min(rules.max_length or longest, longest) - len(tokens)
-        remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         # A grammar ends the text by itself.
-        least = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
+        min_tokens = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        view.processors = processors(params, tokens, ends, vocab_size, least, remaining, self._grammars)
-        text = TextStream(self.tokenizer, params.stop, least=least, skip_special_tokens=params.skip_special_tokens)
+        view.processors = processors(params, tokens, ends, vocab_size, min_tokens, remaining, self._grammars)
+        text = TextStream(
+            self.tokenizer, params.stop, min_tokens=min_tokens, skip_special_tokens=params.skip_special_tokens
+        )
         request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution
         return request
@@ -333,7 +346,7 @@ class Engine:
         return complete(self.stream(prompt, params, speculative))
 
     def _costs_here(self) -> Costs | None:
-        """The costs of steps on this machine: those stored, or on a CPU measured now."""
+        """The costs of steps on this machine: stored ones, or, on a CPU, measured now."""
         stored = stored_costs(self.manifest, self.backend, self.slots).load()
         if stored is None and self.backend.execution == "host":
             stored = self.calibrate()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
-from specexport.runtime.constraint import Grammars
+from specexport.runtime.constraint import Grammars, Kind
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Floats, Ints
 
@@ -29,7 +29,7 @@ _LARGEST_EXPONENT = 64.0
 class LogitsProcessor(Protocol):
     """Changes the logits of one output, and follows the output as it grows."""
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """The changed logits, each node's by the output so far and the draft tokens on its path.
 
         Args:
@@ -60,7 +60,7 @@ class _OutputProcessor(LogitsProcessor):
         self._prompt_tokens: Ints = np.unique(self._prompt[self._prompt >= 0])
         self._output: list[int] = []
 
-    def applied(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
+    def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         changed: Floats = logits.copy()
         for row, node in zip(changed, range(len(tree)), strict=True):
             path = draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1]
@@ -94,7 +94,7 @@ class Penalties(_OutputProcessor):
     ) -> None:
         super().__init__(prompt)
         self._params = params
-        self._least = params.min_tokens if min_tokens is None else min_tokens
+        self._min_tokens = params.min_tokens if min_tokens is None else min_tokens
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -108,7 +108,7 @@ class Penalties(_OutputProcessor):
             values = row[repeated]
             row[repeated] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(output) < self._least:
+        if len(output) < self._min_tokens:
             row[self._ends] = -np.inf
 
 
@@ -299,11 +299,14 @@ def processors(
         chain.append(SequenceBiases(params.rules, prompt))
     if params.penalized:
         chain.append(Penalties(params, prompt, ends, vocab_size, min_tokens))
-    output = {name: getattr(params, name) for name in ("stop_token_ids", "skip_special_tokens")}
-    if params.json_schema is not None:
-        chain.append(grammars.json_schema(cast(str, params.json_schema), **output))
-    if params.grammar is not None:
-        chain.append(grammars.lark(params.grammar, **output))
+    stops, skips = tuple(params.stop_token_ids), params.skip_special_tokens
+    constraints: tuple[tuple[Kind, str | None], ...] = (
+        ("json_schema", cast("str | None", params.json_schema)),
+        ("grammar", params.grammar),
+    )
+    for param, text in constraints:
+        if text is not None:
+            chain.append(grammars.constraint(param, text, stop_token_ids=stops, skip_special_tokens=skips))
     if params.rules.change_logits:
         chain.append(Rules(params.rules, prompt, ends, vocab_size, remaining))
     return chain

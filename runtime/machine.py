@@ -69,7 +69,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def machine_key(about: Sequence[str]) -> str:
-    """A name for what depends on these texts and on this machine."""
+    """A file name for a result that depends on these texts and on this machine."""
     return hashlib.sha256("\n".join((cpu_name(), cpu_features(), *about)).encode()).hexdigest()[:32]
 
 

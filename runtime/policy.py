@@ -18,10 +18,10 @@ from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, S
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
 MARGIN, LEAVING_MARGIN = 1.03, 0.97
-"""Speed-up over plain decoding that speculation must promise to be begun, as costs are not exact; and to be continued, as
-coming back costs the reading of what the draft missed meanwhile, and texts tend to become more predictable."""
+"""Speed-up over plain decoding that speculation must promise to be begun, as costs are not exact; and to be continued,
+as coming back costs the reading of what the draft missed meanwhile, and texts tend to become more predictable."""
 TRIAL_MARGIN, TRIAL_STEPS = 0.9, 4
-"""The speed-up for requests that have decoded fewer steps with their method: a trial costs little, and without it a batch
+"""The speed-up for requests that have decoded fewer steps with their method. A trial costs little; without it a batch
 that has once been judged by its worst requests, which are the last to end, would never speculate again."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""

@@ -250,7 +250,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-def joined(chunks: Sequence[Chunk]) -> Chunk:
+def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """All chunks of an output as one."""
     return Chunk(
         "".join(chunk.text for chunk in chunks),
@@ -263,7 +263,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
 def complete(stream: Stream) -> Completion:
     """Runs a stream to its end."""
     with stream:
-        whole = joined(list(stream))
+        whole = join_chunks(list(stream))
     reason = whole.finish_reason
     assert reason is not None
     return Completion(whole.text, whole.token_ids, reason, stream.stats, whole.logprobs, stream.prompt_logprobs)

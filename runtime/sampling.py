@@ -133,19 +133,23 @@ def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
     if rules.top_h is not None:
         logits = np.where(_within_entropy(_weights(logits, best, params), rules.top_h), logits, -np.inf)
     # Without tokens that a grammar forbids, as partitioning many equal numbers is slow.
-    least = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
-    ids = np.flatnonzero(logits >= least) if logits.min() < least else None
+    threshold = max(best - _UNDERFLOW * params.temperature, float(np.finfo(np.float32).min))
+    ids = np.flatnonzero(logits >= threshold) if logits.min() < threshold else None
     remaining = logits if ids is None else logits[ids]
     if 0 < params.top_k < len(remaining):
         at = _top_k(remaining, params.top_k)
         ids, remaining = at if ids is None else ids[at], remaining[at]
-    candidates, least = None, -math.inf
+    candidates, threshold = None, -math.inf
     if params.top_p < 1.0:
-        candidates, least = _nucleus(remaining, best, params)
+        candidates, threshold = _nucleus(remaining, best, params)
     if params.min_p > 0.0:
-        least = max(least, best + params.temperature * math.log(params.min_p))
-    if least > -math.inf:
-        at = np.flatnonzero(remaining >= least) if candidates is None else candidates[remaining[candidates] >= least]
+        threshold = max(threshold, best + params.temperature * math.log(params.min_p))
+    if threshold > -math.inf:
+        at = (
+            np.flatnonzero(remaining >= threshold)
+            if candidates is None
+            else candidates[remaining[candidates] >= threshold]
+        )
         ids, remaining = at if ids is None else ids[at], remaining[at]
     weights = _weights(remaining, best, params)
     weights /= weights.sum()
@@ -217,11 +221,11 @@ def _nucleus(logits: Floats, best: float, params: SamplingParams) -> tuple[Ints,
     weights = _weights(logits, best, params, np.float64 if len(logits) <= _FEW else np.float32)
     total = float(weights.sum(dtype=np.float64))
     # All tokens below this together hold less than top-p leaves out; 0.999, as sums are rounded.
-    least = 0.999 * (1.0 - params.top_p) * total / len(logits)
-    candidates = at = np.flatnonzero(weights >= least)
+    threshold = 0.999 * (1.0 - params.top_p) * total / len(logits)
+    candidates = at = np.flatnonzero(weights >= threshold)
     before = 0.0
     if len(at) > _FEW:
-        place = ((logits[at] - best) * (_BINS / params.temperature / math.log(least))).astype(np.int32)
+        place = ((logits[at] - best) * (_BINS / params.temperature / math.log(threshold))).astype(np.int32)
         through = np.cumsum(np.bincount(place, weights[at]))
         end = min(int(np.searchsorted(through, params.top_p * total)), len(through) - 1)
         at, before = at[place == end], float(through[end - 1]) if end else 0.0

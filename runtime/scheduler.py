@@ -163,7 +163,7 @@ class Scheduler:
         return busy if turn_began is None else busy + time.perf_counter() - turn_began
 
     def _turn(self) -> None:
-        """Reads at most one chunk of a prompt, and takes a step for everyone whose prompt is read."""
+        """Reads at most one chunk of a prompt, and takes a step for every request whose prompt is read."""
         self._time = (self._clock(), time.perf_counter())
         try:
             self._leave()
@@ -205,7 +205,7 @@ class Scheduler:
         while ended and (move := self._slots.next_move()) is not None:
             mover = next(request for request in self._running if request.view.slot == move[0])
             self._program.move(*move, mover.view.method)
-            self._slots.moved(*move)
+            self._slots.record_move(*move)
             mover.view.slot = move[1]
         if ended and self._running:
             self._shrink_cache()
@@ -329,10 +329,10 @@ class Slots:
         """
         tokens, filled = self._texts[slot], self._program.filled(slot)
         shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
-        most, source = max(shared, default=(0, slot))
-        if most > filled:
-            self._program.share(source, slot, most)
-        return max(most, filled)
+        prefix, source = max(shared, default=(0, slot))
+        if prefix > filled:
+            self._program.share(source, slot, prefix)
+        return max(prefix, filled)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
         """Rows of a slot that a prompt can reuse; its last token is left out, as it is the first root."""
@@ -362,7 +362,7 @@ class Slots:
         starts = range(self._sizes[-1] - size + 1)
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
 
-    def moved(self, source: int, to: int) -> None:
+    def record_move(self, source: int, to: int) -> None:
         self._used.remove(source)
         self._used.add(to)
         self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

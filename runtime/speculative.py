@@ -56,7 +56,7 @@ class Speculative(Options, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, value: SpeculativeLike | None) -> Speculative:
-        """Reads what users may pass: the value, a mapping with its keys and the method's, or the name of a method.
+        """Converts a user's argument: the value itself, a mapping with its keys and the method's, or a method's name.
 
         Raises:
             RequestError: a key is not known, belongs to the build or the engine, or has a value of the wrong kind.
@@ -239,10 +239,10 @@ def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = (
                 f"{method.name}: its options belong to the build, and the bundle is built; name it in a request, or "
                 "build another bundle"
             )
-        most = max(verified_widths(manifest.target)) - 1
-        if method.trees or max(method.sizes, default=0) > most:
+        limit = max(verified_widths(manifest.target)) - 1
+        if method.trees or max(method.sizes, default=0) > limit:
             raise BuildError(
-                f"{method.name}: the bundle verifies chains of at most {most} draft tokens; ask for those by "
+                f"{method.name}: the bundle verifies chains of at most {limit} draft tokens; ask for those by "
                 "num_speculative_tokens"
             )
         replacements[method.name] = method

@@ -101,7 +101,7 @@ class KeptStates:
                 self.clear(slot)
         return {tensors.CELL_ROWS: cell_rows(past, [self._seen[slot] for slot in slots], tokens, self._kept)}
 
-    def ran(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
+    def advance(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
         """To be called after a step of these slots; ``known`` counts each slot's tokens that are text."""
         new_states = self._new_states.get(len(slots), {})
         for at, (slot, end, text_tokens) in enumerate(zip(slots, past, known, strict=True)):

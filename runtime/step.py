@@ -13,7 +13,7 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.logits import token_logprobs
 from specexport.runtime.prompt import is_embedding
 from specexport.runtime.proposal import Ints, Proposal, Proposer, SlotView, TextProposer
@@ -82,14 +82,13 @@ class HostProgram:
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
         width = self._target.step_width(len(slots), widest)
-        self._target.reserve(max(len(view.tokens) for view in views) - 1 + width)
-        inputs = self._target.inputs(width, width, slots=slots)
-        self._target.protect_rows(width, width, slots=slots)
+        shape = RunShape(width, width, slots=slots)
+        inputs = self._target.prepare(shape, max(len(view.tokens) for view in views) - 1 + width)
         for view in views:
             step = to_verify.get(view.slot)
             tree, drafted = (PLAIN_TREE, None) if step is None else (step.tree, step.tokens)
             self.write(inputs, view.slot - slots.start, view, tree, drafted)
-        outputs = self._target.run(width, width, slots=slots)
+        outputs = self._target.run(shape)
         return {view.slot: {name: array[view.slot - slots.start] for name, array in outputs.items()} for view in views}
 
     def write(
@@ -176,14 +175,13 @@ class HostProgram:
         running = max(min(self._target.filled(slot), self._longest - 1) for slot in slots)
         # Growing copies the cache: once for the prompt and the first tokens after it is enough.
         room = min(end + self._chunk, self._target.cache_sizes[-1])
-        self._target.reserve(max(max(past, running) + width, room))
-        inputs = self._target.inputs(width, rows, slots=slots)
-        self._target.protect_rows(width, rows, slots=slots)
+        shape = RunShape(width, rows, slots=slots)
+        inputs = self._target.prepare(shape, max(max(past, running) + width, room))
         at, read = view.slot - slots.start, range(min(width, end - past))
         self._write(inputs, at, view, TokenTree.chain(width), past, len(read))
         if top is None:
             inputs[tensors.LOGITS_ROWS][at] = read[-1]
-        outputs = {name: array[at] for name, array in self._target.run(width, rows, slots=slots).items()}
+        outputs = {name: array[at] for name, array in self._target.run(shape).items()}
         self._target.commit(view.slot, past, read)
         if top is not None:
             after = view.tokens[past + 1 : past + len(read) + 1]
@@ -221,7 +219,7 @@ class HostProgram:
             proposer.release(slot)
 
     def _used(self, method: str | None) -> list[Proposer]:
-        """The proposers that may have state of a slot: its method's, and those that read any text."""
+        """The proposers that may hold state for a slot: its method's, and those that read any text."""
         loaded = self._loaded_methods.items()
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 
@@ -233,7 +231,7 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
         tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
     logits = logits[: len(tree)]
     for processor in view.processors:
-        logits = processor.applied(logits, tree, drafted)
+        logits = processor.apply(logits, tree, drafted)
     if view.params.acceptance == "relaxed":
         return accept_relaxed(logits, tree, drafted, view.params, view.random.random())
     if view.params.greedy:

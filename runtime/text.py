@@ -22,16 +22,16 @@ class TextStream:
     not.
 
     Args:
-        least: tokens before the one that may complete a stop text.
+        min_tokens: tokens before the one that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, least: int = 0, skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._least, self._skip = least, skip_special_tokens
+        self._min_tokens, self._skip = min_tokens, skip_special_tokens
         # Special tokens that are not in the output text; stop texts that contain them are found nevertheless.
         self._hidden = special_tokens(tokenizer) if skip_special_tokens else {}
         self._pushed = 0
@@ -96,7 +96,7 @@ class TextStream:
         pending = self._pending
         pending.add(piece, hidden)
         stops = [at for at in map(pending.find, self._stop) if at >= 0]
-        if stops and self._pushed > self._least:
+        if stops and self._pushed > self._min_tokens:
             self.stopped = True
             text = pending.take(min(stops))
             pending.clear()

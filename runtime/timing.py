@@ -74,8 +74,9 @@ def measure(
     """Times steps and proposals, one slot first, then larger batches while there is time.
 
     For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
-    timed, and the widest, as costs beyond it would be guessed. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally; a cost is
-    the least of 25 rounds, or of as many as there is time for, at least one after the first, which pays for buffers.
+    timed, and the widest, as costs beyond it would be guessed. The calls of a batch size take turns, so that a machine
+    whose speed drifts affects them equally; a cost is the least of 25 rounds, or of as many as there is time for, at
+    least one after the first, which pays for buffers.
 
     Args:
         manifest: the bundle's.

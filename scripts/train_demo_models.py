@@ -165,7 +165,7 @@ class Demo:
             options |= {"steps": 2} | {key: 16 for key in ("texts", "self_distill") if key in options}
         record = run(training.options(**options), partial(print, flush=True))
         return "\n\n".join(
-            part.drawn(None, False) if isinstance(part, Table) else str(part) for part in training.report(record)
+            part.render(None, False) if isinstance(part, Table) else str(part) for part in training.report(record)
         )
 
     def initial_draft(self, target: Path) -> Path:

@@ -27,7 +27,7 @@ MACHINES = ("x86_64", "aarch64")
 GLIBC = "2.17"
 LARGEST = 3_000_000
 """Maximum size of a wheel in bytes."""
-TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels_described; print(kernels_described())"
+TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels; print(kernels().described)"
 EXTRAS = ("cpu", "serve", "compile")
 """``tensorrt`` comes with JetPack."""
 ALSO = ("cuda-bindings>=12.6",)

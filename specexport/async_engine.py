@@ -207,12 +207,12 @@ class AsyncEngine:
         """
         if self.closed:
             raise ClosedError("the server is shutting down; send the request again later")
-        most = self.slots + self.max_queue
-        if outputs > most:
+        limit = self.slots + self.max_queue
+        if outputs > limit:
             raise RequestError(
-                f"the request asks for {outputs} outputs; this server takes at most {most} at once", param="n"
+                f"the request asks for {outputs} outputs; this server takes at most {limit} at once", param="n"
             )
-        if max(len(self._live), arriving) + outputs > most:
+        if max(len(self._live), arriving) + outputs > limit:
             wait = self._wait()
             raise QueueFullError(
                 f"the queue is full: {counted(self.waiting, 'request')} for {counted(self.slots, 'slot')}; "
@@ -238,7 +238,7 @@ class AsyncEngine:
             request.work = self._threads.submit(request.run)
             request.work.add_done_callback(lambda _, request=request: self._finished(request))  # type: ignore[misc]
             if timeout is not None:
-                error = DeadlineError(f"the request was not done after {timeout:g} seconds")
+                error = DeadlineError(f"the request did not finish within {timeout:g} seconds")
                 request.timer = loop.call_later(timeout, request.cancel, error)
         return [AsyncStream(request) for request in requests]
 

@@ -6,18 +6,14 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from inspect import getdoc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specexport.building import needs_extra
 from specexport.commands import Command, bench, build, chat, draw, inspect, plan, run, serve, tune
-from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
-from specexport.contract.options import Options
 from specexport.contract.values import require_text
 from specexport.version import full_version
 
@@ -48,11 +44,11 @@ _COMMANDS = (
     Command("inspect", inspect.InspectOptions, inspect.inspect_command),
     Command("draw", draw.DrawOptions, draw.draw_command),
     Command("verify", inspect.VerifyOptions, inspect.verify_command),
-    Command("bench", bench.bench_flags, bench.bench_command),
-    Command("suggest", plan.suggest_flags, plan.suggest_command),
-    Command("plan", plan.plan_flags, plan.plan_command),
-    Command("train", build.train_flags, build.train_command),
-    Command("tune", tune.tune_flags, tune.tune_command),
+    Command("bench", bench.BenchOptions, bench.bench_command),
+    Command("suggest", plan.SuggestOptions, plan.suggest_command),
+    Command("plan", plan.PlanOptions, plan.plan_command),
+    Command("train", build.train_flags),
+    Command("tune", tune.tune_flags),
 )
 
 
@@ -77,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # the innermost command's parser wins
 
     def error(self, message: str) -> NoReturn:
-        """Exits with what is wrong alone: the usage of some commands fills a screen."""
+        """Exits with the message alone, as the usage of some commands fills a screen."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -127,30 +123,15 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     names = {command.name for command in _COMMANDS}
     chosen = names & set(words[:1]) or (set() if words[:1] in (["-h"], ["--help"], ["--version"]) else names)
     for command in _COMMANDS:
-        # The first paragraph of a command's docstring is its description, the second has examples.
-        first, _, examples = (getdoc(command.main) or "").partition("\n\n")
-        summary = " ".join(first.replace("``", "").split())
-        added = commands.add_parser(command.name, help=summary, description=summary, epilog=examples)
-        added.set_defaults(main=command.main)
-        if command.name not in chosen:
-            continue
-        if isinstance(command.flags, type):
-            add_flags(added, command.flags)
-            added.set_defaults(main=partial(_run, command.flags, command.main))
-        else:
-            command.flags(added)
+        command.add_to(commands, declare=command.name in chosen)
     return top
-
-
-def _run(kind: type[Options], main: Callable[[Any], int], arguments: argparse.Namespace) -> int:
-    return main(from_flags(kind, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
     _prepare_streams()
     try:
-        words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+        words = [_with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
         if not words:
             parser(["--help"]).print_help(sys.stderr)
             return 2
@@ -180,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Opens the standard streams that are closed on nothing, and prints "?" for what the output's encoding lacks."""
+    """Opens closed standard streams on the null device, and prints "?" for characters that the encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -196,7 +177,7 @@ def _require_text(arguments: argparse.Namespace) -> None:
                 require_text(text, name.replace("_", "-"))
 
 
-def _dashed(word: str) -> str:
+def _with_dashes(word: str) -> str:
     """``--max_tokens`` means ``--max-tokens``: both spellings are common in the field."""
     if not word.startswith("--"):
         return word

@@ -23,7 +23,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
 from specexport.runtime.chat import Message
-from specexport.runtime.prompt import EmbedsPrompt, EncodedPrompt, Prompt
+from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative, SpeculativeLike
 from specexport.runtime.text import encode_text
 
@@ -52,13 +52,11 @@ class Frontend:
     """An engine and the defaults of its requests. Safe to use from several threads.
 
     Attributes:
-        max_model_len: most tokens of a prompt and its output together.
         seed: determines the seeds of requests without one, by their order; None draws fresh ones.
     """
 
     engine: Engine
     name: str
-    max_model_len: int
     speculative: Speculative = DEFAULT
     seed: int | None = None
     _count: Iterator[int] = field(default_factory=itertools.count)
@@ -116,34 +114,19 @@ class Frontend:
             threads=options.threads,
             check_hashes=options.check_hashes and bundle is not None,  # the cache has checked those of a model
             methods=loaded,
+            max_model_len=options.max_model_len,
             calibrate=options.calibrate,
             cache_graphs=options.cache_graphs,
             backend=options.backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
         )
-        most = engine.manifest.max_seq_len
-        if options.max_model_len is not None and options.max_model_len > most:
-            engine.close()
-            raise BuildError(
-                f"max_model_len is {options.max_model_len}; expected at most {most}, for which this bundle was built"
-            )
         try:
             # Refuses a method or a size the bundle was not built for before any request does.
             engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
             raise BuildError(f"speculative_config: {error}") from error
-        return cls(engine, str(model or bundle), options.max_model_len or most, chosen, options.seed)
-
-    def params(self, length: int | None, **overrides: Any) -> SamplingParams:
-        """The model's own sampling parameters, with some overridden.
-
-        ``length`` is the most tokens if neither caller nor model sets them; None for as many as the context holds.
-        """
-        model = self.engine.manifest.generation
-        if model.max_tokens is None and model.rules.max_length is None:
-            overrides = {"max_tokens": length} | overrides
-        return self.engine.params(**overrides)
+        return cls(engine, str(model or bundle), chosen, options.seed)
 
     def speculation(self, keys: Mapping[str, Any]) -> Speculative:
         """How a request with these settings speculates: by the default method unless it names another."""
@@ -185,13 +168,14 @@ class Frontend:
             RequestError: it is not valid UTF-8.
         """
         require_text(text, f"the {param}" if param == "prompt" else param, param)
-        tokenizer, size = self.engine.tokenizer, _LONG * self.max_model_len
+        tokenizer, limit = self.engine.tokenizer, self.engine.max_model_len
+        size = _LONG * limit
         while size < len(text):
             # Without white space at its end, which what follows may remove.
             count = len(encode_text(tokenizer, text[:size].rstrip(), add_special_tokens=False))
-            if count > self.max_model_len + _SLACK:
+            if count > limit + _SLACK:
                 raise ContextLengthError(
-                    f"{param}: a text of {len(text)} characters; the context holds {self.max_model_len} tokens, and "
+                    f"{param}: a text of {len(text)} characters; the context holds {limit} tokens, and "
                     f"its first {size} characters are {count}; shorten it",
                     param=param,
                 )
@@ -210,39 +194,16 @@ class Frontend:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
         params = params or self.engine.defaults()
-        if isinstance(prompt, (EmbedsPrompt, EncodedPrompt)):
-            tokens: list[int] | EncodedPrompt = self.engine.encode(prompt)
-        else:
-            tokens = self.tokens(prompt)
-        remaining = self.max_model_len - len(tokens)
-        if remaining < (params.max_tokens != 0):
-            included = "" if params.max_tokens == 0 else ", output included"
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_model_len}{included}; shorten "
-                "the prompt",
-                param="prompt",
-            )
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt)
+        tokens = self.engine.encode(prompt)
         chosen = Speculative.of(speculative or self.speculative)
-        expected = chosen.hypothesis
-        if isinstance(expected, str):
-            expected = tuple(self.encode(expected, add_special_tokens=False, param="hypothesis"))
-        if expected is not None:  # at most as long as the output: reading it takes memory
-            chosen = msgspec.structs.replace(chosen, hypothesis=expected[: max(0, remaining)])
+        if isinstance(chosen.hypothesis, str):
+            expected = self.encode(chosen.hypothesis, add_special_tokens=False, param="hypothesis")
+            chosen = msgspec.structs.replace(chosen, hypothesis=tuple(expected))
         seed = self._seed() if params.seed is None else params.seed
-        most = max(0, remaining if params.max_tokens is None else min(params.max_tokens, remaining))
-        return [
-            self.engine.stream(
-                tokens,
-                params.replace(
-                    n=1,
-                    max_tokens=most,
-                    min_tokens=min(params.min_tokens, most),
-                    seed=None if seed is None else seed + index,
-                ),
-                chosen,
-            )
-            for index in range(params.n)
-        ]
+        seeds = [None if seed is None else seed + index for index in range(params.n)]
+        return [self.engine.stream(tokens, params.replace(n=1, seed=seed), chosen) for seed in seeds]
 
     def token_text(self, token: int) -> str:
         """A token's text in the middle of a text."""

@@ -128,7 +128,7 @@ class LLM:
         Raises:
             RequestError: names the prompt and what is wrong with it.
         """
-        pairs = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_listed(prompts))]
+        pairs = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_as_list(prompts))]
         return self._run(pairs, sampling_params, use_tqdm, speculative)
 
     def chat(
@@ -248,7 +248,7 @@ class LLM:
         return [None, *map(self._frontend.by_token, stream.prompt_logprobs)]
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The list of prompts; a sequence of numbers is one prompt."""
     if isinstance(prompts, (str, Mapping, EmbedsPrompt)):
         return [prompts]

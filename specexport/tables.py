@@ -24,7 +24,7 @@ class Styled(NamedTuple):
     text: str
     style: str = ""
 
-    def drawn(self, width: int | None, colours: bool) -> str:
+    def render(self, width: int | None, colours: bool) -> str:
         """The text for a terminal of ``width`` characters; None does not wrap."""
         lines = self.text.split("\n")
         if width is not None:
@@ -59,52 +59,52 @@ class Table:
         count = len(self.columns) or max(map(len, self.rows), default=0)
         return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])[:count]]
 
-    def drawn(self, width: int | None, colours: bool) -> str:
+    def render(self, width: int | None, colours: bool) -> str:
         """The table for a terminal of ``width`` characters, with long cells wrapped; None does not wrap."""
         head = [[Styled(name) for name in self.columns]] if self.columns else []
         grid, sides = [*head, *self.rows], self.sides()
         widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
         lines: list[Sequence[str]] = [
-            [cell.drawn(most, colours) for cell, most in zip(row, widths, strict=True)] for row in grid
+            [cell.render(column, colours) for cell, column in zip(row, widths, strict=True)] for row in grid
         ]
         # As a row: tabulate makes a column two characters wider than its header.
         lines[len(head) : len(head)] = [SEPARATING_LINE] * len(head)
         drawn = tabulate(lines, tablefmt="simple", disable_numparse=True, colalign=sides).split("\n")
-        title = [Styled(self.title, "bold").drawn(width, colours)] if self.title else []
+        title = [Styled(self.title, "bold").render(width, colours)] if self.title else []
         return "\n".join([*title, *(line.rstrip() for line in drawn[1:-1])])  # the first and the last are rules
 
 
 def show(*parts: Table | Styled | str) -> None:
-    """Prints parts one below the other; on a terminal wrapped to its width, and :func:`coloured`."""
+    """Prints parts one below the other; on a terminal wrapped to its width, and in :func:`colours <uses_colours>`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for part in parts:
         drawn = Styled(part) if isinstance(part, str) else part
-        print(drawn.drawn(width, coloured(sys.stdout)))
+        print(drawn.render(width, uses_colours(sys.stdout)))
 
 
-def capable() -> bool:
+def understands_escapes() -> bool:
     """Whether terminals understand escape sequences."""
     return os.environ.get("TERM", "dumb" if os.name == "posix" else "") != "dumb"
 
 
-def coloured(stream: TextIO) -> bool:
+def uses_colours(stream: TextIO) -> bool:
     """Whether to write colours: to terminals that understand them, unless ``NO_COLOR`` is set."""
-    return stream.isatty() and capable() and not os.environ.get("NO_COLOR")
+    return stream.isatty() and understands_escapes() and not os.environ.get("NO_COLOR")
 
 
-def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], most: int | None) -> list[int]:
+def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], limit: int | None) -> list[int]:
     """The width of each column.
 
     If a line is too long, the widest columns are narrowed: first text, between words; then numbers; then within words.
     """
     widths = [max(1, *(len(line) for cell in cells for line in cell.split("\n"))) for cells in columns]
     words = [min(_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns]
-    if most is None:
+    if limit is None:
         return widths
     numbers = [width if side == "right" else word for width, word, side in zip(widths, words, sides, strict=True)]
-    for least in (numbers, words, [_LEAST] * len(widths)):
-        while sum(widths) + 2 * (len(widths) - 1) > most:
-            longer = [at for at, width in enumerate(widths) if width > least[at]]
+    for minimums in (numbers, words, [_LEAST] * len(widths)):
+        while sum(widths) + 2 * (len(widths) - 1) > limit:
+            longer = [at for at, width in enumerate(widths) if width > minimums[at]]
             if not longer:
                 break
             widths[max(longer, key=widths.__getitem__)] -= 1

@@ -17,7 +17,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import buffers, open_graph
+from specexport.runtime.backend import RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
@@ -82,7 +82,7 @@ def observe(
     deepest = max(method.token_trees(), key=lambda tree: tree.depth)
     paths: Counter[RankPath] = Counter()
     total, steps = Stats(), 0
-    with recorded(engine, name) as recorder:
+    with record_proposals(engine, name) as recorder:
         for index, prompt in enumerate(prompts):
             recorder.clear()
             completion = engine.generate(prompt, params, {"method": name, "num_speculative_tokens": len(deepest) - 1})
@@ -121,16 +121,16 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...; over ``rows`` rows of cache."""
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
-    graph = open_graph(bundle, model, 1, buffers(bundle.manifest.target_signature), threads)
+    graph = open_target(bundle, threads=threads)
     graph.reserve(rows + widest)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(_ROUNDS + 1):
         for width in widths:
-            inputs = graph.inputs(width, width)
+            inputs = graph.inputs(RunShape(width, width))
             inputs[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
             inputs[tensors.PAST_LENGTH][:] = rows
             start = time.perf_counter()
-            graph.run(width, width)
+            graph.run(RunShape(width, width))
             if turn:  # the first round pays for buffers
                 times[width].append(time.perf_counter() - start)
         progress("timing steps", turn + 1, _ROUNDS + 1)
@@ -167,7 +167,7 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
 
 
 @contextlib.contextmanager
-def recorded(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
+def record_proposals(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
     """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
 
     Yields a list to which each proposal is added, with the length of the text before it.

@@ -18,7 +18,6 @@ from specexport.contract import tensors
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime import SamplingParams
-from specexport.runtime.backend import buffers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _CANDIDATES, _UNIFORM, _ROWS = 64, 0.7, 32
@@ -79,7 +78,7 @@ class TwoSlots:
     ) -> None:
         ir.save(graph, folder / "propose.onnx")
         self._session = onnxruntime.InferenceSession(folder / "propose.onnx")
-        self._make = buffers(method.signatures[role])
+        self._make = method.signatures[role].buffers
         self._states, self._write_ids = states, write_ids
         self._outputs = [tensor.name for tensor in self._session.get_outputs()]
         caches = [tensor for tensor in self._session.get_inputs() if tensor.name.startswith(tensors.CACHES)]

@@ -173,7 +173,7 @@ class InterleavedSession:
             outputs = session.run(self.whole.outputs[at], {name: known[name] for name in self.whole.inputs[at]})
             known.update(zip(self.whole.outputs[at], outputs, strict=True))
             for name in self.whole.outputs[at]:
-                if name.startswith(tensors.MEETINGS):
+                if name.startswith(tensors.COLLECTIVES):
                     known[name] = bound.communicator.meet(name, known[name])
         for name, array in bound.outputs.items():
             array[...] = known[name]

@@ -27,7 +27,7 @@ PROMPT = (17, 180, 33)
 @pytest.fixture(scope="module")
 def frontend(engine: Callable[[str], Engine]) -> Frontend:
     shared = engine(NAME)
-    return Frontend(shared, NAME, shared.manifest.max_seq_len)
+    return Frontend(shared, NAME)
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -89,7 +89,7 @@ def test_abandoned_requests_free_their_slots(frontend: Frontend, end: str) -> No
     run(work)
 
 
-def test_when_to_come_again_follows_the_queue(frontend: Frontend) -> None:
+def test_retry_after_follows_the_queue(frontend: Frontend) -> None:
     """Nothing has ended yet, and those that run say how long they take at least."""
 
     async def work() -> None:
@@ -154,7 +154,7 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
         others = [engine.generate(PROMPT, LONG) for _ in range(engine.slots)]
         waiting = engine.generate(PROMPT, LONG, timeout=0.01)
         for stream, limit in ((waiting, "0.01"), (running, "0.05")):
-            with pytest.raises(DeadlineError, match=f"not done after {limit} seconds"):
+            with pytest.raises(DeadlineError, match=f"did not finish within {limit} seconds"):
                 await tokens_of(stream)
         for stream in others:
             stream.cancel()
@@ -164,7 +164,7 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
     run(work)
 
 
-def test_a_deadline_is_said_even_if_the_request_ends_at_once(
+def test_a_deadline_is_reported_even_if_the_request_ends_at_once(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread of a request may see that it is cancelled before the event loop has said why."""
@@ -289,7 +289,7 @@ def test_errors_reach_waiting_threads(frontend: Frontend) -> None:
     run(work)
 
 
-def test_it_speculates_as_asked(frontend: Frontend) -> None:
+def test_requests_choose_how_to_speculate(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend)
         plain, fast = (engine.generate(PROMPT, GREEDY, speculative=request) for request in (PLAIN, None))

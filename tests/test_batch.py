@@ -131,7 +131,7 @@ def test_running_slots_stay_close_and_caches_are_exact() -> None:
                 source, to = move
                 assert to not in running
                 caches.rows[to] = list(caches.rows[source])
-                slots.moved(source, to)
+                slots.record_move(source, to)
                 running[to] = running.pop(source)
         if running:
             assert len(window(running, Caches.sizes)) == next(s for s in Caches.sizes if s >= len(running))

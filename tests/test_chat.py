@@ -295,7 +295,7 @@ def test_conversations_from_several_threads_each_get_their_own() -> None:
 
 
 def test_values_beyond_json_are_named() -> None:
-    with pytest.raises(RequestError, match=r"messages: not what JSON can say: .*set"):
+    with pytest.raises(RequestError, match=r"messages: cannot be written as JSON: .*set"):
         ChatTemplate("fine", {}).render([{"role": {1}}])
 
 

@@ -343,7 +343,7 @@ def test_a_conversation_outgrows_its_context(
 def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
     frontend = Frontend.open(bundle=folder, threads=1, max_model_len=256, calibrate=False)
     try:
-        conversation = Conversation(frontend, frontend.params(None, temperature=0.0), system="Be brief.")
+        conversation = Conversation(frontend, frontend.engine.params(None, temperature=0.0), system="Be brief.")
         for number in range(20):
             conversation.add(f"question {number}", f"answer {number}")
         with conversation.stream("the last") as stream:

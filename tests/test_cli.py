@@ -127,7 +127,7 @@ def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("words", "said"), [([], True), (["--max-tokens", "128"], False)])
-def test_a_terminal_is_told_that_the_text_was_cut(
+def test_a_terminal_shows_that_the_text_was_cut(
     folder: str, words: list[str], said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

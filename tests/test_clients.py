@@ -179,7 +179,7 @@ def test_every_character_may_be_escaped(running: Served) -> None:
     for letter in (*map(chr, range(1, 128)), "\x85", "é", "\u2028", "\U0001f642"):
         text = f"a{letter}b"
         (bound,) = StructuredOutputs(regex=re.escape(text)).bounds()
-        matcher = engine._grammars.lark(bound["grammar"])._matcher
+        matcher = engine._grammars.constraint("grammar", bound["grammar"])._matcher
         tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens), letter
         assert matcher.is_accepting(), letter
@@ -217,7 +217,7 @@ def test_grammars_accept_exactly_the_models_formats(running: Served, form: Any, 
     two = written(form, [("keep", ARGUMENTS[0]), ("lose", ARGUMENTS[1])])
 
     def taken(text: str) -> bool:
-        matcher = engine._grammars.lark(grammar)._matcher
+        matcher = engine._grammars.constraint("grammar", grammar)._matcher
         tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
@@ -367,7 +367,7 @@ def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
     extra = {"ignore_eos": True, "timeout": 0.05}
     events = list(client.responses.create(model=NAME, input="a", stream=True, extra_body=extra))
     assert events[-1].type == "response.failed"
-    assert "not done after" in events[-1].response.error.message
+    assert "did not finish within" in events[-1].response.error.message
 
 
 def test_requests_have_ids(running: Served) -> None:

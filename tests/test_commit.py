@@ -12,7 +12,7 @@ from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import DraftModelProposer
 from specexport.runtime import SamplingParams
-from specexport.runtime.backend import Graph, buffers, open_graph
+from specexport.runtime.backend import BackendOptions, Graph, RunShape, open_backend, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import SlotView
 
@@ -24,20 +24,19 @@ TOLERANCE = 2e-5  # steps of another width sum in another order
 @pytest.fixture(params=["llama-near", "llama-near-portable"])
 def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     opened = Bundle.open(bundle(request.param))
-    target = opened.manifest.target
-    first, second = (open_graph(opened, target, 1, buffers(opened.manifest.target_signature), 1) for _ in range(2))
+    first, second = (open_target(opened, threads=1) for _ in range(2))
     return first, second
 
 
 def verify(graph: Graph, past: int, tree: TokenTree, tokens: np.ndarray) -> np.ndarray:
     """Logits at every node; no row is kept yet."""
     graph.reserve(past + len(tree))
-    inputs = graph.inputs(len(tree), len(tree))
+    inputs = graph.inputs(RunShape(len(tree), len(tree)))
     inputs[tensors.INPUT_IDS][0] = tokens
     inputs[tensors.POSITION_IDS][0] = past + tree.depths
     inputs[tensors.TREE_MASK][0] = tree.mask
     inputs[tensors.PAST_LENGTH][0] = past
-    return graph.run(len(tree), len(tree))[tensors.LOGITS][0].copy()
+    return graph.run(RunShape(len(tree), len(tree)))[tensors.LOGITS][0].copy()
 
 
 def random_tree(random: np.random.Generator) -> TokenTree:
@@ -92,14 +91,14 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
 def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Callable[[str], Path]) -> None:
     """Two slots of a window."""
     opened = Bundle.open(bundle(name))
-    graph = open_graph(opened, opened.manifest.target, 2, buffers(opened.manifest.target_signature), 1)
-    both_slots = range(2)
-    inputs = graph.inputs(NODES, NODES, slots=both_slots)
+    graph = open_target(opened, 2, threads=1)
+    both_slots = RunShape(NODES, NODES, slots=range(2))
+    inputs = graph.inputs(both_slots)
     inputs[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
     caches = graph._cache.now.parts
     for cache in caches.values():
         cache[:, :, NODES:] = POISON
-    graph.run(NODES, NODES, slots=both_slots)
+    graph.run(both_slots)
     portable = opened.manifest.lowering == "portable"
     expected = {name: cache.copy() for name, cache in caches.items()}
     if portable:
@@ -127,7 +126,9 @@ def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
-    graph = open_graph(opened, method.draft, 1, buffers(method.signatures["draft"]), 1)
+    graph = open_backend(opened, BackendOptions("onnxruntime", 1)).open(
+        method.draft, 1, method.signatures["draft"].buffers
+    )
     for cache in graph._cache.now.parts.values():
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)

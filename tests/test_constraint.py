@@ -56,30 +56,30 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
     factory, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
     vocab = engine("llama-near").manifest.target.vocab_size
     text: list[int] = []
-    bound = factory.json_schema(schema)
+    bound = factory.constraint("json_schema", schema)
     while len(text) < 40 and (not text or text[-1] != 1):
         logits = random.normal(size=(len(BRANCHES), vocab)).astype(np.float32)
         before = logits.copy()
         # Some of the draft is what the grammar allows there, and some is anything.
-        likely = np.flatnonzero(np.isfinite(bound.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
+        likely = np.flatnonzero(np.isfinite(bound.apply(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]))
         draft = np.where(
             random.random(len(BRANCHES) - 1) < 0.7,
             random.choice(likely, len(BRANCHES) - 1),
             random.integers(0, vocab, len(BRANCHES) - 1),
         )
-        masked = bound.applied(logits, BRANCHES, draft)
+        masked = bound.apply(logits, BRANCHES, draft)
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]
-            alone = factory.json_schema(schema)
-            expected = alone.applied(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+            alone = factory.constraint("json_schema", schema)
+            expected = alone.apply(logits[:1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             reached = True
             for token in (*text, *path):
                 reached = reached and bool(np.isfinite(expected[token])) and token != 1
                 if not reached:
                     break
                 alone.advance([token])
-                expected = alone.applied(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
+                expected = alone.apply(logits[node : node + 1], TokenTree.chain(1), np.empty(0, np.int64))[0]
             if reached:
                 assert (np.isfinite(masked[node]) == np.isfinite(expected)).all()
         token = int(masked[0].argmax())
@@ -98,8 +98,8 @@ def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: p
     for thread in waiting:
         thread.join()
     assert len(count) == 3  # its texts, and the texts with special tokens and without
-    factory.json_schema("{}")
-    factory.lark('start: "a"', skip_special_tokens=False)
+    factory.constraint("json_schema", "{}")
+    factory.constraint("grammar", 'start: "a"', skip_special_tokens=False)
     assert len(count) == 3
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
@@ -109,12 +109,12 @@ def test_outputs_of_one_grammar_share_its_compilation(engine: Engines, monkeypat
     count = []
     monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: count.append(1) or compiled(*args, **more))
     monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_lark", compiled.grammar_from_lark, raising=False)
-    first, second = (factory.lark("start: /[a-c]+/") for _ in range(2))
+    first, second = (factory.constraint("grammar", "start: /[a-c]+/") for _ in range(2))
     letters = [engine("llama-near").tokenizer.token_to_id(letter) for letter in "ab"]
     first.advance(letters)
     second.advance(letters[:1])
     assert len(count) == 1
-    factory.lark("start: /[a-c]+/", skip_special_tokens=False)
+    factory.constraint("grammar", "start: /[a-c]+/", skip_special_tokens=False)
     assert len(count) == 2
 
 
@@ -246,7 +246,7 @@ def decoded(
     stop: int | None,
 ) -> tuple[list[int], bool]:
     """A text and whether it ended, as the step's acceptance makes it; drafts are right, wrong or the end at random."""
-    bound = checkpoint.json_schema(json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
+    bound = checkpoint.constraint("json_schema", json.dumps(schema), stop_token_ids=() if stop is None else (stop,))
     params = SamplingParams(temperature=temperature, max_tokens=80)
     random, text, ends = np.random.default_rng(seed), list[int](), {EOS, stop}
     while len(text) < params.max_tokens:
@@ -255,7 +255,7 @@ def decoded(
         for node in range(len(tree)):
             path = [int(drafted[at - 1]) for at in np.flatnonzero(tree.mask[node])[1:]]
             rows[node] = model([*text, *path], seed, vocab)
-            likely = bound.applied(rows, tree, drafted)[node].argmax()
+            likely = bound.apply(rows, tree, drafted)[node].argmax()
             for child in tree.children[node]:
                 drafted[child - 1] = random.choice([likely, likely, likely, EOS, random.integers(vocab)])
         proposal = Proposal(drafted, tree, None, drafted[:, None]) if len(tree) > 1 else None
@@ -351,7 +351,7 @@ def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
     factory, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
 
     def taken(schema: Any, text: str) -> bool:
-        matcher = factory.json_schema(json.dumps(schema))._matcher
+        matcher = factory.constraint("json_schema", json.dumps(schema))._matcher
         tokens = encode(text).ids
         return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 

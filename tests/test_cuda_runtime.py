@@ -12,8 +12,15 @@ import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
-from specexport.runtime.backends.cuda.api import Cuda, CudaStream, OutOfDeviceMemoryError
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, DeviceCache, MemoryPlan, NewRows, Staged
+from specexport.runtime.backends.cuda.api import Cuda, CudaGraph, CudaStream, OutOfDeviceMemoryError
+from specexport.runtime.backends.cuda.memory import (
+    BufferLayout,
+    Device,
+    DeviceCache,
+    MemoryPlan,
+    NewRows,
+    StagingBuffers,
+)
 from tests.cuda_stand_in import FRESH, StandIn, real
 from tests.null_cuda.bindings import NullRuntime
 
@@ -33,11 +40,11 @@ def device(cuda: Cuda) -> Device:
     return Device.share(cuda, 0.9)
 
 
-def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[Staged, object]:
+def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[StagingBuffers, object]:
     layout, plan = BufferLayout(arrays), MemoryPlan()
     plan.add("all", layout.nbytes)
     memory = plan.allocate(device, "a test")
-    return Staged(device, layout, memory["all"]), memory
+    return StagingBuffers(device, layout, memory["all"]), memory
 
 
 @pytest.mark.parametrize("kind", [StandIn, NullRuntime])
@@ -64,23 +71,27 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     with pytest.raises(BackendError, match=r"no NVIDIA driver was found.*--backend onnxruntime|no GPU can be used"):
         Cuda.load()
     cuda = object.__new__(Cuda)
-    cuda._rt = real  # what Cuda.__init__ refuses to make without a device
+    cuda.bindings = real  # what Cuda.__init__ refuses to make without a device
+    stream = object.__new__(CudaStream)
+    stream._cuda, stream._rt, stream.handle = cuda, real, 16
+    captured = CudaGraph(cuda, 16, 16)
+    captured._close.detach()
     kinds = "no NVIDIA driver|no GPU|supports CUDA"
     for call in (
         lambda: cuda.allocate(64),
         lambda: cuda.free(256),
         lambda: cuda.allocate_pinned(64),
         lambda: cuda.free_pinned(256),
-        lambda: cuda.create_stream(),
-        lambda: cuda.synchronize(16),
-        lambda: cuda.copy(256, 512, 8, 16),
-        lambda: cuda.copy_rows(256, 8, 512, 8, 8, 1, 16),
-        lambda: cuda.fill(256, 0, 8, 16),
-        lambda: cuda.begin_capture(16),
-        lambda: cuda.end_capture(16),
-        lambda: cuda.instantiate(16),
-        lambda: cuda.launch(16, 16),
-        lambda: cuda.destroy_executable(16),
+        lambda: CudaStream(cuda),
+        lambda: stream.synchronize(),
+        lambda: stream.copy(256, 512, 8),
+        lambda: stream.copy_rows(256, 8, 512, 8, 8, 1),
+        lambda: stream.fill(256, 0, 8),
+        lambda: stream.capture(lambda: None),
+        captured.launch,
+        lambda: cuda.call("cudaStreamEndCapture", 16),
+        lambda: cuda.call("cudaGraphInstantiate", 16, 0),
+        lambda: cuda.call("cudaGraphExecDestroy", 16),
         lambda: cuda.call("cudaEventCreateWithFlags", 0),
         lambda: cuda.call("cudaEventRecord", 16, 16),
         lambda: cuda.call("cudaEventSynchronize", 16),
@@ -89,7 +100,7 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     ):
         with pytest.raises(BackendError, match=kinds):
             call()
-    cuda.abandon_capture(16)
+    stream._abandon_capture()
 
 
 class NoDriver(StandIn):
@@ -234,7 +245,7 @@ def test_stale_addresses_are_noticed(device: Device) -> None:
     with pytest.raises(AssertionError, match="given back"):
         stream.synchronize()
     with pytest.raises(AssertionError, match="no allocation"):
-        device.copy(staged.device["x"].address - (1 << 40), staged.device["x"].address, 1)
+        device.stream.copy(staged.device["x"].address - (1 << 40), staged.device["x"].address, 1)
 
 
 LAYERS = (CacheLayer(heads=2, key_size=3, value_size=5), CacheLayer(heads=2, key_size=3, value_size=3))

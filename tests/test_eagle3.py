@@ -22,6 +22,7 @@ from specexport.methods.eagle3.spec import Eagle3
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime import Engine
+from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
 from tests.hidden_states import GREEDY, Formulas, TwoSlots, changed, require_drafted
@@ -273,9 +274,9 @@ def test_a_run_makes_the_rows_that_are_missing_alone(
         lengths.append(len(views[0].tokens))
         return propose(self, views)
 
-    def noted_run(self: OnnxRuntimeGraph, tokens: int, *args: Any, drafts: int = 0, **named: Any) -> Any:
-        widths.extend([tokens] * (drafts > 0))
-        return run(self, tokens, *args, drafts=drafts, **named)
+    def noted_run(self: OnnxRuntimeGraph, shape: RunShape) -> Any:
+        widths.extend([shape.tokens] * (shape.drafts > 0))
+        return run(self, shape)
 
     with Engine.load(bundle("dice-eagle3"), threads=1, calibrate=False) as engine:
         monkeypatch.setattr(StatesProposer, "propose", noted_propose)

@@ -17,7 +17,7 @@ from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
-from specexport.tree_search import recorded
+from specexport.tree_search import record_proposals
 from tests.streams import started, tokens_of
 
 Engines = Callable[[str], Engine]
@@ -72,7 +72,7 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
     again = rows(4)
     text = EmbedsPrompt([again, again, [7, 8, 9, 10], again, [7, 8, 9, 10], again[:2], [7, 8], again])
     for method in ("ngram", "suffix", "lookahead"):
-        with recorded(loaded, method) as recorder:
+        with record_proposals(loaded, method) as recorder:
             done = loaded.generate(text, GREEDY.replace(ignore_eos=True), method)
         proposals = [proposal for _, proposal in recorder]
         assert proposals

@@ -55,7 +55,7 @@ BOUNDED = {"bytes": bytewise("aaaa", "Ġaa"), "fallback": fallback(), "composing
 
 
 def frontend(tokenizer: Tokenizer) -> Frontend:
-    return Frontend(SimpleNamespace(tokenizer=tokenizer), "model", max_model_len=8)  # type: ignore[arg-type]
+    return Frontend(SimpleNamespace(tokenizer=tokenizer, max_model_len=8), "model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -18,6 +18,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_session
 from specexport.runtime.bundle import Bundle
@@ -119,7 +120,7 @@ def test_possible_differences_are_reported(bundle: Callable[[str], Path], monkey
         assert engine.inexact
     monkeypatch.setenv(kernels.SWITCH, "0")
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
-        assert engine.inexact == kernels.kernels_described()
+        assert engine.inexact == kernels.kernels().described
         prompt = _prompts(engine.manifest.target.vocab_size)[0]
         tokens = [[token for token, _ in _said(engine, [prompt], way)[0]] for way in (PLAIN, *list(_ways(engine))[:2])]
         assert tokens == tokens[:1] * len(tokens)
@@ -141,9 +142,9 @@ def test_prompt_remainders_use_narrow_chunks(bundle: Callable[[str], Path], monk
     ran = list[tuple[int, int]]()
     run = OnnxRuntimeGraph.run
 
-    def noted(graph: OnnxRuntimeGraph, tokens: int, rows: int = 0, *rest: Any, **named: Any) -> Any:
-        ran.append((tokens, rows))
-        return run(graph, tokens, rows, *rest, **named)
+    def noted(graph: OnnxRuntimeGraph, shape: RunShape) -> Any:
+        ran.append((shape.tokens, shape.rows))
+        return run(graph, shape)
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         monkeypatch.setattr(OnnxRuntimeGraph, "run", noted)
@@ -163,16 +164,16 @@ def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Callable
             assert (done.finish_reason, done.token_ids, len(plain)) == ("length", plain, 22)
 
 
-def test_logits_that_are_no_numbers_end_the_request_and_no_other(
+def test_logits_that_are_not_finite_end_only_their_request(
     bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         real = OnnxRuntimeGraph.run
 
-        def run(self: Any, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> Any:
-            outputs = real(self, tokens, rows, drafts, slots)
-            if self is engine._target and rows == tokens and 0 in slots and self.filled(0) > 12:
-                outputs[tensors.LOGITS][0 - slots.start] = np.nan
+        def run(self: Any, shape: RunShape) -> Any:
+            outputs = real(self, shape)
+            if self is engine._target and shape.rows == shape.tokens and 0 in shape.slots and self.filled(0) > 12:
+                outputs[tensors.LOGITS][0 - shape.slots.start] = np.nan
             return outputs
 
         params = GREEDY.replace(max_tokens=8, logprobs=None)

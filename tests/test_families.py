@@ -34,7 +34,7 @@ from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
 from specexport.runtime import SamplingParams
 from specexport.runtime.backends.onnxruntime.graph import open_session
-from specexport.runtime.backends.onnxruntime.kernels import instruction_set
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 from tests.reference import draw_candidates
 
@@ -232,7 +232,7 @@ def test_step_graph_equals_transformers(
     assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.skipif(not instruction_set(), reason="the kernels are not compiled: onnxruntime's rows are not exact")
+@pytest.mark.skipif(not kernels().devices, reason="the kernels are not compiled: onnxruntime's rows are not exact")
 def test_a_row_is_the_same_whatever_runs_beside_it(family: Family, step_graph: Path) -> None:
     """In chunks and one by one, alone and beside another slot, as a branch of a tree and as a chain."""
     text, branches = random_text(2 * WINDOW + 5, 1), random_text(len(TREE), 2)

@@ -137,7 +137,7 @@ def test_in_place_changes_do_not_leak(bundle: Callable[[str], Path], tmp_path: P
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_standard_output_that_is_full_is_said(bundle: Callable[[str], Path]) -> None:
+def test_a_full_standard_output_is_reported(bundle: Callable[[str], Path]) -> None:
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "specexport", "inspect", str(bundle("dice-near"))]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, text=True, cwd="/")

@@ -205,9 +205,9 @@ def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Callable[[
             fast = loaded.generate(prompt, params, Speculative(method=method, **details))
             assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason), method
         if plain.finish_reason == "stop":
-            matched = grammars(loaded).lark(grammar)
+            matched = grammars(loaded).constraint("grammar", grammar)
             for token in plain.token_ids:
-                mask = matched.applied(np.zeros((1, 320), np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0]
+                mask = matched.apply(np.zeros((1, 320), np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0]
                 assert mask[token] == 0, plain.text
                 matched.advance([token])
 

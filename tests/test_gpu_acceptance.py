@@ -20,6 +20,7 @@ import pytest
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
+from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.memory import DeviceCache
@@ -210,12 +211,15 @@ def test_a_commit_graph_that_moves_nothing_is_found(
 def test_slots_that_spoil_each_other_are_found(built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
 
-    def spoiling(self: Any, *shape: Any, **more: Any) -> None:
-        self.inputs(*shape, **more)[tensors.PAST_LENGTH][:] = 0
+    def spoiling(self: Any, shape: RunShape, rows: int = 0) -> dict[str, Any]:
+        self.reserve(rows)
+        inputs: dict[str, Any] = self.inputs(shape)
+        inputs[tensors.PAST_LENGTH][:] = 0
+        return inputs
 
     folder = built("llama-near-batch")
     assert _verdicts(checks.together(folder, TEXTS)) == [True]
-    monkeypatch.setattr(DeviceGraph, "protect_rows", spoiling)
+    monkeypatch.setattr(DeviceGraph, "prepare", spoiling)
     assert _verdicts(checks.together(folder, TEXTS)) == [False]
 
 

@@ -31,7 +31,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import open_backend
+from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.speculative import PLAIN, Speculative
@@ -82,7 +82,7 @@ def test_kept_rows_are_those_of_the_last_tokens_that_stayed() -> None:
         for part in parts.values():
             part[:] = random.standard_normal(part.shape)
         text += [np.concatenate([parts["new_conv.0"][0, t], parts["new_updates.1"][0, t]]) for t in stays]
-        kept.ran(range(1, 2), [past], [len(stays) if tokens == 20 else 1])
+        kept.advance(range(1, 2), [past], [len(stays) if tokens == 20 else 1])
         kept.commit(1, past, list(stays), blocks, 0)
         past += len(stays)
         for position in range(past - 3, past):
@@ -147,7 +147,7 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
             blocks, parts = kept.outputs(2, count)
             for n, returned in zip(signature.new_states(layers), states.returned, strict=True):
                 parts[n][:] = returned
-            kept.ran(range(2), pasts, state_inputs[tensors.KNOWN_TOKENS].tolist())
+            kept.advance(range(2), pasts, state_inputs[tensors.KNOWN_TOKENS].tolist())
             kept.commit(0, past, range(stays), blocks, 0)
             kept.commit(1, pasts[1], range(stays - (past == 0)), blocks, 1)
             past += stays
@@ -280,7 +280,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str]
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
     draft = AutoModelForCausalLM.from_pretrained(method.model, dtype=torch.float32).eval()
-    backend = open_backend(opened, "onnxruntime", None, 1.0)
+    backend = open_backend(opened, BackendOptions("onnxruntime"))
     proposer = open_proposer(method, Opening(opened, backend, 1))
     random, text, tree = np.random.default_rng(4), [7, 9, 11], TokenTree.chain(6)
     for turn in range(36):

@@ -30,14 +30,14 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_missing_or_damaged_kernels_fall_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: None) -> None:
-    assert kernels.kernels_described() == MISSING
+    assert kernels.kernels().described == MISSING
     assert not kernels.add_kernels(onnxruntime.SessionOptions(), 1)
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"nothing")
     monkeypatch.setattr(kernels, "LIBRARY", damaged)
     text = re.escape(f"{ALONE}{damaged} cannot be loaded: {damaged}: file too short; ")
-    assert re.fullmatch(text + "run pip install again to compile it", kernels.kernels_described())
-    assert kernels.instruction_set() == ""
+    assert re.fullmatch(text + "run pip install again to compile it", kernels.kernels().described)
+    assert kernels.kernels().instruction_set == ""
 
 
 @needs_library

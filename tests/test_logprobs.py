@@ -128,7 +128,7 @@ def test_scored_prompts_run_beside_others(engine: Engines) -> None:
 
 def test_a_prompt_that_cannot_be_scored_is_refused(engine: Engines) -> None:
     loaded, params = engine("llama-near"), SamplingParams(max_tokens=0, prompt_logprobs=0)
-    with pytest.raises(RequestError, match="the prompt has 513 tokens, but this bundle's context holds 512"):
+    with pytest.raises(RequestError, match="the prompt has 513 tokens, but the context holds 512"):
         loaded.generate([5] * 513, params)
     assert len(loaded.generate([5] * 512, params).prompt_logprobs) == 511
 

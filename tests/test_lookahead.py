@@ -18,7 +18,7 @@ from specexport.methods.lookahead.spec import Lookahead, guess_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tree_search import recorded
+from specexport.tree_search import record_proposals
 
 Engines = Callable[[str], Engine]
 NAME = "qwen3-lookahead"
@@ -116,7 +116,7 @@ def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
     model = AutoModelForCausalLM.from_pretrained(loaded.manifest.target.source, attn_implementation="eager").eval()
     ours, theirs, length = [], [], 0
     for prompt in prompts(6)[1::2]:
-        with recorded(loaded, "lookahead") as recorder:
+        with record_proposals(loaded, "lookahead") as recorder:
             done = loaded.generate(prompt, GREEDY)
         assert done.token_ids == loaded.generate(prompt, GREEDY, PLAIN).token_ids
         ours.append(done.stats.steps)
@@ -199,7 +199,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
     loaded = engine(NAME)
     widths = set(loaded.manifest.methods[0].widths())
     assert widths == {15, 18, 21, 27}
-    with recorded(loaded, "lookahead") as recorder:
+    with record_proposals(loaded, "lookahead") as recorder:
         loaded.generate(prompts(1)[0] * 2, GREEDY)
     seen = {len(proposal.window.tree) for _, proposal in recorder if proposal.window is not None}
     assert seen <= widths
@@ -217,12 +217,12 @@ def test_a_text_leaves_nothing_behind(engine: Engines) -> None:
     assert proposer._slots == {}
 
 
-def test_fewer_guesses_can_be_asked_for(engine: Engines) -> None:
+def test_requests_may_set_fewer_guesses(engine: Engines) -> None:
     loaded = engine(NAME)
     prompt = prompts(1)[0] * 3
     plain = loaded.generate(prompt, GREEDY, PLAIN).token_ids
     for guesses in (1, 2, 4):
-        with recorded(loaded, "lookahead") as recorder:
+        with record_proposals(loaded, "lookahead") as recorder:
             done = loaded.generate(prompt, GREEDY, {"num_speculative_tokens": guesses * (N - 1)})
         assert done.token_ids == plain
         assert max(len(proposal.tokens) for _, proposal in recorder) <= guesses * (N - 1)

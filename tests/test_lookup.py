@@ -26,7 +26,7 @@ from specexport.methods.suffix import OutputStore, Suffix, SuffixAutomaton, Suff
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Chains, SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tree_search import recorded
+from specexport.tree_search import record_proposals
 from tests.manifests import curve
 from tests.serving import served
 
@@ -293,10 +293,10 @@ def test_repetitions_take_fewer_steps(engine: Engines) -> None:
         assert sampled.token_ids == loaded.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
 
 
-def test_steps_verify_declared_chains_of_the_size_asked_for_at_most(engine: Engines) -> None:
+def test_steps_verify_declared_chains_up_to_the_requested_size(engine: Engines) -> None:
     loaded = engine(NAME)
     for method, size in WAYS:
-        with recorded(loaded, method) as recorder:
+        with record_proposals(loaded, method) as recorder:
             loaded.generate(COPY, GREEDY.replace(max_tokens=100), {"method": method, "num_speculative_tokens": size})
         sizes_drafted = {len(proposal.tokens) for _, proposal in recorder}
         assert sizes_drafted

@@ -38,10 +38,9 @@ from specexport.methods.mlp_speculator.export import trace_speculator
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import buffers
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.tree_search import recorded
+from specexport.tree_search import record_proposals
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
 from tests.reference import draw_candidates
@@ -101,7 +100,7 @@ class OneGraph:
     def __init__(self, path: Path) -> None:
         method = MlpSpeculator(trees=(), model="here", candidates=64, stages=STAGES, hidden=H)
         self._session = onnxruntime.InferenceSession(path)
-        self._make = buffers(method.signatures["speculator"])
+        self._make = method.signatures["speculator"].buffers
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         return ((STAGES, 1), (STAGES, TREE.level_width))
@@ -384,7 +383,7 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path
         assert done.token_ids == plain.token_ids
         assert done.stats.drafted == 12 * done.stats.steps_with_draft
         # What its proposals cost is measured from any state, which is forgotten then.
-        with recorded(engine, "mlp_speculator") as result:
+        with record_proposals(engine, "mlp_speculator") as result:
             (costs,) = engine.calibrate(seconds=0.1).methods
         assert {len(proposal.tree) for _, proposal in result} == {cost.tokens for cost in costs.propose}
         view = SlotView(0, [5, 9], GREEDY, np.random.default_rng(0), wide)

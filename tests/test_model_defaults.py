@@ -77,7 +77,7 @@ def test_lengths_over_http(tiny: Served, client: openai.OpenAI) -> None:
         assert response.usage.completion_tokens == 12
     body = {"prompt": PROMPT, "max_tokens": None, "ignore_eos": True, "add_special_tokens": False}
     whole = httpx.post(f"{tiny.url}/v1/completions", json=body, timeout=120).json()["usage"]
-    assert whole["total_tokens"] == tiny.service.engine.frontend.max_model_len
+    assert whole["total_tokens"] == tiny.service.engine.frontend.engine.max_model_len
     answer = httpx.post(f"{tiny.url}/v1/responses", json={"input": "one", **ignore}, timeout=120).json()
     assert answer["usage"]["output_tokens"] == 9
 

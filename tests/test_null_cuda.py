@@ -75,8 +75,8 @@ class Memory:
         ctypes.memmove(self.given, text, 4)
 
     def there_and_back(self) -> None:
-        self._cuda.copy(self.device, self.given, 4, self._stream.handle)
-        self._cuda.copy(self.seen, self.device, 4, self._stream.handle)
+        self._stream.copy(self.device, self.given, 4)
+        self._stream.copy(self.seen, self.device, 4)
 
     def read(self) -> bytes:
         return ctypes.string_at(self.seen, 4)
@@ -90,7 +90,7 @@ def memory(cuda: Cuda, stream: CudaStream) -> Memory:
 def test_every_function_that_is_called_is_there() -> None:
     sources = [ROOT / "runtime/backends/cuda/api.py", *(ROOT / "benchmarks/gpu").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    called = set(re.findall(r'call\(\s*"(cuda\w+)"', text)) | set(re.findall(r"_rt\.(cuda\w+)", text))
+    called = set(re.findall(r'call\(\s*"(cuda\w+)"', text)) | set(re.findall(r"(?:_rt|bindings)\.(cuda\w+)", text))
     assert len(called) > 20
     assert [name for name in sorted(called) if not hasattr(NullRuntime, name)] == []
 
@@ -106,17 +106,17 @@ def test_work_is_done_when_it_is_waited_for(memory: Memory, stream: CudaStream) 
 
 def test_pageable_memory_is_read_before_the_call_returns(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
     text = ctypes.create_string_buffer(b"one.", 4)
-    cuda.copy(memory.device, ctypes.addressof(text), 4, stream.handle)
+    stream.copy(memory.device, ctypes.addressof(text), 4)
     text.raw = b"two."
-    cuda.copy(ctypes.addressof(text), memory.device, 4, stream.handle)
+    stream.copy(ctypes.addressof(text), memory.device, 4)
     assert text.raw == b"one."
 
 
 def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
     def work() -> None:
         memory.there_and_back()
-        cuda.fill(memory.device, 7, 4, stream.handle)
-        cuda.copy_rows(memory.seen + 1, 2, memory.device, 2, 1, 2, stream.handle)
+        stream.fill(memory.device, 7, 4)
+        stream.copy_rows(memory.seen + 1, 2, memory.device, 2, 1, 2)
 
     memory.write(b"one.")
     captured = stream.capture(work)
@@ -138,11 +138,11 @@ def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory
         ("cuda.allocate(4)", "not allowed in a capture"),
         ("cuda.allocate_pinned(4)", "not allowed in a capture"),
         ("cuda.free(taken)", "not allowed in a capture"),
-        ("cuda.synchronize(stream.handle)", "waits in a capture"),
-        ("cuda.synchronize(other.handle)", "waits in a capture"),
+        ("stream.synchronize()", "waits in a capture"),
+        ("other.synchronize()", "waits in a capture"),
         ("cuda.call('cudaEventSynchronize', event)", "waits in a capture"),
-        ("cuda.copy(taken, ctypes.addressof(here), 4, stream.handle)", "a captured copy of pageable memory"),
-        ("cuda.begin_capture(stream.handle)", "is being captured already"),
+        ("stream.copy(taken, ctypes.addressof(here), 4)", "a captured copy of pageable memory"),
+        ("stream._begin_capture()", "is being captured already"),
     ],
 )
 def test_a_capture_refuses(
@@ -155,7 +155,7 @@ def test_a_capture_refuses(
     with pytest.raises(BackendError, match=r"cudaErrorStreamCapture|cudaErrorIllegalState"):
         stream.capture(lambda: eval(call, known))
     assert read_report().illegal[0].illegal == why
-    stream.capture(lambda: cuda.fill(taken, 0, 4, stream.handle)).close()  # usable as before
+    stream.capture(lambda: stream.fill(taken, 0, 4)).close()  # usable as before
 
 
 def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None:
@@ -175,10 +175,10 @@ def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_rep
 
     with ThreadPoolExecutor(1) as pool:
         stream.capture(lambda: pool.submit(meanwhile).result()).close()
-        cuda.begin_capture(stream.handle)
+        stream._begin_capture()
         with pytest.raises(BackendError, match="cudaErrorStreamCaptureWrongThread"):
-            pool.submit(cuda.end_capture, stream.handle).result()
-        cuda.abandon_capture(stream.handle)
+            pool.submit(cuda.call, "cudaStreamEndCapture", stream.handle).result()
+        stream._abandon_capture()
     illegal = [call.illegal for call in read_report().illegal]
     assert illegal == ["another thread began its capture", "its capture is broken"]
 
@@ -188,7 +188,7 @@ def test_work_that_goes_past_the_capture_is_named(
 ) -> None:
     """CUDA allows it, and the graph lacks it."""
     other = CudaStream(cuda)
-    stream.capture(lambda: cuda.fill(memory.device, 1, 4, other.handle)).close()
+    stream.capture(lambda: other.fill(memory.device, 1, 4)).close()
     assert {call.illegal for call in read_report().illegal} == {"goes past the capture of this thread"}
 
 
@@ -198,7 +198,7 @@ def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memo
     def fork() -> None:
         cuda.call("cudaEventRecord", forked, stream.handle)
         cuda.call("cudaStreamWaitEvent", other.handle, forked, 0)
-        cuda.fill(memory.seen, 3, 4, other.handle)
+        other.fill(memory.seen, 3, 4)
 
     def fork_and_join() -> None:
         fork()
@@ -218,9 +218,9 @@ def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memo
 def test_out_of_bounds_accesses_are_named(
     cuda: Cuda, memory: Memory, stream: CudaStream, read_report: Callable[[], log.Report]
 ) -> None:
-    cuda.copy(memory.device, memory.given, 5, stream.handle)
+    stream.copy(memory.device, memory.given, 5)
     stream.synchronize()
-    cuda.copy_rows(memory.device, 1, memory.device, 1, 1, 4, stream.handle)
+    stream.copy_rows(memory.device, 1, memory.device, 1, 1, 4)
     stream.synchronize()
     illegal = [call.illegal for call in read_report().illegal]
     assert illegal == ["reaches behind an allocation", "copies between rows that overlap"]
@@ -244,11 +244,11 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callabl
     def run(file: str, count: int) -> None:
         runtime.mark(f"run {file} digest")
         for _ in range(count):
-            cuda.fill(buffer, 0, 64, stream.handle)
+            stream.fill(buffer, 0, 64)
         runtime.mark("ran")
 
     def step() -> None:
-        cuda.copy(buffer, buffer + 32, 32, stream.handle)
+        stream.copy(buffer, buffer + 32, 32)
         run("draft/propose.onnx", 3)
         run("target/step.slots.onnx", 2)
         run("program/accept.m1.onnx", 4)
@@ -276,7 +276,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callabl
     assert not report.illegal and len(report.threads) == 1
 
 
-def test_nodes_that_work_on_more_than_shapes_are_told_apart() -> None:
+def test_nodes_that_work_on_more_than_shapes_are_distinguished() -> None:
     graph = onnx.parser.parse_graph("""
         g (float[N, 4] x, int64[N] rows) => (float[N, 4] y, int64[1] last)
         <int64[1] one = {1}>

@@ -208,17 +208,17 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
 ) -> None:
     gpu.cuda.refuse_capture = True  # so that every copy can be seen
     copied: list[int] = []
-    copy = api.Cuda.copy
+    copy = api.CudaStream.copy
 
-    def noted(self: api.Cuda, to: int, source: int, nbytes: int, stream: int) -> None:
+    def noted(self: api.CudaStream, to: int, source: int, nbytes: int) -> None:
         copied.append(source)
-        copy(self, to, source, nbytes, stream)
+        copy(self, to, source, nbytes)
 
     with load("dice-mixed") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         target: Any = on_gpu.backend.graphs[0]
         logits = {width.outputs.device[tensors.LOGITS].address for width in target._widths.values()}
-        monkeypatch.setattr(api.Cuda, "copy", noted)
+        monkeypatch.setattr(api.CudaStream, "copy", noted)
         on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
         assert copied and not logits & set(copied)
         on_gpu.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))
@@ -231,9 +231,7 @@ def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxR
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-def test_sessions_are_told_to_stay_on_our_stream_within_our_memory(
-    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu
-) -> None:
+def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
     with load("llama-near"):
         assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
         assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)

@@ -147,7 +147,7 @@ def test_an_engine_has_the_defaults_of_the_options() -> None:
     # As tests leave nothing in the cache folder, they have other defaults of calibrate and cache_graphs.
     other = {"bundle", "calibrate", "cache_graphs", *BuildSettings.__struct_fields__}
     shared = inspect.signature(Engine.load).parameters.keys() & options(EngineOptions).keys() - other
-    assert shared == {"threads", "check_hashes", "backend", "gpu_memory_utilization"}
+    assert shared == {"threads", "check_hashes", "backend", "gpu_memory_utilization", "max_model_len"}
     for name in shared:
         assert inspect.signature(Engine.load).parameters[name].default == options(EngineOptions)[name].default
 

@@ -31,7 +31,7 @@ def test_rows_survive_growth_whatever_is_written_meanwhile(seed: int) -> None:
         for block, kept in zip(cache.now.blocks, written, strict=True):
             rows = random.normal(size=(*block.shape[:1], block.shape[2], count, block.shape[4])).astype(np.float32)
             block[:, slot, :, past : past + count] = kept[:, slot, :, past : past + count] = rows
-        cache.changed(slot, past)
+        cache.mark_changed(slot, past)
         filled[slot] = past + count
         for block, kept in zip(cache.now.blocks, written, strict=True):
             for at, rows in enumerate(filled):

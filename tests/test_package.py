@@ -42,7 +42,7 @@ print(len(names))
 """
 
 
-KERNELS = "from specexport.runtime.backends.onnxruntime.kernels import kernels_described; print(kernels_described())"
+KERNELS = "from specexport.runtime.backends.onnxruntime.kernels import kernels; print(kernels().described)"
 LEAN = """
 import sys
 for name in ("huggingface_hub", "hf_xet", "pygments", "markdown_it"):

@@ -134,7 +134,7 @@ def test_steps_of_tool_calls_are_reported(bundle: Callable[[str], Path], tmp_pat
     assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
 
 
-def test_steps_are_reported_only_where_they_are_asked_for(tiny: Served) -> None:
+def test_steps_are_reported_only_on_request(tiny: Served) -> None:
     assert "step" not in streamed(tiny, "/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
 
 
@@ -443,7 +443,7 @@ def test_every_method_is_compared(tiny: Served, talk: Browser) -> None:
 
 
 @needs_browser
-def test_a_stopped_answer_is_kept_and_a_refused_question_given_back(tiny: Served, talk: Browser) -> None:
+def test_a_stopped_answer_is_kept_and_a_refused_question_returned(tiny: Served, talk: Browser) -> None:
     talk.run("find('max-tokens').value = ''; find('drafts').value = 0")
     run(talk, PROMPT)
     talk.until("document.querySelectorAll('.step').length > 2 || find('status').textContent.startsWith('Done')")

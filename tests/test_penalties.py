@@ -47,7 +47,7 @@ def test_every_node_counts_its_own_path() -> None:
     for _ in range(4):
         logits = random.normal(size=(len(BRANCHES), 300)).astype(np.float32)
         before, draft = logits.copy(), random.choice([17, 40, 41, 42], len(BRANCHES) - 1)
-        result = penalties.applied(logits, BRANCHES, draft)
+        result = penalties.apply(logits, BRANCHES, draft)
         assert (logits == before).all()
         for node in range(len(BRANCHES)):
             path = [int(draft[at - 1]) for at in np.flatnonzero(BRANCHES.mask[node])[1:]]

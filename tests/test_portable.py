@@ -16,7 +16,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import Graph, buffers, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
@@ -34,19 +34,19 @@ Bundles = Callable[[str], Path]
 
 def _target(folder: Path) -> Graph:
     opened = Bundle.open(folder)
-    return open_graph(opened, opened.manifest.target, 1, buffers(opened.manifest.target_signature), 1)
+    return open_target(opened, threads=1)
 
 
 def _step(graph: Graph, past: int, tokens: np.ndarray, tree: TokenTree, rows: int, keep: list[int]) -> dict[str, Any]:
     """A step over a padded chunk or a tree; what it makes at the last ``rows`` rows."""
     graph.reserve(past + len(tree))
-    inputs = graph.inputs(len(tree), rows)
+    inputs = graph.inputs(RunShape(len(tree), rows))
     inputs[tensors.INPUT_IDS][0] = np.pad(tokens, (0, len(tree) - len(tokens)))
     inputs[tensors.POSITION_IDS][0] = past + tree.depths
     inputs[tensors.TREE_MASK][0] = tree.mask
     inputs[tensors.PAST_LENGTH][0] = past
     inputs[tensors.LOGITS_ROWS][0] = len(tokens) - rows + np.arange(rows)
-    outputs = {name: array.copy() for name, array in graph.run(len(tree), rows).items()}
+    outputs = {name: array.copy() for name, array in graph.run(RunShape(len(tree), rows)).items()}
     graph.commit(0, past, keep)
     return outputs
 

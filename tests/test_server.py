@@ -272,8 +272,8 @@ def test_usage_counts_what_is_in_the_output(steps: int, accepted: int, output: i
     """A step may accept draft tokens behind the output's end."""
     expected = {"type": "content", "content": "a"}
     body = ChatRequest.model_validate({"messages": CHAT, "prediction": expected, "include_speculation": True})
-    stats = Stats(output_tokens=output, steps=steps, drafted=16, accepted=accepted)
-    usage = usage_of(body, [SimpleNamespace(stats=stats)], 5)
+    stats = Stats(prompt_tokens=5, output_tokens=output, steps=steps, drafted=16, accepted=accepted)
+    usage = usage_of(body, [SimpleNamespace(stats=stats)])
     details = usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (used, 16 - used)
     assert usage.speculation.acceptance_length == stats.acceptance_length == output / steps
@@ -527,7 +527,7 @@ def test_api_keys(folder: Path) -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
 
 
-def test_a_full_queue_is_said_with_when_to_come_again(folder: Path) -> None:
+def test_a_full_queue_is_refused_with_a_time_to_retry(folder: Path) -> None:
     long = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     with served(folder, max_queue=1) as running, httpx.Client(base_url=running.url, timeout=120) as http:
         slots = running.service.engine.slots
@@ -596,7 +596,7 @@ def test_a_deadline_ends_a_request_with_its_own_error(http: httpx.Client, client
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     extra = {"ignore_eos": True, "timeout": 0.02}
-    with pytest.raises(openai.APIError, match=r"not done after 0\.02 seconds"):
+    with pytest.raises(openai.APIError, match=r"did not finish within 0\.02 seconds"):
         list(client.completions.create(model=NAME, prompt="a", max_tokens=500, stream=True, extra_body=extra))
 
 

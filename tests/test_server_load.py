@@ -37,7 +37,7 @@ def running(folder: Path) -> Iterator[Served]:
 
 
 @contextmanager
-def watched(url: str) -> Iterator[list[float]]:
+def watch(url: str) -> Iterator[list[float]]:
     """Asks /health all the time, and gathers how much was computed before each answer, however busy the machine is."""
     took: list[float] = []
     ended = threading.Event()
@@ -79,7 +79,7 @@ def long_requests() -> Iterator[tuple[str, bytes, str]]:
 
 
 def test_health_answers_while_long_requests_come(running: Served) -> None:
-    with watched(running.url) as took, httpx.Client(base_url=running.url, timeout=120) as http:
+    with watch(running.url) as took, httpx.Client(base_url=running.url, timeout=120) as http:
         for path, body, code in long_requests():
             answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == 400, (path, body[:40], answer.text[:200])
@@ -91,7 +91,7 @@ def test_health_answers_while_long_requests_come(running: Served) -> None:
 
 def test_health_answers_while_long_answers_are_written(running: Served) -> None:
     body = {**LONG, "n": 8, "logprobs": 20, "echo": True}
-    with watched(running.url) as took:
+    with watch(running.url) as took:
         answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200
     choices = answer.json()["choices"]

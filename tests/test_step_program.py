@@ -125,7 +125,7 @@ def _poison(engine: Engine) -> None:
 
     def poisoned(launch: Enqueue) -> None:
         for region in regions:
-            backend.cuda.fill(region.address, 0xA5, region.nbytes, backend.stream.handle)
+            backend.stream.fill(region.address, 0xA5, region.nbytes)
         launch()
 
     backend.watch(poisoned)

@@ -56,11 +56,11 @@ def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
 
 def test_a_table_without_names_or_rows() -> None:
     without = Table()
-    assert without.drawn(80, False) == ""
+    assert without.render(80, False) == ""
     without.add_row("a", "long " * 40)
     without.add_row("longer", "b")
-    assert without.drawn(None, False).splitlines() == [f"a       {('long ' * 40).strip()}", "longer  b"]
-    assert Table("title", ("a", "b")).drawn(80, False) == "title\na  b\n-  -"
+    assert without.render(None, False).splitlines() == [f"a       {('long ' * 40).strip()}", "longer  b"]
+    assert Table("title", ("a", "b")).render(80, False) == "title\na  b\n-  -"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -68,7 +68,7 @@ def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
     sheet = Table("", ("name", "sentence", "n"), "llr")
     words = [f"word{n}" for n in range(40)]
     sheet.add_row("a/path/" * 4, " ".join(words), "123")
-    lines = sheet.drawn(width, False).splitlines()
+    lines = sheet.render(width, False).splitlines()
     assert width - len("word10") < max(map(len, lines)) <= width
     assert re.findall(r"word\d+", " ".join(lines)) == words
     first = lines[1].index(" ")  # its rule
@@ -78,9 +78,13 @@ def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
 def test_words_are_broken_last_and_numbers_before_them() -> None:
     sheet = Table("", ("method", "speed"), "lr")
     sheet.add_row("draft_model and ngram", "1.42, 1.17x, 22")
-    assert sheet.drawn(28, False).splitlines()[2:] == ["draft_model  1.42, 1.17x, 22", "and ngram"]
-    assert sheet.drawn(27, False).splitlines()[2:] == ["draft_model  1.42, 1.17x,", "and ngram              22"]
-    assert sheet.drawn(10, False).splitlines()[2:] == ["draft_mode   1.42,", "l and       1.17x,", "ngram           22"]
+    assert sheet.render(28, False).splitlines()[2:] == ["draft_model  1.42, 1.17x, 22", "and ngram"]
+    assert sheet.render(27, False).splitlines()[2:] == ["draft_model  1.42, 1.17x,", "and ngram              22"]
+    assert sheet.render(10, False).splitlines()[2:] == [
+        "draft_mode   1.42,",
+        "l and       1.17x,",
+        "ngram           22",
+    ]
 
 
 def test_a_terminal_shows_styles_and_its_width() -> None:

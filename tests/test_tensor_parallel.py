@@ -133,7 +133,7 @@ def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
     assert followers() == []
 
 
-def test_a_rank_that_says_nothing_is_given_up(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_counts_as_lost(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_ranks, "_TIMEOUT", 1.0)
     monkeypatch.setattr(runtime_ranks, "_SHUTDOWN", 0.1)
     with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
@@ -166,17 +166,17 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         first.stdout.close()
 
 
-def test_large_parts_meet_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parts_are_combined_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_ranks, "_BLOCK", 8)
     memory, ends = mmap.mmap(-1, 2 * 2 * 8 * 4), socket.socketpair()
-    meetings = [runtime_ranks.Meeting(rank, {1 - rank: ends[rank]}, memory) for rank in range(2)]
+    groups = [runtime_ranks.ProcessGroup(rank, {1 - rank: ends[rank]}, memory) for rank in range(2)]
     parts = np.random.default_rng(0).random((2, 3, 7), np.float32)
 
     def together(rank: int) -> list[np.ndarray[Any, Any]]:
         results = []
         for name, columns in (("sum.0", 7), ("join.1", 14), ("sum.2", 7)):
             results.append(np.empty((3, columns), np.float32))
-            meetings[rank](name, parts[rank], results[-1])
+            groups[rank](name, parts[rank], results[-1])
         return results
 
     with ThreadPoolExecutor(2) as pool:

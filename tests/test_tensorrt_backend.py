@@ -59,7 +59,7 @@ def test_texts_equal_the_cpus(name: str, bundle: Callable[[str], Path], gpu: Ten
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable"])
-def test_the_calls_of_a_proposal_are_given_at_once(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+def test_the_calls_of_a_proposal_are_enqueued_together(name: str, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
     """A draft is called for each of its four tokens; the host waits for all of them together, then for the target."""
     with Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
         gpu.cuda.calls.clear()

@@ -9,7 +9,6 @@ from specexport.contract import tensors
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, propose_signature, step_signature
 from specexport.contract.tensors import DECLARED, Tensor
-from specexport.runtime.backend import buffers
 
 
 @pytest.mark.exporter
@@ -33,12 +32,12 @@ def test_a_shape_without_a_size_is_refused() -> None:
 
 
 def test_buffers_hold_valid_inputs_from_the_start() -> None:
-    inputs, outputs = buffers(propose_signature(4))(ShapePoint(2, 3, 128, 0, 5))
+    inputs, outputs = propose_signature(4).buffers(ShapePoint(2, 3, 128, 0, 5))
     assert inputs["num_draft_tokens"] == 5 and inputs["last_row"].tolist() == [2, 2]
     assert inputs["temperature"].tolist() == [1, 1] and inputs["top_k"].tolist() == [1, 1]
     assert inputs["uniform"].shape == (2, 5) and outputs["draft_probs"].shape == (5, 2, 4)
     assert not any(array.any() for array in outputs.values())
-    steps, _ = buffers(step_signature([tensors.LOGITS.sized(V=9)], 6))(ShapePoint(1, 3, 128, 3))
+    steps, _ = step_signature([tensors.LOGITS.sized(V=9)], 6).buffers(ShapePoint(1, 3, 128, 3))
     assert np.array_equal(steps["tree_mask"], np.tri(3, dtype=bool)[None]) and steps["logits_rows"].tolist() == [
         [0, 1, 2]
     ]

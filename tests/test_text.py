@@ -114,7 +114,7 @@ def test_a_text_cut_in_the_middle_of_a_character_keeps_what_was_whole(
 
 
 @every_tokenizer
-def test_nothing_is_given_out_before_a_character_is_whole(tokenizer: Tokenizer) -> None:
+def test_text_is_released_once_a_character_is_complete(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("😀").ids
     assert len(tokens) > 1
     pieces, _ = streamed(tokenizer, tokens)

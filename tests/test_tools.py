@@ -159,8 +159,8 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
     plain = Tokenizer.from_str(engine.tokenizer.to_str())
     plain.encode_special_tokens = not special
     tokens = plain.encode(text, add_special_tokens=False).ids
-    bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).lark(
-        calling.grammar(), skip_special_tokens=False
+    bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).constraint(
+        "grammar", calling.grammar(), skip_special_tokens=False
     )
     assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
     assert bound._matcher.is_accepting()
@@ -206,7 +206,7 @@ def test_parameters_that_are_written_one_by_one_are_read(
         for key, value in values.items()
     }
     text = f"<tool_call>\n<function=f>\n{one_by_one(written)}</function>\n</tool_call>"
-    bound = grammars(near).lark(calling.grammar(), skip_special_tokens=False)
+    bound = grammars(near).constraint("grammar", calling.grammar(), skip_special_tokens=False)
     tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
     assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
     assert bound._matcher.is_accepting()
@@ -249,7 +249,7 @@ def test_strict_changes_no_prompt() -> None:
     assert with_it == without
 
 
-def test_channels_of_gpt_oss_are_told_apart() -> None:
+def test_channels_of_gpt_oss_are_distinguished() -> None:
     form = call_format(GPT_OSS.template)
     assert form is not None
     calling = Calling(form, [Function(name="f")], forced=False, parallel=True, hidden=re.compile(r"<\|start\|>"))
@@ -327,5 +327,5 @@ def test_a_tokenizer_that_cannot_be_read_is_named(engine: Callable[[str], Engine
     tokenizer = Tokenizer.from_str(engine("llama-near").tokenizer.to_str())
     tokenizer.decoder = decoder
     with pytest.raises(RequestError, match=r"tokenizer has (no decoder|the decoder \w+), which llguidance") as caught:
-        Grammars(tokenizer, 320, [1]).json_schema("{}")
+        Grammars(tokenizer, 320, [1]).constraint("json_schema", "{}")
     assert caught.value.param == "json_schema"

@@ -245,7 +245,7 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
         (Request(sampling_parameters=b"[1]"), "INVALID_ARG", "is not a JSON object"),
         (Request(stream=True, exclude_input_in_output=False), "INVALID_ARG", "exclude_input_in_output is false"),
         (Request("a " * 5000), "INVALID_ARG", "tokens"),
-        (Request(parameters={"timeout": 1e-4, "max_tokens": 400}), "CANCELLED", "not done after"),
+        (Request(parameters={"timeout": 1e-4, "max_tokens": 400}), "CANCELLED", "did not finish within"),
     ],
 )
 def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, message: str) -> None:

@@ -24,7 +24,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
-from specexport.tree_search import Observed, candidates, observe, recorded, step_costs
+from specexport.tree_search import Observed, candidates, observe, record_proposals, step_costs
 from tests.manifests import rewritten
 from tests.test_bundle import compiled
 
@@ -92,7 +92,7 @@ def test_observed_acceptance_equals_actual_acceptance(bundle: Bundles, name: str
         accepted = 0
         steps = 0
         for prompt in PROMPTS:
-            with recorded(engine, method) as recorder:
+            with record_proposals(engine, method) as recorder:
                 done = engine.generate(prompt, GREEDY, {"method": method, "num_speculative_tokens": len(deepest) - 1})
             whole = [*prompt, *done.token_ids]
             for at, proposal in recorder:

@@ -213,7 +213,7 @@ def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Callable[[str], En
         assert (len(done.token_ids), done.finish_reason) == (20, "length")
     with pytest.raises(RequestError, match="the context holds"):
         llm.generate([prompt + [5] * 20], rest)
-    with pytest.raises(RequestError, match="this bundle's context holds"):
+    with pytest.raises(RequestError, match="the context holds"):
         engine(NAME).generate(prompt + [5] * 20, rest)
 
 

@@ -254,7 +254,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _speculation(folder: Path) -> tuple[bool, str, dict[str, float]]:
     bundle = Bundle.open(folder, check_hashes=False)
-    return module._speculation(bundle, [[5, 6, 7, 8]], 10, lambda *_: None)
+    return module.compare_decoding(bundle, [[5, 6, 7, 8]], 10, lambda *_: None)
 
 
 @pytest.mark.usefixtures("lying")

@@ -24,7 +24,7 @@ from specexport.contract.engines import ComputedIn
 from specexport.contract.model import Model
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Completion, Engine, SamplingParams
-from specexport.runtime.backend import Graph, buffers, open_graph
+from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.sampling import target_distribution
@@ -139,7 +139,7 @@ def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
     """Compares logits on the GPU and on the CPU at every width, and the greedy texts of every way to decode."""
     with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu, open_gpu(folder) as gpu:
         allowed = tolerance(cpu.manifest.target)
-        reference = cpu_target(cpu, folder)
+        reference = cpu_target(folder)
         prompts = [cpu.encode(text)[: cpu.manifest.max_seq_len // 2] for text in texts]
         tokens = prompts[0][:100]
         largest, scale, same, rows = 0.0, 1.0, 0, 0
@@ -179,11 +179,9 @@ def tolerance(target: Model) -> Tolerance:
     return QUANTIZED if target.precision.weights in ("int8", "int4") else TOLERANCES[engine.compute]
 
 
-def cpu_target(cpu: Engine, folder: Path) -> Graph:
+def cpu_target(folder: Path) -> Graph:
     """The target's graph on the CPU."""
-    return open_graph(
-        Bundle.open(folder, check_hashes=False), cpu.manifest.target, 1, buffers(cpu.manifest.target_signature), None
-    )
+    return open_target(Bundle.open(folder, check_hashes=False))
 
 
 def widths(engine: Engine) -> list[int]:
@@ -207,13 +205,13 @@ def step(graph: Graph, tokens: Sequence[int], past: int, tree: TokenTree) -> np.
     """One uncommitted step over the nodes of a tree after ``past`` rows: logits ``[T, V]``."""
     width = len(tree)
     graph.reserve(past + width)
-    inputs = graph.inputs(width, width)
+    inputs = graph.inputs(RunShape(width, width))
     inputs[tensors.INPUT_IDS][0] = tokens
     inputs[tensors.POSITION_IDS][0] = past + tree.depths
     inputs[tensors.TREE_MASK][0] = tree.mask
     inputs[tensors.PAST_LENGTH][0] = past
     inputs[tensors.LOGITS_ROWS][0] = np.arange(width)
-    logits: np.ndarray = graph.run(width, width)[tensors.LOGITS][0].copy()
+    logits: np.ndarray = graph.run(RunShape(width, width))[tensors.LOGITS][0].copy()
     return logits
 
 
@@ -364,7 +362,7 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
 def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Finding]:
     """A chi-square test of two tokens of many seeded requests against the exact distribution of the CPU's logits."""
     with Engine.load(folder, backend="onnxruntime", calibrate=False) as cpu:
-        reference, prompt, params = cpu_target(cpu, folder), list(cpu.encode(texts[0])[:24]), _sampled(0)
+        reference, prompt, params = cpu_target(folder), list(cpu.encode(texts[0])[:24]), _sampled(0)
 
         def p(behind: Sequence[int]) -> dict[int, float]:
             reference.shrink_cache(1)

@@ -41,7 +41,7 @@ def copy_bandwidth(cuda: Cuda, rounds: int = 10) -> float:
     times = []
     for _ in range(rounds):
         cuda.call("cudaEventRecord", start, stream.handle)
-        device.copy(memory["to"].address, memory["from"].address, nbytes)
+        stream.copy(memory["to"].address, memory["from"].address, nbytes)
         cuda.call("cudaEventRecord", end, stream.handle)
         cuda.call("cudaEventSynchronize", end)
         times.append(float(cuda.call("cudaEventElapsedTime", start, end)))

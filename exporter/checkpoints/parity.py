@@ -104,7 +104,7 @@ def _through_lowering(
         blocks, new_parts = kept.outputs(1, count)
         for name, new in zip(signature.new_states(layers), out[1 + len(past) :], strict=True):
             new_parts[name][:] = new.numpy()
-        kept.ran(slot, [done], [known_tokens])
+        kept.advance(slot, [done], [known_tokens])
         kept.commit(0, done, range(count), blocks, 0)
         done += tokens.shape[1]
     return torch.cat(logits)

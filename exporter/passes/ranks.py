@@ -7,10 +7,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnx_ir.convenience import extract
 
-from specexport.contract.tensors import CARRIED, MEETING_DOMAIN, MEETINGS
+from specexport.contract.tensors import CARRIED, COLLECTIVES, MEETING_DOMAIN
 from specexport.exporter.passes.editing import constant, op
 
-_KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), MEETINGS, strict=True))
+_KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), COLLECTIVES, strict=True))
 
 
 def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from specexport.contract import tensors
 from specexport.methods.dflash.spec import DFlash
 from specexport.methods.hidden_states.propose import StatesProposer
-from specexport.runtime.backend import Array
+from specexport.runtime.backend import Array, RunShape
 from specexport.runtime.proposal import Opening, SlotView
 
 
@@ -21,7 +21,7 @@ class DFlashProposer(StatesProposer):
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`StatesProposer`; each block is as long as its tree requires, whatever the rest of the batch."""
         slots = super().ask(views, tokens, drafts)
-        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.inputs(RunShape(tokens, drafts=drafts, slots=slots))
         for view in views:
             inputs[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1
         return slots

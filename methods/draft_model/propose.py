@@ -12,7 +12,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.spec import ChainDraft
-from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.backend import Array, Graph, RunShape, write_sampling
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
 from specexport.runtime.reader import Reader, ReadingProposer
@@ -68,7 +68,7 @@ class DraftModelProposer(ReadingProposer):
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
         slots = self.ask(ready, T, K)
-        outputs = self.graph.run(T, drafts=K, slots=slots)
+        outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         proposals = {}
         for view in ready:
             at = view.slot - slots.start
@@ -82,11 +82,9 @@ class DraftModelProposer(ReadingProposer):
         return self._missing(view) == CATCH_UP_TOKENS
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        longest = max(len(view.tokens) for view in views)
-        self.graph.reserve(longest + drafts - 1)
         slots = window([view.slot for view in views], self.graph.sizes)
-        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
-        self.graph.protect_rows(tokens, drafts=drafts, slots=slots)
+        shape = RunShape(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.prepare(shape, max(len(view.tokens) for view in views) + drafts - 1)
         for view in views:
             at = view.slot - slots.start
             inputs[tensors.INPUT_IDS][at] = view.tokens[-tokens:]
@@ -113,15 +111,15 @@ class DraftModelProposer(ReadingProposer):
         return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
-        slots, T = range(slot, slot + 1), self.graph.chunk(self._chunk, len(tokens))
-        self.graph.reserve(past + T)
-        inputs = self.graph.inputs(T, drafts=1, slots=slots)
+        T = self.graph.chunk(self._chunk, len(tokens))
+        shape = RunShape(T, drafts=1, slots=range(slot, slot + 1))
+        inputs = self.graph.prepare(shape, past + T)
         inputs[tensors.INPUT_IDS][0, : len(tokens)] = tokens
         inputs[tensors.PAST_LENGTH][0] = past
         inputs[tensors.LAST_ROW][0] = len(tokens) - 1
         if tensors.KNOWN_TOKENS in inputs:
             inputs[tensors.KNOWN_TOKENS][0] = len(tokens)
-        self.graph.run(T, drafts=1, slots=slots)
+        self.graph.run(shape)
         self.graph.commit(slot, past, range(len(tokens)))
 
 

@@ -13,7 +13,7 @@ from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.propose import Dynamic, chain_proposal, chain_rows, write_drafting
 from specexport.methods.hidden_states.spec import StatesDraft
-from specexport.runtime.backend import Array, Graph
+from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.sampling import Floats
@@ -125,7 +125,7 @@ class StatesProposer(Proposer):
         if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
         slots = self.ask(ready, T, K)
-        outputs = self.graph.run(T, drafts=K, slots=slots)
+        outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         for view in ready:
             self._keep(view, self._unread(view))
         return {view.slot: self._proposal(view, outputs, view.slot - slots.start) for view in ready}
@@ -146,7 +146,8 @@ class StatesProposer(Proposer):
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         slots = window([view.slot for view in views], self.graph.sizes)
-        inputs = self._inputs(views, tokens, drafts, slots, self._rows(views, tokens, drafts))
+        shape = RunShape(tokens, drafts=drafts, slots=slots)
+        inputs = self._inputs(views, shape, self._rows(views, tokens, drafts))
         for view in views:
             at = view.slot - slots.start
             write_drafting(inputs, at, view, probabilities=self._dynamic is not None)
@@ -161,20 +162,19 @@ class StatesProposer(Proposer):
 
     def _read(self, view: SlotView) -> None:
         """Computes the next rows of a text, at most a chunk."""
-        slots, count = range(view.slot, view.slot + 1), min(self._chunk, self._unread(view))
+        count = min(self._chunk, self._unread(view))
         T = self.graph.chunk(self._chunk, count)
-        self._inputs([view], T, 1, slots, self._next_row(view) + T)
-        self.graph.run(T, drafts=1, slots=slots)
+        shape = RunShape(T, drafts=1, slots=range(view.slot, view.slot + 1))
+        self._inputs([view], shape, self._next_row(view) + T)
+        self.graph.run(shape)
         self._keep(view, count)
 
-    def _inputs(self, views: Sequence[SlotView], width: int, K: int, slots: range, rows: int) -> dict[str, Array]:
-        """Writes and returns the inputs of a run with at most ``width`` rows a slot, in a cache of ``rows`` rows."""
-        self.graph.reserve(rows)
-        inputs = self.graph.inputs(width, drafts=K, slots=slots)
-        self.graph.protect_rows(width, drafts=K, slots=slots)
+    def _inputs(self, views: Sequence[SlotView], shape: RunShape, rows: int) -> dict[str, Array]:
+        """Writes and returns the inputs of a run, in a cache of ``rows`` rows."""
+        inputs = self.graph.prepare(shape, rows)
         for view in views:
-            at, row, span = view.slot - slots.start, self._next_row(view), self._spans[view.slot]
-            count = min(width, self._unread(view))
+            at, row, span = view.slot - shape.slots.start, self._next_row(view), self._spans[view.slot]
+            count = min(shape.tokens, self._unread(view))
             inputs[tensors.LAYER_STATES][at, :count] = span.states[row - span.start :][:count]
             inputs[tensors.PAST_LENGTH][at] = row
             inputs[tensors.LAST_ROW][at] = count - 1

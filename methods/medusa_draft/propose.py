@@ -10,7 +10,7 @@ from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.methods.medusa_draft.spec import MedusaDraft
-from specexport.runtime.backend import Graph
+from specexport.runtime.backend import Graph, RunShape
 from specexport.runtime.proposal import Ints, Opening, Proposal, SlotView, fill
 from specexport.runtime.reader import Reader, ReadingProposer
 
@@ -59,18 +59,17 @@ class MedusaDraftProposer(ReadingProposer):
 
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
         """Runs the draft over at most ``width`` tokens a slot and returns its candidates by slot."""
-        self._graph.reserve(max(pasts.values()) + width)
         # Chunks are read one slot at a time.
         slots = window(texts, self._graph.sizes if width == self._width else (1, self._graph.sizes[-1]))
-        inputs = self._graph.inputs(width, 1, slots=slots)
-        self._graph.protect_rows(width, 1, slots=slots)
+        shape = RunShape(width, 1, slots=slots)
+        inputs = self._graph.prepare(shape, max(pasts.values()) + width)
         for slot, tokens in texts.items():
             at, past = slot - slots.start, pasts[slot]
             inputs[tensors.INPUT_IDS][at, : len(tokens)] = tokens
             inputs[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
             inputs[tensors.PAST_LENGTH][at] = past
             inputs[tensors.LOGITS_ROWS][at] = len(tokens) - 1
-        candidates = self._graph.run(width, 1, slots=slots)[tensors.CANDIDATES]
+        candidates = self._graph.run(shape)[tensors.CANDIDATES]
         for slot, tokens in texts.items():
             self._graph.commit(slot, pasts[slot], range(len(tokens)))
         return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}

@@ -13,7 +13,7 @@ from specexport.contract.shapes import window
 from specexport.contract.tensors import Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
-from specexport.runtime.backend import Array, Graph, write_sampling
+from specexport.runtime.backend import Array, Graph, RunShape, write_sampling
 from specexport.runtime.prompt import is_embedding
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotProposer, SlotView, drawn
 from specexport.runtime.sampling import Floats
@@ -45,7 +45,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         slots = window([view.slot for view in ready], self.graph.sizes)
         drafts, tokens = next((k, w) for k, w in self.graph.drafts(len(slots)) if k >= deepest and w >= widest)
         self.ask(ready, tokens, drafts)
-        outputs = self.graph.run(tokens, drafts=drafts, slots=slots)
+        outputs = self.graph.run(RunShape(tokens, drafts=drafts, slots=slots))
         return {view.slot: _proposal(view, outputs, view.slot - slots.start) for view in ready}
 
     def is_ready(self, view: SlotView) -> bool:
@@ -55,7 +55,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`; K is the number of stages and T the nodes of a level."""
         slots = window([view.slot for view in views], self.graph.sizes)
-        inputs = self.graph.inputs(tokens, drafts=drafts, slots=slots)
+        inputs = self.graph.inputs(RunShape(tokens, drafts=drafts, slots=slots))
         for view in views:
             self._write_inputs(inputs, view.slot - slots.start, view)
         return slots

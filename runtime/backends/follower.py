@@ -13,10 +13,9 @@ import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.backend import Graph, buffers
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
+from specexport.runtime.backend import Graph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, Meeting, RankLostError, Run
+from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, ProcessGroup, RankLostError, Run
 from specexport.runtime.bundle import Bundle
 
 
@@ -26,10 +25,10 @@ def main() -> int:
     read = sys.stdin.buffer.read
     job = msgspec.msgpack.decode(read(*LENGTH.unpack(read(LENGTH.size))), type=Job)
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
-    meeting = Meeting(job.rank, peers, mmap.mmap(job.memory, 0))
+    group = ProcessGroup(job.rank, peers, mmap.mmap(job.memory, 0))
     try:
-        graph = _opened(job, meeting)
-        meeting.wait()
+        graph = _open(job, group)
+        group.barrier()
         while head := read(LENGTH.size):
             _follow(graph, msgspec.msgpack.decode(read(*LENGTH.unpack(head)), type=Run))
     except RankLostError:
@@ -40,14 +39,13 @@ def main() -> int:
     return 0
 
 
-def _opened(job: Job, meeting: Meeting) -> Graph:
+def _open(job: Job, group: ProcessGroup) -> Graph:
     bundle = Bundle.open(job.bundle, check_hashes=False)
-    arrays = buffers(bundle.manifest.target_signature)
     if job.options.name not in ENGINE_RUNTIMES:
-        return open_rank(OnnxRuntimeGraph, bundle, job.rank, job.slots, arrays, job.options, meeting)
+        return open_rank(bundle, job, group)
     from specexport.runtime.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(bundle, job.options).follow(job, arrays, meeting)
+    return CudaBackend(bundle, job.options).follow(job, group)
 
 
 def _follow(graph: Graph, message: Run) -> None:
@@ -56,11 +54,10 @@ def _follow(graph: Graph, message: Run) -> None:
             graph.commit(arguments[0], arguments[1], arguments[2:])
         else:
             getattr(graph, name)(*arguments)
-    slots = range(*message.slots)
-    inputs = graph.inputs(*message.shape, slots)
+    inputs = graph.inputs(message.shape)
     for name, content in message.inputs.items():
         inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
-    graph.run(*message.shape, slots)
+    graph.run(message.shape)
 
 
 if __name__ == "__main__":

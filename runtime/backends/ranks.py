@@ -27,8 +27,8 @@ import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
-from specexport.contract.tensors import MEETINGS
-from specexport.runtime.backend import FIRST, Array, BackendOptions, Graph
+from specexport.contract.tensors import COLLECTIVES
+from specexport.runtime.backend import Array, BackendOptions, RunShape
 from specexport.runtime.bundle import Bundle
 
 _BLOCK = 1 << 18
@@ -45,13 +45,13 @@ LENGTH = struct.Struct("<I")
 _FOLLOWER = "specexport.runtime.backends.follower"
 
 
-Meet = Callable[[str, Array, Array], None]
+Combine = Callable[[str, Array, Array], None]
 """Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
 
 
 def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
     """Sums parts in the order of their ranks, or joins them along the last axis: the tensor's name says which."""
-    _, join = MEETINGS
+    _, join = COLLECTIVES
     if name.startswith(join):
         np.concatenate(parts, -1, out=whole)
         return
@@ -69,7 +69,7 @@ class RankLostError(BackendError):
         self.silent = silent
 
 
-class Meeting:
+class ProcessGroup:
     """Combines the parts of all ranks in shared memory.
 
     Args:
@@ -91,7 +91,7 @@ class Meeting:
             peer.setblocking(False)
 
     def __call__(self, name: str, part: Array, whole: Array) -> None:
-        """See :data:`Meet`; sums are in the order of ranks, so equal on all of them."""
+        """See :data:`Combine`; sums are in the order of ranks, so equal on all of them."""
         flat, parts = part.reshape(-1), []
         several = flat.size > _BLOCK
         for start in range(0, flat.size, _BLOCK):
@@ -99,13 +99,13 @@ class Meeting:
             blocks = self._blocks[self._turn]
             self._turn ^= 1
             blocks[self._rank, : piece.size] = piece
-            self.wait()
+            self.barrier()
             shared = blocks[:, : piece.size]
             parts.append(shared.copy() if several else shared)
         gathered = np.concatenate(parts, 1) if several else parts[0]
         combine(name, list(gathered.reshape(len(gathered), *part.shape)), whole)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Returns when every rank has called it.
 
         Raises:
@@ -171,9 +171,15 @@ class Run(msgspec.Struct):
     """The cache changes since the last run, in order, and the inputs of this one."""
 
     changes: list[tuple[str, list[int]]]
-    shape: tuple[int, int, int]
+    tokens: int
+    rows: int
+    drafts: int
     slots: tuple[int, int]
     inputs: dict[str, bytes]
+
+    @property
+    def shape(self) -> RunShape:
+        return RunShape(self.tokens, self.rows, self.drafts, range(*self.slots))
 
 
 class Followers:
@@ -220,7 +226,7 @@ class Followers:
         for rank in ranks[1:]:
             for end in ends[rank].values():
                 end.close()
-        self.meeting = Meeting(0, ends[0], self._memory)
+        self.group = ProcessGroup(0, ends[0], self._memory)
         self._finalizer = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
 
     def wait_until_open(self) -> None:
@@ -229,19 +235,40 @@ class Followers:
         Raises:
             RankLostError: a rank ended.
         """
-        self.meeting.wait()
-        self.meeting.timeout = _TIMEOUT
+        self.group.barrier()
+        self.group.timeout = _TIMEOUT
 
     def note(self, name: str, *arguments: int) -> None:
         """Has the followers change their caches in the same way before their next run."""
         self._changes.append((name, list(arguments)))
 
-    def run(self, shape: tuple[int, int, int], slots: range, inputs: Mapping[str, Array]) -> None:
-        """Has the followers run with the same inputs."""
+    def run_with(
+        self, run: Callable[[RunShape], dict[str, Array]], shape: RunShape, inputs: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Runs the first rank's part while the followers run theirs with the same inputs; returns the whole's outputs.
+
+        Raises:
+            BackendError: a rank is lost, or ``run`` fails.
+        """
+        outputs: dict[str, Array] = {}
+        try:
+            self._start(shape, inputs)
+            outputs = run(shape)
+        except RankLostError as lost:
+            self.give_up(lost)
+        except BackendError:
+            if self.lost is None:
+                raise
+        if self.lost is not None:
+            self.give_up(self.lost)
+        return outputs
+
+    def _start(self, shape: RunShape, inputs: Mapping[str, Array]) -> None:
         if self._error is not None:
             raise self._error
+        tokens, rows, drafts, slots = shape
         content = {name: array.tobytes() for name, array in inputs.items()}
-        message = Run(self._changes, shape, (slots.start, slots.stop), content)
+        message = Run(self._changes, tokens, rows, drafts, (slots.start, slots.stop), content)
         self._changes = []
         for rank in self._processes:
             self._send(rank, message)
@@ -295,49 +322,3 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], peers: Iterable[socket.s
             process.wait(_SHUTDOWN)
         process.kill()
         process.wait()
-
-
-class Leading(Graph):
-    """A mixin for the graph of the first rank's part: the other ranks mirror its cache changes and runs.
-
-    It goes before the graph's class in the list of bases. Runs have the results of the whole graph.
-    """
-
-    _followers: Followers
-
-    def lead(self, followers: Followers) -> None:
-        """Has the other ranks follow its runs and cache changes from now on."""
-        self._followers = followers
-
-    def reserve(self, rows: int) -> None:
-        super().reserve(rows)  # type: ignore[safe-super]
-        self._note("reserve", rows)
-
-    def shrink_cache(self, rows: int) -> None:
-        super().shrink_cache(rows)  # type: ignore[safe-super]
-        self._note("shrink_cache", rows)
-
-    def copy(self, source: int, to: int, rows: int) -> None:
-        super().copy(source, to, rows)  # type: ignore[safe-super]
-        self._note("copy", source, to, rows)
-
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        super().commit(slot, past, nodes)  # type: ignore[safe-super]
-        self._note("commit", slot, past, *nodes)
-
-    def _note(self, name: str, *arguments: int) -> None:
-        if hasattr(self, "_followers"):  # before that, each has opened with the same cache
-            self._followers.note(name, *map(int, arguments))
-
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        try:
-            self._followers.run((tokens, rows, drafts), slots, self.inputs(tokens, rows, drafts, slots))
-            outputs = super().run(tokens, rows, drafts, slots)  # type: ignore[safe-super]
-        except RankLostError as lost:
-            self._followers.give_up(lost)
-        except BackendError:
-            if self._followers.lost is None:
-                raise
-        if self._followers.lost is not None:
-            self._followers.give_up(self._followers.lost)
-        return outputs

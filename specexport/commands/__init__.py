@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from specexport.commands.flags import add_flags, flag_values, group_of
+from specexport.commands import report
+from specexport.commands.flags import add_flags, flag_values, from_flags, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
@@ -45,12 +47,31 @@ class Command(NamedTuple):
 
     Attributes:
         flags: the options that become its flags, or a function that declares flags of several structs.
-        main: runs it with the options, or else with the namespace; returns the exit code. Its docstring is the help.
+        main: runs it with the options, or else with the namespace; returns the exit code. None if its flags declare
+            commands below it.
+        help: its description, a blank line and examples; by default the docstring of ``main``, or else of ``flags``.
     """
 
     name: str
     flags: type[Options] | Callable[[argparse.ArgumentParser], None]
-    main: Callable[[Any], int]
+    main: Callable[[Any], int] | None = None
+    help: str = ""
+
+    def add_to(self, commands: argparse._SubParsersAction[Any], declare: bool = True) -> None:
+        """Adds its parser to the commands of another; declaring its flags takes long."""
+        first, _, examples = (self.help or getdoc(self.main or self.flags) or "").partition("\n\n")
+        summary = " ".join(first.replace("``", "").split())
+        parser = commands.add_parser(self.name, help=summary, description=summary, epilog=examples)
+        flags, main = self.flags, self.main
+        parser.set_defaults(main=main)
+        if not declare:
+            return
+        if isinstance(flags, type):
+            assert main is not None
+            add_flags(parser, flags)
+            parser.set_defaults(main=lambda arguments: main(from_flags(flags, arguments)))
+        else:
+            flags(parser)
 
 
 class BundleOptions(Options, frozen=True, kw_only=True):
@@ -65,14 +86,20 @@ class BundleOptions(Options, frozen=True, kw_only=True):
     json: bool = False
 
 
-class PlottedOptions(BundleOptions, frozen=True, kw_only=True):
-    """Options of commands that can also write a report.
+class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
+    """Options of commands that measure a bundle.
 
     Attributes:
         plot: also write a page with these tables and charts, which opens offline (default: none).
+        threads: CPU threads (default: one per core).
     """
 
     plot: Annotated[Path | None, option("FILE.html")] = None
+    threads: Annotated[int | None, option("N", group="the engine", ge=1)] = None
+
+    def check(self) -> None:
+        """Refuses a page that cannot be written, before anything is measured."""
+        report.check_path("--plot", self.plot)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +110,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineOptions, BUILD, group=BUILD_GROUP)
 
 
-def engine_flags(
-    arguments: argparse.Namespace, names: Collection[str] = ("model", *_OPENING, *BUILD)
-) -> dict[str, Any]:
-    """Arguments of ``Frontend.open``, or of ``Engine.load``: those flags of :class:`EngineOptions` that are set.
+def engine_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set.
 
     Raises:
         BuildError: a value is out of range.
     """
-    return flag_values(EngineOptions, arguments, names)
+    return flag_values(EngineOptions, arguments, ("model", *_OPENING, *BUILD))
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
@@ -99,9 +124,9 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
 
     ``length`` is the most tokens if neither the command line nor the model sets them, ``seed`` the help of ``--seed``.
     """
-    most = f"most tokens to generate (default: the model's own, else {length})"
+    max_tokens = f"most tokens to generate (default: the model's own, else {length})"
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")
-    add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=most)
+    add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=max_tokens)
     add_flags(parser, SamplingParams, ("seed",), seed=seed)
 
 

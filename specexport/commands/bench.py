@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -16,13 +15,11 @@ from typing import Annotated, Any
 import msgspec
 
 from specexport.building import progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text, report
-from specexport.commands.flags import add_flags, from_flags
+from specexport.commands import MeasuringOptions, read_text, report
 from specexport.commands.inspect import about
 from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
-from specexport.options import EngineOptions
 from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
@@ -226,7 +223,7 @@ def compare(
     chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
-    def decoded(
+    def decode_all(
         doing: str, tasks: Sequence[Task], params: SamplingParams
     ) -> Iterator[tuple[str, str, Completion, Completion]]:
         """Yields a method, a workload, and the outputs with the method and without."""
@@ -238,9 +235,9 @@ def compare(
                     yield name, task.workload, completion, plain
             progress(doing, index + 1, len(tasks))
 
-    for _ in decoded("warming up", tasks[:1], params.replace(max_tokens=min(_WARM_UP, max_tokens))):
+    for _ in decode_all("warming up", tasks[:1], params.replace(max_tokens=min(_WARM_UP, max_tokens))):
         pass
-    for name, workload, completion, plain in decoded("decoding", tasks, params):
+    for name, workload, completion, plain in decode_all("decoding", tasks, params):
         results[name].setdefault(workload, Result()).add(completion, plain)
         for method_name, steps in completion.stats.steps_by_draft.items():
             chosen[name][method_name] += sum(steps.values())
@@ -260,7 +257,7 @@ def _speculative(name: str, method: Method, task: Task) -> Speculative | None:
     return Speculative(method=name, num_speculative_tokens=size, hypothesis=expected)
 
 
-class _BenchOptions(PlottedOptions, frozen=True, kw_only=True):
+class BenchOptions(MeasuringOptions, frozen=True, kw_only=True):
     """Options of ``specexport bench``.
 
     Attributes:
@@ -271,6 +268,7 @@ class _BenchOptions(PlottedOptions, frozen=True, kw_only=True):
         prompts: prompts of each workload.
         prompt_tokens: most tokens of a prompt.
         max_tokens: tokens to generate for each.
+        calibrate: measure what steps cost on this machine, which decides how many tokens steps of 'default' draft.
     """
 
     methods: Annotated[str, option("NAME[,NAME...]")] = "all"
@@ -278,26 +276,18 @@ class _BenchOptions(PlottedOptions, frozen=True, kw_only=True):
     prompts: Annotated[int, option("N", ge=1)] = 4
     prompt_tokens: Annotated[int, option("N", ge=2)] = 128
     max_tokens: Annotated[int, option("N", short="-n", ge=2)] = 64
+    calibrate: Annotated[
+        bool, option(group="the engine", off="do not measure what steps cost here; leaves out 'default'")
+    ] = True
 
 
-_ENGINE = ("calibrate", "threads")
-
-
-def bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport bench``."""
-    add_flags(parser, _BenchOptions)
-    add_flags(parser, EngineOptions, _ENGINE, group="the engine")
-
-
-def bench_command(arguments: argparse.Namespace) -> int:
+def bench_command(command: BenchOptions) -> int:
     """Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that texts are equal.
 
     Example:
         specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
     """
-    command = from_flags(_BenchOptions, arguments)
-    report.check_path("--plot", command.plot)
-    with Engine.load(command.bundle, **engine_flags(arguments, _ENGINE)) as engine:
+    with Engine.load(command.bundle, calibrate=command.calibrate, threads=command.threads) as engine:
         names = command.methods.split(",")
         if command.methods == "all":
             names = [*([DEFAULT] if engine.costs is not None else []), *engine.methods]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
-from specexport.commands import BundleOptions
+from specexport.commands import BundleOptions, Command
 from specexport.commands.flags import (
     add_flags,
     add_method_arguments,
@@ -135,36 +135,34 @@ def render(report: CompileReport) -> Table:
 
 
 def train_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares what ``specexport train`` can train, each with its flags."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name in known():
-        if (options := part(method_type(name), "train_options")) is None or not hasattr(options, "TRAINING"):
-            continue
-        training: Training = options.TRAINING
-        word = training.command
-        example = (
-            f"Example:\n    specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/"
-            f"{training.example}"
-        )
-        command = kinds.add_parser(word, help=training.summary, description=training.summary, epilog=example)
-        command.set_defaults(training=training, method=name)
-        add_flags(command, training.options)
-        command.add_argument("--json", action="store_true", help="print the record of the training as JSON")
-
-
-def train_command(arguments: argparse.Namespace) -> int:
     """Train Medusa heads, an MLP speculator, an EAGLE-3 or DFlash draft, or a draft model for a target.
 
     Example:
         specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
     """
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    for name in known():
+        if (options := part(method_type(name), "train_options")) is None or not hasattr(options, "TRAINING"):
+            continue
+        training: Training = options.TRAINING
+        word = training.command
+        example = f"specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/{training.example}"
+
+        def flags(command: argparse.ArgumentParser, training: Training = training) -> None:
+            add_flags(command, training.options)
+            command.add_argument("--json", action="store_true", help="print the record of the training as JSON")
+
+        main = partial(_train, name, training)
+        Command(word, flags, main, f"{training.summary}\n\nExample:\n    {example}").add_to(kinds)
+
+
+def _train(method: str, training: Training, arguments: argparse.Namespace) -> int:
     if sys.version_info < (3, 11):
         raise TrainError(
             f"training needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}"
         )
-    training: Training = arguments.training
     with needs_extra("training", "train"):
-        module = part(method_type(arguments.method), "train")
+        module = part(method_type(method), "train")
     log = partial(print, file=sys.stderr)
     train = getattr(module, f"train_{training.command.replace('-', '_')}")
     record = train(from_flags(training.options, arguments), log)

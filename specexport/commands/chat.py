@@ -98,7 +98,7 @@ class Conversation:
 
     def _prompt(self, question: str) -> tuple[list[int], int]:
         """The prompt's tokens, and the number of turns that are left out."""
-        context = self.frontend.max_model_len
+        context = self.frontend.engine.max_model_len
         limit = context - min(context // 4, self.params.max_tokens or context)  # room for an answer
         last = len(self.turns) - 1
         for unread in range(self.unread, len(self.turns)):
@@ -155,7 +155,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
     """
     command, keys, options = from_flags(_ChatOptions, arguments), speculation(arguments), engine_flags(arguments)
     with closing(Frontend.open_for_chat(**options)) as frontend:
-        params = frontend.params(None, **flag_values(SamplingParams, arguments, SAMPLING))
+        params = frontend.engine.params(None, **flag_values(SamplingParams, arguments, SAMPLING))
         chosen = frontend.speculation(keys)
         frontend.streams([0], params, chosen)  # refuses invalid parameters before the first message
         conversation = Conversation(frontend, params, chosen, command.system)
@@ -176,6 +176,7 @@ class Session:
     def __init__(self, conversation: Conversation, terminal: Terminal, show_drafts: bool = False) -> None:
         self._conversation = conversation
         self._frontend = conversation.frontend
+        self._context = self._frontend.engine.max_model_len
         self._terminal = terminal
         self._show_drafts = show_drafts
         self._method = _label(conversation.speculative or self._frontend.speculative)
@@ -191,9 +192,8 @@ class Session:
             SpecExportError: a message or an answer failed, and messages are not typed.
         """
         if self._terminal.interactive:
-            context = self._frontend.max_model_len
             self._terminal.notice(
-                f"{self._frontend.name}, context of {context} tokens. /help lists commands, Ctrl-D leaves."
+                f"{self._frontend.name}, context of {self._context} tokens. /help lists commands, Ctrl-D leaves."
             )
         while self._turn():
             pass
@@ -241,7 +241,7 @@ class Session:
         stream = self._conversation.stream(question)
         if self._conversation.unread > unread:
             self._terminal.notice(
-                f"The conversation has outgrown the context of {self._frontend.max_model_len} tokens: the model no "
+                f"The conversation has outgrown the context of {self._context} tokens: the model no "
                 f"longer reads its first {counted(self._conversation.unread, 'turn')}. /reset starts over."
             )
         parts: list[str] = []
@@ -266,7 +266,7 @@ class Session:
         if stats.output_tokens == self._conversation.params.max_tokens:
             return f"The answer ends here as it may have {counted(stats.output_tokens, 'token')} (--max-tokens)."
         return (
-            f"The answer ends here as the context of {self._frontend.max_model_len} tokens is full. With the next "
+            f"The answer ends here as the context of {self._context} tokens is full. With the next "
             "message the model reads the last turns only; /reset starts over."
         )
 
@@ -299,12 +299,12 @@ class Session:
         engine = self._frontend.engine
         self._terminal.notice(
             describe(self._last, engine),
-            f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._frontend.max_model_len} "
+            f"context     {self._last.prompt_tokens + self._last.output_tokens} of {self._context} "
             f"tokens; {counted(len(self._conversation.turns), 'turn')}, {self._conversation.unread} no longer read",
         )
 
     def _choose_method(self, name: str) -> None:
-        """[NAME]: Choose how to speculate, or list the methods with what each brought."""
+        """[NAME]: Choose how to speculate, or list the methods with their speeds."""
         methods = self._frontend.engine.methods
         offered = [_AUTO, _PLAIN, *(name for name, method in methods.items() if not method.takes_hypothesis)]
         if name and name not in offered:

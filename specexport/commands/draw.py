@@ -63,7 +63,7 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:
-        raise RequestError("--method was given with a tree of its own; it chooses one of a bundle's methods")
+        raise RequestError("--method was given with a tree; it chooses one of a bundle's methods")
     return TokenTree.load(source)
 
 

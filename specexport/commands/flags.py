@@ -116,7 +116,7 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
 
 
 class _Once(argparse.Action):
-    """Keeps a value and refuses a second one, of which argparse would ignore the first."""
+    """Keeps a value and refuses a second; argparse would silently drop the first."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if hasattr(namespace, self.dest):
@@ -228,11 +228,11 @@ def _with_common_options(
             mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
         if trees and method_type(method.name).branching == widest and not method.trees:
             mapping["trees"] = list(trees)
-        complete.append(changed(method, mapping))
+        complete.append(with_keys(method, mapping))
     return tuple(complete)
 
 
-def changed(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
+def with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
     """A method with other values of some keys."""
     if not keys:
         return method

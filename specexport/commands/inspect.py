@@ -18,7 +18,7 @@ from specexport.contract.model import Model
 from specexport.contract.options import option
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.values import counted
-from specexport.runtime.backends.onnxruntime.kernels import kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.tables import Table, bytes_text, show
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "posterior_threshold", "posterior_alpha")
@@ -83,7 +83,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
         "prompts": "tokens" if embeds is None else f"tokens and embeddings of {embeds} numbers",
         "batch": f"up to {slots} requests at once" if slots > 1 else "one request at a time",
         "backend": f"{manifest.backend}, {manifest.lowering} lowering",
-        **({"kernels here": kernels_described()} if manifest.backend == "onnxruntime" else {}),
+        **({"kernels here": kernels().described} if manifest.backend == "onnxruntime" else {}),
         "sampling": _sampling(manifest.generation),
         "chat template": ", ".join(manifest.tokenizer.templates) or "none",
         "end of text": ", ".join(map(str, manifest.tokenizer.eos_token_ids)) or "none",
@@ -111,10 +111,10 @@ def _sampling(defaults: GenerationDefaults) -> str:
 def _speculation(method: Method) -> str:
     tree, *smaller = method.token_trees()
     shape = "in a chain" if tree.is_chain else f"in a tree of depth {tree.depth}"
-    most = "up to " if method.own_widths or not method.needs_graph else ""
+    up_to = "up to " if method.own_widths or not method.needs_graph else ""
     width = method.widths()[0]
     drafted = counted(len(tree) - 1, "draft token")
-    text = f"{method.describe()}: {most}{drafted} a step {shape}, verified {width} at a time; lossless"
+    text = f"{method.describe()}: {up_to}{drafted} a step {shape}, verified {width} at a time; lossless"
     return text + (f"; requests may choose {_list(sorted(len(tree) - 1 for tree in smaller))}" if smaller else "")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from specexport.building import needs_extra
-from specexport.commands.flags import add_flags, from_flags
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
@@ -24,40 +22,59 @@ if TYPE_CHECKING:
     from specexport.exporter.plan import DevicePlan
 
 
-class _PlanOptions(Options, frozen=True, kw_only=True):
+class _TargetOptions(Options, frozen=True, kw_only=True):
+    """Options of commands that need no build.
+
+    Attributes:
+        model: bundle, folder with a config.json, hub id or .gguf file.
+        target: the same as a flag (default: the argument).
+    """
+
+    model: Annotated[str | None, option("TARGET", positional=True)] = None
+    target: Annotated[str | None, option("TARGET")] = None
+
+    def check(self) -> None:
+        """Requires one of the two."""
+        if (self.model is None) == (self.target is None):
+            raise BuildError("give a bundle or a model, either by itself or with --target")
+
+    @property
+    def source(self) -> str:
+        """The bundle or the model."""
+        return self.target or self.model or ""
+
+
+class PlanOptions(_TargetOptions, frozen=True, kw_only=True):
     """Options of ``specexport plan``.
 
     Attributes:
+        draft: smaller model with the same tokenizer (default: none).
+        method: what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none).
         device: device, such as orin-nano-8gb; an unknown name lists all.
         precision: type of the weights of both models (default: int4, or a bundle's own).
         max_seq_len: most tokens of a prompt and its output (default: the model's, at most 4096, or a bundle's own).
-        acceptance: probability that a draft token is accepted.
+        acceptance: probability that a draft token is accepted (default: 0.7).
         backend: what runs the models (default: tensorrt, or a bundle's own).
         json: print the plan as JSON.
     """
 
+    draft: Annotated[str | None, option("DIR_OR_ID")] = None
+    method: Annotated[str | None, option("NAME[:VALUE]")] = None
     device: Annotated[str, option("NAME")]
     precision: Literal["fp16", "bf16", "fp8", "int8", "int4"] | None = None
     max_seq_len: Annotated[int | None, option("S", ge=2)] = None
-    acceptance: Annotated[float, option("A", ge=0, lt=1)] = 0.7
+    acceptance: Annotated[float | None, option("A", ge=0, lt=1)] = None
     backend: EngineRuntime | None = None
     json: bool = False
 
-
-def plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport plan``."""
-    _add_target(parser, "bundle, folder with a config.json, hub id or .gguf file")
-    draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft", metavar="DIR_OR_ID", help="smaller model with the same tokenizer (default: none)")
-    draft.add_argument(
-        "--method",
-        metavar="NAME[:VALUE]",
-        help="what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none)",
-    )
-    add_flags(parser, _PlanOptions)
+    def check(self) -> None:
+        """Refuses a draft beside a method."""
+        super().check()
+        if self.draft is not None and self.method is not None:
+            raise BuildError("--draft was given with --method; give one of them")
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
+def plan_command(command: PlanOptions) -> int:
     """Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
 
     Example:
@@ -65,23 +82,22 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """
     from specexport.exporter.plan import DEVICES, EFFICIENCY, plan, plan_bundle
 
-    command = from_flags(_PlanOptions, arguments)
-    target = arguments.target or arguments.model
+    target, acceptance = command.source, 0.7 if command.acceptance is None else command.acceptance
     device = DEVICES.get(command.device)
     if device is None:
         raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}")
-    method = parse_method(arguments.method) if arguments.method else None
-    if arguments.draft is not None:
-        method = read_method({"method": "draft_model", "model": arguments.draft}, "--draft")
+    method = parse_method(command.method) if command.method else None
+    if command.draft is not None:
+        method = read_method({"method": "draft_model", "model": command.draft}, "--draft")
     if (expanded(target) / MANIFEST_NAME).is_file():
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
-            if getattr(arguments, name, None) is not None:
+            if getattr(command, name) is not None:
                 raise BuildError(
                     f"--{name.replace('_', '-')} was given with a bundle, which sets it itself; leave it out, or give "
                     "the model"
                 )
         manifest = read_manifest(expanded(target))
-        estimate = plan_bundle(manifest, target, device, acceptance=command.acceptance)
+        estimate = plan_bundle(manifest, target, device, acceptance=acceptance)
         methods = [method for method in manifest.methods if method.needs_graph]
         drafts = next((method.name for method in methods if method.models), None)
         without = ", ".join(method.name for method in methods if not method.models)
@@ -96,17 +112,17 @@ def plan_command(arguments: argparse.Namespace) -> int:
                 device,
                 precision=precision,
                 context=command.max_seq_len,
-                acceptance=command.acceptance,
+                acceptance=acceptance,
                 backend=command.backend or "tensorrt",
             )
         drafts, without = (method.name if method else None), ""
         title = f"{command.device}, {precision}, {estimate.context} tokens"
-    if drafts is None and hasattr(arguments, "acceptance"):
+    if drafts is None and command.acceptance is not None:
         raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
     else:
-        notes = _notes(estimate, command.acceptance, drafts)
+        notes = _notes(estimate, acceptance, drafts)
         if without:
             notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
         notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
@@ -137,7 +153,7 @@ def _notes(estimate: DevicePlan, acceptance: float, drafts: str | None) -> list[
     return notes
 
 
-class _SuggestOptions(Options, frozen=True, kw_only=True):
+class SuggestOptions(_TargetOptions, frozen=True, kw_only=True):
     """Options of ``specexport suggest``.
 
     Attributes:
@@ -149,21 +165,14 @@ class _SuggestOptions(Options, frozen=True, kw_only=True):
     device: Literal["cpu", "gpu"] = "cpu"
 
 
-def suggest_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of ``specexport suggest``."""
-    _add_target(parser, "bundle, Hugging Face folder, hub id or .gguf file")
-    add_flags(parser, _SuggestOptions)
-
-
-def suggest_command(arguments: argparse.Namespace) -> int:
+def suggest_command(command: SuggestOptions) -> int:
     """Suggest methods for a model, or a bundle's target; 'bench' measures those of a bundle.
 
     Examples:
         specexport suggest Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
         specexport suggest qwen3/
     """
-    command = from_flags(_SuggestOptions, arguments)
-    target = arguments.target or arguments.model
+    target = command.source
     with needs_extra(f"{target}: reading this model", "export"):
         from specexport.exporter.suggest import suggest
 
@@ -209,10 +218,3 @@ def _state(manifest: Manifest, name: str) -> str:
 
 def _build(target: str, flags: list[str]) -> str:
     return shlex.join(["specexport", "build", "--target", target, *flags, "-o", "bundle/"])
-
-
-def _add_target(parser: argparse.ArgumentParser, help: str) -> None:
-    """Declares a target, by itself or as ``--target``."""
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("model", nargs="?", metavar="TARGET", help=help)
-    target.add_argument("--target", metavar="TARGET", help="the same as a flag (default: the argument)")

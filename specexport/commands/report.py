@@ -213,10 +213,10 @@ def _svg(height: float, title: str, elements: Sequence[str]) -> str:
     return "\n".join([head, *elements, "</svg>"])
 
 
-def _ticks(most: float, whole: bool = False) -> list[float]:
-    """Round numbers at equal distances, from 0 to the first of at least ``most``."""
-    most = most or 1.0
-    power = 10.0 ** math.floor(math.log10(most / 5))
-    step = next(factor * power for factor in (1, 2, 5, 10) if most <= 6 * factor * power)
+def _ticks(largest: float, whole: bool = False) -> list[float]:
+    """Round numbers at equal distances, from 0 to the first of at least ``largest``."""
+    largest = largest or 1.0
+    power = 10.0 ** math.floor(math.log10(largest / 5))
+    step = next(factor * power for factor in (1, 2, 5, 10) if largest <= 6 * factor * power)
     step = max(1.0, step) if whole else step
-    return [step * count for count in range(math.ceil(most / step - 1e-9) + 1)]
+    return [step * count for count in range(math.ceil(largest / step - 1e-9) + 1)]

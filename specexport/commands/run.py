@@ -102,7 +102,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         prompt: Prompt = text if embeds is None else EmbedsPrompt([embeds, text])
         if command.chat:
             prompt = frontend.chat_tokens([{"role": "user", "content": text}])
-        params = frontend.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
+        params = frontend.engine.params(None if command.chat else DEFAULT_MAX_TOKENS, **overrides)
         (stream,) = frontend.streams(prompt, params, frontend.speculation(keys))
         with stream:
             if command.json:

@@ -107,13 +107,13 @@ def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequen
     fixed = next((name for name in (*BUILD, "tensor_parallel_size") if hasattr(arguments, name)), None)
     if fixed is not None:
         raise BuildError(f"--ray serves a bundle as it is; leave out --{fixed.replace('_', '-')}")
-    most = settings.max_replicas or settings.replicas
+    replicas = settings.max_replicas or settings.replicas
     with needs_extra("serving on Ray", "ray"):
         from specexport.server.ray import Settings, run
     values = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     values |= {
         "bundle": str(Path(arguments.model).absolute()),
-        "threads": settings.threads or max(1, (os.cpu_count() or 1) // most),
+        "threads": settings.threads or max(1, (os.cpu_count() or 1) // replicas),
         "served_model_name": settings.served_model_name or (arguments.model,),
         "api_keys": tuple(keys),
     }

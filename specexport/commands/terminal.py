@@ -16,7 +16,7 @@ from typing import Any
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import write_file
 from specexport.contract.values import require_text
-from specexport.tables import Styled, Table, capable, coloured
+from specexport.tables import Styled, Table, understands_escapes, uses_colours
 
 _PROMPT, _CONTINUED = "> ", ". "
 _BLOCK = '"""'
@@ -81,15 +81,17 @@ class Terminal:
 
     def __init__(self, history: Path | None = None, words: Sequence[str] = ()) -> None:
         self.interactive = sys.stdin.isatty()
-        self.underlines = capable() and sys.stdout.isatty()
-        self._coloured = coloured(sys.stderr)
+        self.underlines = understands_escapes() and sys.stdout.isatty()
+        self._coloured = uses_colours(sys.stderr)
         self._plain = sys.stdout.isatty()
-        self._read: Read = _piped
+        self._read: Read = _read_pipe
         if self.interactive:
             stored = _History(history)
-            editable = capable() and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
-            self._read = _edited(stored, words) if editable else _typed(stored)
-            if capable() and not editable and sys.stdout.isatty():
+            editable = (
+                understands_escapes() and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
+            )
+            self._read = _editor(stored, words) if editable else _line_reader(stored)
+            if understands_escapes() and not editable and sys.stdout.isatty():
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
     def message(self) -> str:
@@ -108,7 +110,7 @@ class Terminal:
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         for part in parts:
             shown = Styled(part, "dim") if isinstance(part, str) else part
-            print(shown.drawn(width, self._coloured), file=sys.stderr, flush=True)
+            print(shown.render(width, self._coloured), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def interrupting(self, stop: Callable[[], object]) -> Iterator[Callable[[], bool]]:
@@ -154,14 +156,14 @@ class _History:
                 written.write(json.dumps(message) + "\n")
 
 
-def _piped(_: str) -> str:
+def _read_pipe(_: str) -> str:
     line = from_standard_input(sys.stdin.readline)
     if not line:
         raise EOFError
     return line.removesuffix("\n").removesuffix("\r")
 
 
-def _typed(history: _History) -> Read:
+def _line_reader(history: _History) -> Read:
     """Python's ``input``, with readline if it is available."""
     with contextlib.suppress(ImportError):
         import readline
@@ -173,7 +175,7 @@ def _typed(history: _History) -> Read:
     def read(prompt: str) -> str:
         if not sys.stdout.isatty():  # input() would write the prompt to standard output
             print(prompt, end="", file=sys.stderr, flush=True)
-            return _piped(prompt)
+            return _read_pipe(prompt)
         try:
             line = input(prompt)
         except KeyboardInterrupt:
@@ -185,7 +187,7 @@ def _typed(history: _History) -> Read:
     return read
 
 
-def _edited(history: _History, words: Sequence[str]) -> Read:
+def _editor(history: _History, words: Sequence[str]) -> Read:
     """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears the input."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from specexport.building import exporter, progress_bars
-from specexport.commands import PlottedOptions, engine_flags, read_text, report
+from specexport.commands import Command, MeasuringOptions, read_text, report
 from specexport.commands.bench import read_lines
 from specexport.commands.draw import svg, terminal_tree
-from specexport.commands.flags import add_flags, from_flags
 from specexport.commands.inspect import about
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
@@ -23,7 +22,6 @@ from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.contract.reading import changing
 from specexport.contract.values import counted
-from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import Cost, CostCurve
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
     from specexport.tree_search import TreeCandidate
 
 
-class _TreeOptions(PlottedOptions, frozen=True, kw_only=True):
-    """Options of ``specexport tune``.
+class _TreeOptions(MeasuringOptions, frozen=True, kw_only=True):
+    """Options of ``specexport tune tree``.
 
     Attributes:
         data: text like your future requests, not the training data: text files, or .jsonl with a text a line.
@@ -59,53 +57,30 @@ class _TreeOptions(PlottedOptions, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
-class _BatchOptions(PlottedOptions, frozen=True, kw_only=True):
-    """Options of ``specexport tune``.
+class _BatchOptions(MeasuringOptions, frozen=True, kw_only=True):
+    """Options of ``specexport tune batch``.
 
     Attributes:
         seconds: about how many seconds to measure; at least two rounds.
+        backend: what runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed package's
+            (default: what it was built for).
     """
 
     seconds: Annotated[float, option("S", gt=0)] = 60.0
+    backend: Annotated[str | None, option("NAME", group="the engine")] = None
 
 
-def tune_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the sub-commands of ``specexport tune``."""
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    tree = kinds.add_parser(
-        "tree",
-        help="the token tree of a method",
-        description="Decode text with a method, count which candidates are right, time steps of every width, and "
-        "make the tree that commits most tokens a second the method's default.",
-        epilog="Example:\n    specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html",
-    )
-    add_flags(tree, _TreeOptions)
-    add_flags(tree, EngineOptions, ("threads",), group="the engine")
-    batch = kinds.add_parser(
-        "batch",
-        help="what steps cost, which decides how much each step speculates",
-        description="Time steps of every width and proposals at every batch size, for longer than when a bundle is "
-        "first opened on this machine; print the figures and keep them. Engines on this machine with as many threads "
-        "speculate as much as pays by these figures: less as the batch fills, down to none.",
-        epilog="Example:\n    specexport tune batch qwen3/ --seconds 120 --plot costs.html",
-    )
-    add_flags(batch, _BatchOptions)
-    add_flags(batch, EngineOptions, ("threads", "backend"), group="the engine")
-    batch.set_defaults(main=_batch_command)
+def _tree_command(command: _TreeOptions) -> int:
+    """Choose a method's token tree, and make it the default.
 
+    It decodes text, counts which candidates are right, and times steps of every width: the best tree commits most
+    tokens a second.
 
-def tune_command(arguments: argparse.Namespace) -> int:
-    """Measure a bundle on this machine: ``tune tree`` chooses the token tree, ``tune batch`` measures what steps cost.
-
-    Examples:
-        specexport tune tree qwen3/ --data held-out.jsonl
-        specexport tune batch qwen3/
+    Example:
+        specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html
     """
     from specexport import tree_search
 
-    command = from_flags(_TreeOptions, arguments)
-    threads = engine_flags(arguments, ("threads",)).get("threads")
-    report.check_path("--plot", command.plot)
     if not command.dry_run:
         exporter()
     bundle = Bundle.open(command.bundle)
@@ -117,7 +92,11 @@ def tune_command(arguments: argparse.Namespace) -> int:
             pass
     with progress_bars() as bars:
         with Engine.load(
-            command.bundle, check_hashes=False, calibrate=False, backend="onnxruntime", threads=threads
+            command.bundle,
+            check_hashes=False,
+            calibrate=False,
+            backend="onnxruntime",
+            threads=command.threads,
         ) as engine:
             prompts = _read_prompts(engine, command.data, command.prompts, command.prompt_tokens)
             params = SamplingParams(
@@ -128,7 +107,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
         # The widest step after the longest context, and rows half-way through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), threads, bars)
+        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), command.threads, bars)
     ranked = tree_search.candidates(method, observed, costs)
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")
@@ -253,13 +232,20 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
     return [report.Figure(*chart) for chart in charts.items()]
 
 
-def _batch_command(arguments: argparse.Namespace) -> int:
-    command = from_flags(_BatchOptions, arguments)
-    engine_options = engine_flags(arguments, ("threads", "backend"))
-    report.check_path("--plot", command.plot)
+def _batch_command(command: _BatchOptions) -> int:
+    """Measure and keep what steps cost, which decides how much each step speculates.
+
+    It times steps of every width and proposals at every batch size, for longer than when a bundle is first opened on
+    this machine. Engines with as many threads speculate as much as pays by these figures: less as the batch fills.
+
+    Example:
+        specexport tune batch qwen3/ --seconds 120 --plot costs.html
+    """
     with (
         progress_bars() as progress,
-        Engine.load(command.bundle, check_hashes=False, calibrate=False, **engine_options) as engine,
+        Engine.load(
+            command.bundle, check_hashes=False, calibrate=False, threads=command.threads, backend=command.backend
+        ) as engine,
     ):
         curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
@@ -305,3 +291,15 @@ def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
         row = [at.get((batch, count)) for count in tokens]
         table.add_row(str(batch), *("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in row))
     return table
+
+
+def tune_flags(parser: argparse.ArgumentParser) -> None:
+    """Measure a bundle on this machine: 'tune tree' chooses the token tree, 'tune batch' measures what steps cost.
+
+    Examples:
+        specexport tune tree qwen3/ --data held-out.jsonl
+        specexport tune batch qwen3/
+    """
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    Command("tree", _TreeOptions, _tree_command).add_to(kinds)
+    Command("batch", _BatchOptions, _batch_command).add_to(kinds)

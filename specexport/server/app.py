@@ -34,7 +34,7 @@ from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
-from specexport.server.middleware import REQUEST_ID, Edge
+from specexport.server.middleware import REQUEST_ID, Admission
 from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.responses import answer_response
 from specexport.server.service import Service
@@ -124,7 +124,7 @@ def create_app(
         if scope["method"] == "POST":
             service.engine.require_place(arriving)
 
-    app.add_middleware(Edge, refused=service.metrics.refused, max_body_bytes=max_body_bytes, admit=admit)
+    app.add_middleware(Admission, refused=service.metrics.count_refusal, max_body_bytes=max_body_bytes, admit=admit)
     if cors:  # the outermost layer, as browsers send preflights without a key
         app.add_middleware(
             CORSMiddleware,
@@ -135,7 +135,7 @@ def create_app(
         )
     allowed = [Depends(_BEARER)] if api_keys else []  # documentation only: ``admit`` checks keys
 
-    def generated(model: type[Any]) -> dict[str, Any]:
+    def settings(model: type[Any]) -> dict[str, Any]:
         """The settings of a route with an answer that may be streamed."""
         answer = {"model": model, "content": {"text/event-stream": {"schema": _EVENT}}}
         return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
@@ -148,15 +148,15 @@ def create_app(
     async def show_model(model: str) -> answers.ModelCard:
         return _card(service, service.require_model(model))
 
-    @app.post("/v1/completions", **generated(answers.CompletionResponse))
+    @app.post("/v1/completions", **settings(answers.CompletionResponse))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await complete(service, request, body)
 
-    @app.post("/v1/chat/completions", **generated(answers.ChatResponse))
+    @app.post("/v1/chat/completions", **settings(answers.ChatResponse))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await chat(service, request, body)
 
-    @app.post("/v1/responses", **generated(answers.ResponseAnswer))
+    @app.post("/v1/responses", **settings(answers.ResponseAnswer))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         return await answer_response(service, request, body)
 
@@ -190,11 +190,11 @@ def create_app(
 
 def _card(service: Service, name: str) -> answers.ModelCard:
     """A model's entry in the list of models."""
-    engine = service.engine.frontend.engine
+    engine = service.frontend.engine
     return answers.ModelCard(
         id=name,
         created=service.created,
-        max_model_len=service.engine.frontend.max_model_len,
+        max_model_len=engine.max_model_len,
         methods=[
             answers.MethodCard(name=name, num_speculative_tokens=sorted(len(tree) - 1 for tree in method.token_trees()))
             for name, method in engine.methods.items()
@@ -208,7 +208,7 @@ def _card(service: Service, name: str) -> answers.ModelCard:
 async def _tokenize(service: Service, body: TokenizeRequest) -> answers.TokenizeResponse:
     """The tokens of a prompt or of a conversation."""
     service.require_model(body.model)
-    frontend = service.engine.frontend
+    frontend = service.frontend
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: give either prompt or messages", param="prompt")
     if unused := body.model_fields_set & body.without_effect:
@@ -219,7 +219,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> answers.Tokenize
     else:
         encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
         tokens = await asyncio.to_thread(encode, body.prompt)
-    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.max_model_len, tokens=tokens)
+    return answers.TokenizeResponse(count=len(tokens), max_model_len=frontend.engine.max_model_len, tokens=tokens)
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:

@@ -18,7 +18,7 @@ from specexport.runtime.chat import Message
 from specexport.server import answers
 from specexport.server.request_parts import ChatMessage
 from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions
-from specexport.server.service import Service, least, prompt_logprobs, respond
+from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 
 
@@ -34,13 +34,12 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if calls is not None:
         variables["tools"] = template_tools(body.offered)
     prompt = await chat_tokens(service, body, body.messages, variables, body.add_generation_prompt)
-    most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
-    params = service.params(body, most, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
+    params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
-    scored = streams[0] if body.prompt_logprobs is not None else None
-    form = _Format(service, head, calls, scored, body.include_steps)
-    return await respond(service, request, body, streams, form, len(prompt))
+    form = _Format(service, head, body, calls, streams[0])
+    return await respond(service, request, body, streams, form)
 
 
 async def chat_tokens(
@@ -52,7 +51,7 @@ async def chat_tokens(
 ) -> list[int]:
     """The prompt of a conversation; ``variables`` are for its template, in addition to the request's."""
     return await asyncio.to_thread(
-        service.engine.frontend.chat_tokens,
+        service.frontend.chat_tokens,
         list(map(template_message, messages)),
         variables | body.variables,
         add_generation_prompt=add_generation_prompt,
@@ -76,18 +75,18 @@ def template_message(message: ChatMessage) -> Message:
 class _Format:
     """Chat completions; the first piece has the assistant's role.
 
-    ``scored`` is the stream with the prompt's log-probabilities, if the answer has them.
+    ``stream`` is one of the answer's, for the prompt's log-probabilities.
     """
 
     def __init__(
-        self, service: Service, head: dict[str, Any], calls: Calling | None, scored: AsyncStream | None, steps: bool
+        self, service: Service, head: dict[str, Any], body: ChatRequest, calls: Calling | None, stream: AsyncStream
     ) -> None:
-        self._frontend = service.engine.frontend
-        self._head = head
-        self._calls, self._scored, self._steps = calls, scored, steps
+        self._frontend = service.frontend
+        self._head, self._body, self._calls, self._stream = head, body, calls, stream
         self._readers: dict[int, CallReader | None] = {}
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.Choice | None:
+    def choice(self, index: int, chunk: Chunk) -> answers.Choice | None:
+        streamed = self._body.stream
         message = answers.AssistantMessage(content=chunk.text)
         reason: Any = chunk.finish_reason
         begins = index not in self._readers
@@ -102,7 +101,7 @@ class _Format:
                 message.reasoning_content = thoughts
             if pieces:
                 message.tool_calls = pieces if streamed else whole_calls(pieces)
-            elif streamed and not (text or thoughts or begins or chunk.logprobs or reason or self._steps):
+            elif streamed and not (text or thoughts or begins or chunk.logprobs or reason or self._body.include_steps):
                 return None
             if not streamed and not text:
                 message.content = None
@@ -116,20 +115,20 @@ class _Format:
             return answers.ChatChunkChoice(delta=message, **fields)
         return answers.ChatChoice(message=message, **fields)
 
-    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
-        if streamed:
+        if self._body.stream:
             return answers.ChatChunk(object="chat.completion.chunk", **fields)
-        if self._scored is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._frontend)
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._stream, self._frontend)
         return answers.ChatResponse(object="chat.completion", **fields)
 
     def _logprob(self, entry: TokenLogprobs) -> answers.ChatLogprob:
-        def worded(token: int, logprob: float) -> dict[str, Any]:
+        def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self._frontend.token_text(token)
             # A token may be a part of a character, which has no text.
             content = list(text.encode()) if "\ufffd" not in text else None
-            return {"token": text, "logprob": least(logprob), "bytes": content}
+            return {"token": text, "logprob": finite_logprob(logprob), "bytes": content}
 
-        top = [answers.TopLogprob(**worded(*pair)) for pair in entry.top]
-        return answers.ChatLogprob(**worded(entry.token, entry.logprob), top_logprobs=top)
+        top = [answers.TopLogprob(**describe(*pair)) for pair in entry.top]
+        return answers.ChatLogprob(**describe(entry.token, entry.logprob), top_logprobs=top)

@@ -17,7 +17,7 @@ from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.text import TextStream, special_tokens
 from specexport.server import answers
 from specexport.server.requests import CompletionRequest
-from specexport.server.service import Service, least, prompt_logprobs, respond
+from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -26,9 +26,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     # A prompt is text, or a list of tokens; a list of either is several.
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts = cast(list[str | list[int]], [body.prompt] if single else body.prompt)
-    engine = service.engine.frontend.engine
+    engine = service.frontend.engine
     # Long texts take long, so they are encoded in a thread.
-    encode = partial(service.engine.frontend.tokens, add_special_tokens=body.add_special_tokens)
+    encode = partial(service.frontend.tokens, add_special_tokens=body.add_special_tokens)
     tokens = [await asyncio.to_thread(encode, prompt) for prompt in prompts]
     params = service.params(body, body.max_tokens, body.logprobs)
     echoed: list[str] = []
@@ -45,35 +45,34 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         echoed = [text for text in texts for _ in range(body.n)]
     scored = [ids for ids in tokens for _ in range(body.n)] if scores else []
     streams = await service.start(tokens, params, body)
-    placed = [PlacedTokens(engine.tokenizer, body.skip_special_tokens) for _ in streams]
-    form = _Format(service, head, streams, echoed, scored, placed, body.prompt_logprobs is not None)
-    return await respond(service, request, body, streams, form, sum(map(len, tokens)))
+    form = _Format(service, head, body, streams, echoed, scored)
+    return await respond(service, request, body, streams, form)
 
 
 class _Format:
     """Text completions.
 
     ``echoed`` are the prompts that outputs repeat, ``scored`` the tokens of prompts whose log-probabilities are part of
-    their outputs. With ``apart`` they are a field of their own, as in vLLM.
+    their outputs; otherwise these are a field of their own, as in vLLM.
     """
 
     def __init__(
         self,
         service: Service,
         head: dict[str, Any],
+        body: CompletionRequest,
         streams: Sequence[AsyncStream],
         echoed: Sequence[str],
         scored: Sequence[Sequence[int]],
-        placed: Sequence[PlacedTokens],
-        separate_scores: bool,
     ) -> None:
-        self._frontend = service.engine.frontend
+        self._frontend = service.frontend
         self._head, self._streams = head, streams
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
-        self._placed = placed
-        self._separate_scores = separate_scores
+        tokenizer = service.frontend.engine.tokenizer
+        self._placed = [PlacedTokens(tokenizer, body.skip_special_tokens) for _ in streams]
+        self._separate_scores = body.prompt_logprobs is not None
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.CompletionChoice:
+    def choice(self, index: int, chunk: Chunk) -> answers.CompletionChoice:
         prompt, echoed = self._scored.pop(index, None), self._echoed.pop(index, "")
         placed = self._placed[index].prompt(echoed, prompt) if prompt is not None else []
         placed += self._placed[index].add(entry.token for entry in chunk.logprobs)
@@ -91,7 +90,7 @@ class _Format:
             **separate_scores,
         )
 
-    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
         fields = self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
         return answers.CompletionResponse(object="text_completion", **fields)
 
@@ -101,7 +100,7 @@ class _Format:
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for entry, (text, _) in zip(entries, placed, strict=True):
-            chosen.append(None if entry is None else least(entry.logprob))
+            chosen.append(None if entry is None else finite_logprob(entry.logprob))
             top.append(None if entry is None else self._likely(entry, text))
         texts, offsets = map(list, zip(*placed, strict=True))
         return answers.CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
@@ -112,7 +111,7 @@ class _Format:
         best: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             name = text if token == entry.token and text else self._frontend.token_text(token)
-            best.setdefault(name, least(logprob))
+            best.setdefault(name, finite_logprob(logprob))
         return best
 
 

@@ -69,11 +69,11 @@ class Metrics:
             self._ended(reason)
         self._refused("429")
 
-    def refused(self, status: int) -> None:
+    def count_refusal(self, status: int) -> None:
         """Counts a request with an error as its answer."""
         self._refused(str(status)).inc()
 
-    async def watched(self, stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
+    async def watch(self, stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
         """Yields a stream's chunks, and counts them."""
         last, reason = 0.0, "abort"
         try:

@@ -29,8 +29,8 @@ _SMALL = 1 << 16
 """Bytes of a body that needs no check, as it cannot hold that many values."""
 
 
-class Edge:
-    """Refuses requests that are not admitted or too large, and turns all errors into counted answers.
+class Admission:
+    """Refuses requests that are not admitted or too large, and answers all errors, which are counted.
 
     It reads bodies itself, after all other checks, so that refusing a request costs next to nothing. Starlette's own
     error handler raises errors again after its answer, which closes the client's connection.
@@ -59,7 +59,7 @@ class Edge:
         header = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = header if _VALID_ID.fullmatch(header) else uuid.uuid4().hex
 
-        async def counted(message: Message) -> None:
+        async def count_and_send(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
@@ -71,13 +71,13 @@ class Edge:
         try:
             self._admit(scope, self._requests)
             if scope["method"] == "POST":
-                await self._with_body(scope, receive, counted)
+                await self._with_body(scope, receive, count_and_send)
             else:
-                await self._app(scope, receive, counted)
+                await self._app(scope, receive, count_and_send)
         except Exception as error:
             if begun:
                 raise
-            await api_error(error).response()(scope, receive, counted)
+            await api_error(error).response()(scope, receive, count_and_send)
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reads the body, checks its complexity, and calls the application."""
@@ -124,12 +124,12 @@ class Edge:
             self._requests -= 1
             self._bytes -= received
 
-    def _require_size(self, size: int, counted: int = 0) -> None:
-        """Refuses a body of ``size`` bytes, of which ``counted`` are counted already."""
+    def _require_size(self, size: int, received: int = 0) -> None:
+        """Refuses a body of ``size`` bytes, of which ``received`` are counted already."""
         if size > self._most:
             why = f"the body has more than {self._most} bytes, the most this server takes"
             raise ApiError(413, why, code="body_too_large")
-        if size > _SMALL and self._bytes + size - counted > max(_BUFFERED, self._most):
+        if size > _SMALL and self._bytes + size - received > max(_BUFFERED, self._most):
             why = "too many large requests are being answered; try again in 1 second"
             raise ApiError(429, why, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 

@@ -44,7 +44,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import ServerOptions, ServiceOptions
 from specexport.server.app import create_app
 from specexport.server.errors import ApiError, api_error
-from specexport.server.middleware import Edge
+from specexport.server.middleware import Admission
 from specexport.server.request_parts import model_of
 from specexport.server.service import Service
 
@@ -174,7 +174,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         edge = Middleware(
-            Edge, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, arriving: None
+            Admission, refused=lambda status: None, max_body_bytes=self._most, admit=lambda scope, arriving: None
         )
         return Starlette(routes=[Route("/metrics", self._metrics), Mount("/", app=self._pass_on)], middleware=[edge])
 
@@ -284,11 +284,11 @@ def app(settings: Settings) -> serve.Application:
     """
     manifest = read_manifest(Path(settings.bundle))
     slots = max(manifest.batch_sizes)
-    most = settings.max_replicas or settings.replicas
-    if most < settings.replicas:
-        raise BuildError(f"max_replicas is {most}; expected at least replicas, {settings.replicas}")
-    scale = {"min_replicas": settings.replicas, "max_replicas": most, "target_ongoing_requests": slots}
-    count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": most}
+    replicas = settings.max_replicas or settings.replicas
+    if replicas < settings.replicas:
+        raise BuildError(f"max_replicas is {replicas}; expected at least replicas, {settings.replicas}")
+    scale = {"min_replicas": settings.replicas, "max_replicas": replicas, "target_ongoing_requests": slots}
+    count: dict[str, Any] = {"autoscaling_config": scale} if settings.max_replicas else {"num_replicas": replicas}
     replaced: dict[str, Any] = {"max_surge_percent": 100, "graceful_shutdown_timeout_s": settings.shutdown_timeout}
     model = serve.deployment(
         EngineReplica,

@@ -36,12 +36,12 @@ class Only:
     values: tuple[Any, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._checked)
+        return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"enum": [None, {}, [], *self.values], "description": "Anything else is not supported."}
 
-    def _checked(self, value: Any) -> Any:
+    def _check(self, value: Any) -> Any:
         same_type = (allowed for allowed in self.values if isinstance(allowed, bool) == isinstance(value, bool))
         if value not in ({}, []) and value not in tuple(same_type):
             expected = " or ".join(map(json.dumps, self.values))
@@ -100,7 +100,7 @@ class RequestModel(BaseModel):
         return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
 
 
-class Accepted(RequestModel):
+class FieldsWithoutEffect(RequestModel):
     """Fields without effect: labels, and fields that may only have their default."""
 
     metadata: Annotated[dict[str, str], Field(max_length=64), AfterValidator(whole_text)] | None = Field(
@@ -270,7 +270,7 @@ class StructuredOutputs(RequestModel):
         if self.json_object:
             bounds.append({"json_schema": ANY_OBJECT})
         if self.choice is not None:
-            bounds.append({"grammar": "start: " + " | ".join(map(quoted, self.choice))})
+            bounds.append({"grammar": "start: " + " | ".join(map(quote, self.choice))})
         if self.regex is not None:
             bounds.append({"grammar": f"start: {_lark_regex(self.regex)}"})
         if self.grammar is not None:
@@ -297,6 +297,6 @@ def _lark_regex(regex: str) -> str:
     return f"/(?:{safe})/"
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from specexport.runtime import SamplingParams
 from specexport.server.request_parts import (
     MAX_CHOICES,
-    Accepted,
     Alternatives,
     ChosenTool,
     Content,
     Count,
+    FieldsWithoutEffect,
     Function,
     FunctionName,
     Messages,
@@ -46,10 +46,10 @@ SAMPLING = (
 
 if TYPE_CHECKING:
 
-    class _Sampling(Accepted):
+    class _Sampling(FieldsWithoutEffect):
         skip_special_tokens: bool
 else:
-    _Sampling = model_of(Accepted, SamplingParams, SAMPLING, temperature={"le": 2})
+    _Sampling = model_of(FieldsWithoutEffect, SamplingParams, SAMPLING, temperature={"le": 2})
 
 
 class StreamOptions(RequestModel):
@@ -223,8 +223,10 @@ class ChatRequest(ConversationRequest):
         None, description="Constrains the answer to a grammar."
     )
     prediction: Prediction | None = Field(None, description="The expected answer, verified as a draft.")
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="What may be called.")
-    tool_choice: ToolMode | ChosenTool | None = Field(None, description="Whether one is called; auto if there are any.")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field(
+        [], description="Functions it may call."
+    )
+    tool_choice: ToolMode | ChosenTool | None = Field(None, description="Whether it calls one; auto if there are any.")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="A variable of the model's chat template."
     )
@@ -284,7 +286,7 @@ class InputCallOutput(_Item):
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item of a response's input, by default a message; None for what is no item."""
+    """The type of an item of a response's input, by default a message; None if it is not an item."""
     return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -316,10 +318,10 @@ class ResponseRequest(ConversationRequest):
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
     tool_choice: ToolMode | ChosenFunction | None = Field(
-        None, description="Whether one is called; auto if there are any."
+        None, description="Whether it calls one; auto if there are any."
     )
     tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] = Field(
-        [], description="What may be called."
+        [], description="Functions it may call."
     )
     top_logprobs: Annotated[Any, Only((0,))] = None
 

@@ -19,7 +19,7 @@ from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
 from specexport.server.request_parts import CalledFunction, ChatMessage, Content, ToolCall
 from specexport.server.requests import InputCall, InputItem, InputMessage, ResponseRequest
-from specexport.server.service import GONE, EventStream, Service, finished, merged, one_line, usage_of
+from specexport.server.service import GONE, EventStream, Service, collect, merge, one_line, usage_of
 from specexport.server.tools import Calling, CallReader, template_tools
 
 
@@ -45,11 +45,11 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     shape = None if body.text is None else body.text.format
     params = service.params(body, body.max_output_tokens, None, calls, shape)
     (stream,) = await service.start([prompt], params, body)
-    response = _Response(model, body, params, stream, len(prompt))
+    response = _Response(model, body, params, stream)
     output = Output(calls)
     if body.stream:
         return EventStream(_events(service, response, output))
-    outputs = await finished(service, request, [stream])
+    outputs = await collect(service, request, [stream])
     if outputs is None:
         return Response(status_code=GONE)
     for _ in output.push(outputs[0].text, outputs[0].finish_reason):
@@ -143,11 +143,9 @@ class Output:
 class _Response:
     """A response in progress."""
 
-    def __init__(
-        self, model: str, body: ResponseRequest, params: SamplingParams, stream: AsyncStream, prompt_tokens: int
-    ) -> None:
+    def __init__(self, model: str, body: ResponseRequest, params: SamplingParams, stream: AsyncStream) -> None:
         self.stream = stream
-        self._body, self._prompt_tokens = body, prompt_tokens
+        self._body = body
         form = None if body.text is None else body.text.format
         self._fields: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -169,7 +167,7 @@ class _Response:
         if reason is None:
             return answers.ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
-        counted = usage_of(self._body, [self.stream], self._prompt_tokens)
+        counted = usage_of(self._body, [self.stream])
         usage = answers.ResponseUsage(
             input_tokens=counted.prompt_tokens,
             input_tokens_details=counted.prompt_tokens_details,
@@ -198,7 +196,7 @@ async def _events(service: Service, response: _Response, output: Output) -> Asyn
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     try:
-        async with contextlib.aclosing(merged(service, [response.stream])) as chunks:
+        async with contextlib.aclosing(merge(service, [response.stream])) as chunks:
             async for _, chunk in chunks:
                 reason = chunk.finish_reason
                 for kind, fields in output.push(chunk.text, reason):

@@ -24,7 +24,7 @@ from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
-from specexport.runtime.request import joined
+from specexport.runtime.request import join_chunks
 from specexport.server import answers
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
@@ -50,7 +50,7 @@ _NO_CHOICES = '"choices":[]'
 """The empty list of outputs in an answer; in a caller's text its quotes would be escaped."""
 
 
-def least(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
     """A log-probability for JSON: OpenAI uses -9999 for minus infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
@@ -68,9 +68,10 @@ def speculation(body: GenerationRequest) -> dict[str, Any]:
 
 @dataclass
 class Service:
-    """A served engine, which reads its tokenizer for grammars meanwhile.
+    """The served engine, its names and limits. It reads the tokenizer for grammars in the background.
 
     Attributes:
+        frontend: the engine's.
         names: the model's names; answers have the first.
         timeout: seconds a request may take, waiting included; None for no limit.
         created: when the server started, in seconds since 1970.
@@ -81,9 +82,10 @@ class Service:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        self.frontend = self.engine.frontend
         self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.names[0])
-        threading.Thread(target=self.engine.frontend.engine.prepare_grammars, daemon=True).start()
+        threading.Thread(target=self.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
         """The model's name in the answer.
@@ -108,7 +110,7 @@ class Service:
 
     def calling(self, body: ConversationRequest) -> Calling | None:
         """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
-        template = self.engine.frontend.engine.chat_template
+        template = self.frontend.engine.chat_template
         source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
         result = calling(body, source)
         if result is None or not body.skip_special_tokens:
@@ -118,7 +120,7 @@ class Service:
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
         """The names of special tokens."""
-        added = self.engine.frontend.engine.tokenizer.get_added_tokens_decoder().values()
+        added = self.frontend.engine.tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -151,7 +153,7 @@ class Service:
             overrides["max_tokens"] = max_tokens
         if body.stop is not None:
             overrides["stop"] = body.stop
-        return self.engine.frontend.params(
+        return self.frontend.engine.params(
             max_tokens,
             stop_token_ids=tuple(body.stop_token_ids),
             n=body.n,
@@ -173,7 +175,7 @@ class Service:
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
         self.engine.require_place(0, len(prompts) * body.n)  # before any work on them
-        frontend = self.engine.frontend
+        frontend = self.frontend
         chosen = frontend.speculation(speculation(body))
         limits = [limit for limit in (self.timeout, body.timeout) if limit is not None]
 
@@ -195,10 +197,10 @@ class Service:
 class Format(Protocol):
     """An endpoint's format of answers, streamed in parts or whole."""
 
-    def choice(self, index: int, chunk: Chunk, streamed: bool) -> answers.Choice | None:
+    def choice(self, index: int, chunk: Chunk) -> answers.Choice | None:
         """The next part of an output, or all of it; None if there is nothing to send yet."""
 
-    def answer(self, choices: list[Any], usage: answers.Usage | None, streamed: bool) -> BaseModel:
+    def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
         """A part of the answer, or all of it."""
 
 
@@ -208,20 +210,19 @@ async def respond(
     body: GenerationRequest,
     streams: list[AsyncStream],
     form: Format,
-    prompt_tokens: int,
 ) -> Response:
     """Turns started streams into an answer, streamed or whole. They are cancelled if the client disconnects."""
     if body.stream:
-        return EventStream(_events(service, body, streams, form, prompt_tokens))
-    outputs = await finished(service, request, streams)
+        return EventStream(_events(service, body, streams, form))
+    outputs = await collect(service, request, streams)
     if outputs is None:
         return Response(status_code=GONE)
-    usage = usage_of(body, streams, prompt_tokens)
+    usage = usage_of(body, streams)
 
     def serialize() -> str:
         # Output by output: with log-probabilities they are long, and each is serialized under Python's lock.
-        before, empty, after = form.answer([], usage, False).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
-        choices = [form.choice(index, chunk, False) for index, chunk in enumerate(outputs)]
+        before, empty, after = form.answer([], usage).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
+        choices = [form.choice(index, chunk) for index, chunk in enumerate(outputs)]
         parts = (choice.model_dump_json(exclude_unset=True) for choice in choices if choice is not None)
         return f"{before}{empty[:-1]}{','.join(parts)}]{after}"
 
@@ -230,10 +231,10 @@ async def respond(
     return Response(text, media_type="application/json")
 
 
-async def finished(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
+async def collect(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
     """Every stream's output as one chunk; None if the client disconnected."""
-    work = asyncio.ensure_future(_collected(service, streams))
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    work = asyncio.ensure_future(_collect_chunks(service, streams))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
     disconnected.add_done_callback(lambda _: work.cancel())
     try:
         return await work
@@ -259,7 +260,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    service: Service, body: GenerationRequest, streams: list[AsyncStream], form: Format, prompt_tokens: int
+    service: Service, body: GenerationRequest, streams: list[AsyncStream], form: Format
 ) -> AsyncGenerator[str, None]:
     options = body.stream_options or StreamOptions.model_validate({})
 
@@ -267,21 +268,21 @@ async def _events(
         return f"data: {one_line(model.model_dump_json(exclude_unset=True))}\n\n"
 
     def piece(index: int, chunk: Chunk) -> str:
-        choice = form.choice(index, chunk, True)
+        choice = form.choice(index, chunk)
         if choice is not None and body.include_steps:
-            choice.step = step_of(chunk, service.engine.frontend.token_text, streams[index].arrived)
-        usage = usage_of(body, streams, prompt_tokens) if options.continuous_usage_stats else None
-        return "" if choice is None else event(form.answer([choice], usage, True))
+            choice.step = step_of(chunk, service.frontend.token_text, streams[index].arrived)
+        usage = usage_of(body, streams) if options.continuous_usage_stats else None
+        return "" if choice is None else event(form.answer([choice], usage))
 
     try:
-        async with contextlib.aclosing(merged(service, streams)) as chunks:
+        async with contextlib.aclosing(merge(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or body.include_steps or chunk.finish_reason is not None:
                     # A prompt's log-probabilities come all at once, and trees have many tokens.
                     long = chunk.logprobs or body.include_steps
                     yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
-            yield event(form.answer([], usage_of(body, streams, prompt_tokens), True))
+            yield event(form.answer([], usage_of(body, streams)))
     except Exception as error:  # the answer has begun, so an event reports the error
         yield event(api_error(error).body)
     yield "data: [DONE]\n\n"
@@ -290,7 +291,10 @@ async def _events(
 def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> answers.PromptLogprobs:
     """Log-probabilities of a stream's prompt, by token."""
     return [None] + [
-        {token: replace(score, logprob=least(score.logprob)) for token, score in frontend.by_token(entry).items()}
+        {
+            token: replace(score, logprob=finite_logprob(score.logprob))
+            for token, score in frontend.by_token(entry).items()
+        }
         for entry in stream.prompt_logprobs
     ]
 
@@ -311,20 +315,20 @@ def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> a
     )
 
 
-async def _collected(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
+async def _collect_chunks(service: Service, streams: list[AsyncStream]) -> list[Chunk]:
     chunks: list[list[Chunk]] = [[] for _ in streams]
-    async with contextlib.aclosing(merged(service, streams)) as items:
+    async with contextlib.aclosing(merge(service, streams)) as items:
         async for index, chunk in items:
             chunks[index].append(chunk)
-    return list(map(joined, chunks))
+    return list(map(join_chunks, chunks))
 
 
-async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def merge(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of several streams in order of arrival, with the stream's index; the first error ends all."""
     items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncStream) -> None:
-        async with contextlib.aclosing(service.metrics.watched(stream)) as chunks:
+        async with contextlib.aclosing(service.metrics.watch(stream)) as chunks:
             async for chunk in chunks:
                 items.put_nowait((index, chunk))
 
@@ -346,12 +350,12 @@ async def merged(service: Service, streams: list[AsyncStream]) -> AsyncGenerator
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens: int) -> answers.Usage:
+def usage_of(body: GenerationRequest, streams: list[AsyncStream]) -> answers.Usage:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     stats = [stream.stats for stream in streams]
 
@@ -359,7 +363,9 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream], prompt_tokens:
         return sum(getattr(s, name) for s in stats)
 
     output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    # The outputs of a prompt are neighbours; rows that one shares with another of them were not cached before.
+    # The outputs of a prompt are neighbours.
+    prompt_tokens = sum(s.prompt_tokens for s in stats[:: body.n])
+    # Rows that one shares with another of them were not cached before.
     cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
     usage = answers.Usage(
         prompt_tokens=prompt_tokens,

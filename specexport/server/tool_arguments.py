@@ -9,7 +9,7 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
-from specexport.server.request_parts import Function, quoted
+from specexport.server.request_parts import Function, quote
 
 END = "</function>"
 _BEGIN = re.compile(r"<parameter=([^>\n]+)>\n")
@@ -55,15 +55,15 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
         rule = f"{name}_{at}"
         optional = "" if key in required else "?"
         parts.append(f"{rule}{optional}")
-        begin = quoted(f"<parameter={key}>\n")
+        begin = quote(f"<parameter={key}>\n")
         if not is_text(value):
             whole = options | {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
             stated = json.dumps(whole | value if isinstance(value, dict) else value)
-            grammar.append(f"{rule}: {begin} %json {stated} {quoted(_AFTER)}")
+            grammar.append(f"{rule}: {begin} %json {stated} {quote(_AFTER)}")
         elif values := value.get("enum", [value["const"]] if "const" in value else []):
-            grammar.append(f"{rule}: {begin} ({' | '.join(map(quoted, values))}) {quoted(_AFTER)}")
+            grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(_AFTER)}")
         else:
-            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quoted(_AFTER)}"]
+            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(_AFTER)}"]
     return " ".join(parts), grammar
 
 

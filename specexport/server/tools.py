@@ -13,7 +13,7 @@ from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
 from specexport.server import tool_arguments
 from specexport.server.answers import AssistantCall, FunctionCall
-from specexport.server.request_parts import Function, FunctionName, quoted
+from specexport.server.request_parts import Function, FunctionName, quote
 from specexport.server.requests import ConversationRequest
 
 
@@ -134,10 +134,10 @@ class Calling:
                 lines = [f"start: {_literal(form.mark)} {tail}"]
             elif form.begin:
                 # The lazy part ends the text at the first mark; only calls follow.
-                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quoted(form.mark)}", r"TEXT: /(.|\n)*/"]
+                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quote(form.mark)}", r"TEXT: /(.|\n)*/"]
             else:
                 lines = [
-                    f"start: TEXT | {quoted(_PYTHON_TAG)}? call",
+                    f"start: TEXT | {quote(_PYTHON_TAG)}? call",
                     r"TEXT: /([^{<](.|\n)*|<([^|](.|\n)*)?)?/",
                 ]
         return "\n".join([*lines, *calls])
@@ -154,7 +154,7 @@ _MESSAGES = [
 
 
 def _literal(text: str) -> str:
-    return quoted(text) if text else ""
+    return quote(text) if text else ""
 
 
 def _pattern(pattern: str) -> str:

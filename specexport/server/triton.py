@@ -23,7 +23,7 @@ from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import BundleError, RequestError
 from specexport.server.errors import api_error
 from specexport.server.requests import SAMPLING, CompletionRequest
-from specexport.server.service import Service, merged
+from specexport.server.service import Service, merge
 
 SETTINGS = "model.json"
 """File beside ``model.py``: the bundle's relative path, ``timeout`` in seconds, and options of ``AsyncEngine.open``."""
@@ -114,12 +114,12 @@ class TritonPythonModel:
         else:
             begin = ""
         body = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
-        encode = self._engine.frontend.tokens
+        encode = self._service.frontend.tokens
         tokens = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
         streams = await self._service.start([tokens], self._service.params(body, body.max_tokens, None), body)
         optional = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
         parts = _Parts(body.n, len(tokens), begin)
-        async with contextlib.aclosing(merged(self._service, streams)) as chunks:
+        async with contextlib.aclosing(merge(self._service, streams)) as chunks:
             async for index, chunk in chunks:
                 if sender.is_cancelled():
                     return

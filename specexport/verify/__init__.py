@@ -1,1 +1,1 @@
-"""Whether a bundle is whole and computes what the models it was built from compute."""
+"""Checks that a bundle is intact and computes what its original models compute."""

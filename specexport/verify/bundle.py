@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
@@ -22,9 +20,8 @@ from specexport.runtime.timing import Progress
 from specexport.tables import Styled, Table
 from specexport.verify import engines, logits
 from specexport.verify.graphs import check_graphs
-from specexport.verify.methods import MethodRun, NotRunError, compare_decoding
-
-Numbers = dict[str, float]
+from specexport.verify.logits import NotRunError, Numbers, Outcome
+from specexport.verify.methods import MethodRun, compare_decoding
 
 _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 DEFAULT_PROMPTS = (
@@ -38,9 +35,6 @@ DEFAULT_PROMPTS = (
 
 _LONGEST_PROMPT = 224
 """Most tokens of a prompt. The original model reads the text again for every step, so long prompts are slow."""
-
-Outcome = tuple[bool, str, Numbers]
-"""Whether a check passed, one sentence, and the measurements."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def numbers(report: VerifyReport) -> Table:
 
 def render(report: VerifyReport) -> list[Table | Styled | str]:
     """The report as a table with a verdict below it."""
-    table = Table(str(report.bundle), ("check", "result", "what was found"))
+    table = Table(str(report.bundle), ("check", "result", "finding"))
     for check in report.checks:
         table.add_row(check.name, Styled(check.result, _STYLES[check.result]), check.sentence)
     style = _STYLES["failed" if not report.passed else "passed" if report.verdict == "passed" else "not run"]
@@ -144,20 +138,20 @@ def verify(
         not_run = (Check(name, None, reason) for name in ("graphs", "logits", "quality", "speculation"))
         return VerifyReport(bundle, (files, *not_run))
     opened = Bundle.open(bundle, check_hashes=False)
-    locations = _moved(opened, target, sources or {})
+    locations = _locations(opened, target, sources or {})
     texts = _texts(opened, prompts or DEFAULT_PROMPTS, max_tokens)
     run = MethodRun(opened, texts, locations)
     steps: dict[str, Callable[[], Outcome]] = {"graphs": lambda: _graphs(opened, report)}
     if opened.manifest.engines:
         steps["engines"] = lambda: _engines(opened, report)
-    steps["logits"] = lambda: _logits(run)
-    steps["quality"] = lambda: _quality(run)
+    steps["logits"] = lambda: logits.compare_logits(opened, run.source(None), texts)
+    steps["quality"] = lambda: logits.compare_quality(opened, run.source(None))
     if opened.manifest.target.embedding_size is not None:
-        steps["embeds"] = lambda: _embeds(run)
+        steps["embeds"] = lambda: logits.compare_embeds(opened, run.source(None), texts)
     for method in opened.manifest.methods:
         if method.needs_graph:
             steps[method.name] = partial(_method, method, run)
-    steps["speculation"] = lambda: _speculation(opened, texts, max_tokens, report)
+    steps["speculation"] = lambda: compare_decoding(opened, texts, max_tokens, report)
     checks = [files]
     for name, step in steps.items():
         report(name, 0, 1)
@@ -210,8 +204,8 @@ def _files(folder: Path, progress: Progress) -> Outcome:
 
 def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
     count = check_graphs(bundle, progress)
-    told = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
-    return True, f"{counted(count, 'graph')}: {told}", {"graphs": count}
+    finding = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
+    return True, f"{counted(count, 'graph')}: {finding}", {"graphs": count}
 
 
 def _engines(bundle: Bundle, progress: Progress) -> Outcome:
@@ -236,62 +230,16 @@ def _engines(bundle: Bundle, progress: Progress) -> Outcome:
 # --- against the original models --------------------------------------------------------------------------------------
 
 
-def _logits(run: MethodRun) -> Outcome:
-    model = run.bundle.manifest.target
-    limits = logits.LIMITS[model.precision.weights]
-    result = logits.compare_logits(run.bundle, run.source(None), run.texts, limits)
-    numbers = {
-        "largest_difference": result.largest,
-        "largest_difference_relative": result.largest / result.scale,
-        "rms_difference_relative": result.rms,
-        **_counted(result.agreement),
-    }
-    within = result.largest <= limits.largest * result.scale and result.rms <= limits.rms
-    passed = result.finite and within and result.agreement.share >= limits.agreement
-    largest = f"at most {result.largest / result.scale:.2g} of the largest" + (
-        f" (limit {limits.largest:g})" if math.isfinite(limits.largest) else ""
-    )
-    sentence = (
-        f"the graph's logits differ from the model's by {largest}, root mean square {result.rms:.2g} of their spread "
-        f"(limit {limits.rms:g}); it prefers the same token at {_agreement(result.agreement)}"
-    )
-    return passed, sentence if result.finite else "the graph makes logits that are not finite numbers", numbers
-
-
-def _quality(run: MethodRun) -> Outcome:
-    precision = run.bundle.manifest.target.precision.weights
-    limit = logits.LIMITS[precision].kl
-    quality = logits.measure_quality(run.bundle, run.source(None))
-    if quality is None:
-        raise NotRunError("the tokenizer makes fewer than two tokens of the text that is measured over")
-    passed = quality.kl <= limit  # also false for NaN
-    sentence = f"{quality} (limit: KL {limit:g})"
-    if not passed:
-        sentence += f": {precision} broke the model; build it again in more bits (docs/precision.md)"
-    return passed, sentence, {name: float(value) for name, value in msgspec.structs.asdict(quality).items()}
-
-
-def _embeds(run: MethodRun) -> Outcome:
-    model = run.bundle.manifest.target
-    limits = logits.LIMITS[model.precision.weights]
-    agreement = logits.compare_embeds(run.bundle, run.source(None), run.texts, limits)
-    sentence = (
-        "given the model's own embeddings instead of every other token, the graph prefers the model's token at "
-        f"{_agreement(agreement)}"
-    )
-    return agreement.share >= limits.agreement, sentence, _counted(agreement)
-
-
 def _method(method: Method, run: MethodRun) -> Outcome:
     compared = exporter_of(method).compare(method, run)
     if compared is None:
         raise NotRunError(f"{method.name} has no graph of its own to compare")
     sentence, agreement = compared
     assert isinstance(agreement, logits.TokenAgreement)
-    return agreement.share >= agreement.limits.agreement, f"{sentence} at {_agreement(agreement)}", _counted(agreement)
+    return agreement.passed, f"{sentence} at {agreement}", agreement.numbers
 
 
-def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
+def _locations(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> dict[str, str]:
     """The checkpoints that the caller names.
 
     Raises:
@@ -311,35 +259,3 @@ def _moved(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -> di
         if kinds.get(key) != "folder":
             locate(value)  # wrong arguments are errors, not results of checks
     return locations
-
-
-def _counted(a: logits.TokenAgreement) -> Numbers:
-    return {"positions": a.positions, "same": a.same, "ties": a.ties, "agreement": a.share}
-
-
-def _agreement(agreement: logits.TokenAgreement) -> str:
-    ties = f" and one as good at {agreement.ties}" if agreement.ties else ""
-    return f"{agreement.same} of {agreement.positions} positions{ties} (limit {agreement.limits.agreement:.0%})"
-
-
-# --- speculation ------------------------------------------------------------------------------------------------------
-
-
-def _speculation(bundle: Bundle, texts: list[list[int]], max_tokens: int, progress: Progress) -> Outcome:
-    result = compare_decoding(bundle, texts, max_tokens, progress)
-    numbers: Numbers = {
-        "tokens": result.tokens,
-        "differences": len(result.differences),
-        "acceptance_length": result.acceptance_length,
-    }
-    if result.differences:
-        first = result.differences[0]
-        sentence = (
-            f"speculation changes greedy output: after {counted(len(first.text), 'token')} it goes on with token "
-            f"{first.speculative} where plain decoding has {first.plain} ({len(result.differences)} such places)"
-        )
-    else:
-        sentence = f"greedy output is the same with speculation and without, {counted(result.tokens, 'token')}"
-    sentence += f"; not promised bit for bit: {result.inexact}" if result.inexact else "; rows exact"
-    seeded = "the same text twice" if result.repeated else "different texts"
-    return not result.differences and result.repeated, f"{sentence}; a seed gives {seeded}", numbers

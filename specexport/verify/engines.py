@@ -293,7 +293,7 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
         for index, (call, feed, reference) in enumerate(zip(calls, feeds, expected, strict=True)):
             outputs = run_engine(runner, engine.compute, graph, index, feed)
             target, actual = (_visible(side, call.past, call.written) for side in (reference, outputs))
-            actual = _aligned(target, actual, feed)
+            actual = _align(target, actual, feed)
             compared = {name: _difference(name, target, actual, LIMITS[engine.compute]) for name in target}
             name, worst = max(compared.items(), key=lambda item: item[1])
             result.shapes += 1
@@ -356,7 +356,7 @@ def _visible(outputs: Feed, past: int, written: int) -> Feed:
     return compared
 
 
-def _aligned(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
+def _align(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
     """A speculator's outputs, with the reference's values where they follow other tokens than the reference.
 
     A level's tokens come from the ranking of the stage before it. Rounding may exchange two that nearly tie; the

@@ -11,7 +11,7 @@ from onnx import TensorProto
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
-from specexport.contract.tensors import CARRIED, MEETINGS, Tensor
+from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
 from specexport.runtime.bundle import Bundle, without_links
 from specexport.runtime.timing import Progress
 
@@ -45,7 +45,7 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
             inner = {value.name for graph in graphs for value in graph.output}
             inputs = {value.name: value for graph in graphs for value in graph.input if value.name not in inner}
             produced = (value for graph in graphs for value in graph.output)
-            final = [value for value in produced if not value.name.startswith((CARRIED, *MEETINGS))]
+            final = [value for value in produced if not value.name.startswith((CARRIED, *COLLECTIVES))]
             path = bundle.file(files.segments[0])
             part = model.of_rank(0)
             _check_interface(path, (*signature.inputs, *cache_inputs(part)), "input", inputs.values())

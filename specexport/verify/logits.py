@@ -6,16 +6,19 @@ start, so that a mistake in positions, masks or cache rows cannot hide in both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from specexport.contract import tensors
+from specexport.contract.errors import SpecExportError
 from specexport.contract.manifest import Manifest
-from specexport.contract.model import Model, Quality
+from specexport.contract.model import Model
 from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.checkpoint import load_reference, reference_embeds, reference_logits
@@ -31,10 +34,17 @@ from specexport.exporter.graph_checks import (
 from specexport.runtime.bundle import Bundle
 
 Feed = dict[str, Array]
+Numbers = dict[str, float]
+Outcome = tuple[bool, str, Numbers]
+"""Whether a check passed, one sentence, and the measurements."""
 
 _COMPARED_ROWS = 16
 """Rows of a prefill chunk that are compared; all of them would be megabytes of logits."""
 _Setting = TypeVar("_Setting")
+
+
+class NotRunError(SpecExportError):
+    """A check cannot be run; says why."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +128,13 @@ def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[Step
 def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
     """The step graph, with a cache for these calls."""
     model = bundle.manifest.target
-    least = max(len(call.committed) + len(call.tokens) for call in calls)
-    rows = min(point.cache for point in model.graph.points if point.cache >= least)
+    needed = max(len(call.committed) + len(call.tokens) for call in calls)
+    rows = min(point.cache for point in model.graph.points if point.cache >= needed)
     # Rows that were never written hold 1e6, so that reading them shows at once.
     return StepSession(bundle.file, bundle.manifest.lowering, model, rows, 1e6)
 
 
-def half_embedded(feed: Feed, embeds: Array) -> Feed:
+def embed_half(feed: Feed, embeds: Array) -> Feed:
     """A prefill feed with embeddings ``[P,H]`` of the text in place of every other token."""
     past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
     rows, mask = np.zeros((*tokens.shape, embeds.shape[1]), np.float32), np.zeros(tokens.shape, np.bool_)
@@ -189,6 +199,18 @@ class TokenAgreement:
         """The share of positions that are the same or tied."""
         return (self.same + self.ties) / self.positions if self.positions else 0.0
 
+    @property
+    def passed(self) -> bool:
+        return self.share >= self.limits.agreement
+
+    @property
+    def numbers(self) -> Numbers:
+        return {"positions": self.positions, "same": self.same, "ties": self.ties, "agreement": self.share}
+
+    def __str__(self) -> str:
+        ties = f" and one as good at {self.ties}" if self.ties else ""
+        return f"{self.same} of {self.positions} positions{ties} (limit {self.limits.agreement:.0%})"
+
     def count(self, reference: Array, chosen: Array) -> None:
         """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
         gap = reference.max(axis=-1) - np.take_along_axis(reference, chosen[:, None], axis=-1)[:, 0]
@@ -198,29 +220,23 @@ class TokenAgreement:
         self.ties += int(((gap > 0) & (gap <= self.limits.rms * spread)).sum())
 
 
-@dataclass(frozen=True)
-class LogitsResult:
-    """The result of :func:`compare_logits`."""
-
-    finite: bool
-    largest: float
-    scale: float
-    rms: float
-    agreement: TokenAgreement
-
-
 def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
-    return paired(texts, sizes)
+    return pair(texts, sizes)
 
 
-def paired(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
+def pair(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
     """Pairs with each text and each setting at least once."""
     return [(texts[i % len(texts)], settings[i % len(settings)]) for i in range(max(len(texts), len(settings)))]
 
 
-def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> LogitsResult:
+def limits_of(bundle: Bundle) -> Limits:
+    """The limits of a bundle's target."""
+    return LIMITS[bundle.manifest.target.precision.weights]
+
+
+def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]]) -> Outcome:
     """Compares the step graph with the original target.
 
     Only one of the two is in memory at a time.
@@ -228,7 +244,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     Raises:
         BundleError: the checkpoint is another model.
     """
-    manifest = bundle.manifest
+    manifest, limits = bundle.manifest, limits_of(bundle)
     calls = [call for text, K in rounds(manifest, texts) for call in step_calls(manifest, text, K)]
     model = load_reference(checkpoint, manifest.target)
     expected = [call.expected(model) for call in calls]
@@ -242,23 +258,30 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
         largest = max(largest, float(np.abs(logits - reference).max()))
         error += energy(logits - reference)
         total += energy(reference)
-    return LogitsResult(
-        finite=finite,
-        largest=largest,
-        scale=max(1.0, *(float(np.abs(logits).max()) for logits in expected)),
-        rms=relative_rms(error, total),
-        agreement=agreement,
+    relative = largest / max(1.0, *(float(np.abs(logits).max()) for logits in expected))
+    rms = relative_rms(error, total)
+    numbers = {
+        "largest_difference": largest,
+        "largest_difference_relative": relative,
+        "rms_difference_relative": rms,
+        **agreement.numbers,
+    }
+    if not finite:
+        return False, "the graph makes logits that are not finite numbers", numbers
+    limit = f" (limit {limits.largest:g})" if math.isfinite(limits.largest) else ""
+    sentence = (
+        f"the graph's logits differ from the model's by at most {relative:.2g} of the largest{limit}, root mean square "
+        f"{rms:.2g} of their spread (limit {limits.rms:g}); it prefers the same token at {agreement}"
     )
+    return relative <= limits.largest and rms <= limits.rms and agreement.passed, sentence, numbers
 
 
-def measure_quality(bundle: Bundle, checkpoint: Path) -> Quality | None:
+def compare_quality(bundle: Bundle, checkpoint: Path) -> Outcome:
     """Compares the step graph with the original target over the shipped text, as the build does.
-
-    Returns:
-        None if the text has fewer than two tokens.
 
     Raises:
         BundleError: the checkpoint is another model.
+        NotRunError: the text has fewer than two tokens.
     """
     described = bundle.manifest.target
     model = load_reference(checkpoint, described)
@@ -266,13 +289,20 @@ def measure_quality(bundle: Bundle, checkpoint: Path) -> Quality | None:
         bundle.tokenizer().encode(default_text()).ids, described, int(model.get_input_embeddings().weight.shape[0])
     )
     if rows.shape[1] < 2:
-        return None
+        raise NotRunError("the tokenizer makes fewer than two tokens of the text that is measured over")
     expected = Reference(rows, np.stack([reference_logits(model, row) for row in rows]))
     del model
-    return measure(bundle.file, bundle.manifest.lowering, described, expected)
+    quality = measure(bundle.file, bundle.manifest.lowering, described, expected)
+    limit = limits_of(bundle).kl
+    passed = quality.kl <= limit  # also false for NaN
+    sentence = f"{quality} (limit: KL {limit:g})"
+    if not passed:
+        weights = described.precision.weights
+        sentence += f": {weights} broke the model; build it again in more bits (docs/precision.md)"
+    return passed, sentence, {name: float(value) for name, value in msgspec.structs.asdict(quality).items()}
 
 
-def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]], limits: Limits) -> TokenAgreement:
+def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]]) -> Outcome:
     """Compares the step graph, given the model's own embeddings instead of every other token, with the model.
 
     Raises:
@@ -282,9 +312,14 @@ def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]],
     references = [(reference_embeds(model, np.array(text)), reference_logits(model, np.array(text))) for text in texts]
     del model
     prefills = [list(prefill_calls(bundle.manifest, text)) for text in texts]
-    agreement, graph = TokenAgreement(limits), open_step(bundle, [call for calls in prefills for call in calls])
+    agreement = TokenAgreement(limits_of(bundle))
+    graph = open_step(bundle, [call for calls in prefills for call in calls])
     for (embeds, expected), calls in zip(references, prefills, strict=True):
         for call in calls:
-            logits = graph.logits(half_embedded(call.feed(bundle.manifest.target), embeds))
+            logits = graph.logits(embed_half(call.feed(bundle.manifest.target), embeds))
         agreement.count(expected[-len(logits) :], logits.argmax(axis=-1))
-    return agreement
+    sentence = (
+        "given the model's own embeddings instead of every other token, the graph prefers the model's token at "
+        f"{agreement}"
+    )
+    return agreement.passed, sentence, agreement.numbers

@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backend import open_backend
+from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.timing import Progress
-from specexport.tree_search import recorded
-from specexport.verify.logits import LIMITS, TokenAgreement, paired
+from specexport.tree_search import record_proposals
+from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
 
 _RECORDED_STEPS = 6
 """Tokens decoded after each prompt to record proposals; the model reads the text again for each."""
@@ -34,10 +35,6 @@ _MAX_DIFFERENCES = 3
 """Differences of a prompt after which its comparison ends."""
 _ERROR_PERIOD = 9
 """Every such token of the tested hypotheses is wrong."""
-
-
-class NotRunError(SpecExportError):
-    """A check cannot be run; says why."""
 
 
 class MethodRun:
@@ -64,14 +61,14 @@ class MethodRun:
         if method is not None and method.sources[key] == "folder":
             folder = expanded(moved or original)
             if not folder.is_dir():
-                raise NotRunError(f"{name}: its checkpoint is not there ({folder}); pass {flag}")
+                raise NotRunError(f"{name}: its checkpoint was not found ({folder}); pass {flag}")
             return folder
         if moved is not None:
             return locate(moved)
         try:
             return locate(original)
         except BuildError as error:
-            raise NotRunError(f"the {name} it was built from is not there ({error}); pass {flag}") from error
+            raise NotRunError(f"the {name} it was built from was not found ({error}); pass {flag}") from error
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         """Texts, each with the greedy chain that the runtime's proposer proposes after it.
@@ -80,11 +77,11 @@ class MethodRun:
         draft's cache lacks rows, has stale ones, or both.
         """
         manifest = self.bundle.manifest
-        backend = open_backend(self.bundle, "onnxruntime", None, 1.0)
+        backend = open_backend(self.bundle, BackendOptions("onnxruntime"))
         proposer = open_proposer(method, Opening(self.bundle, backend, 1))
         params, random = SamplingParams(temperature=0.0), np.random.default_rng(0)
         results = []
-        for start, tree in paired(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
+        for start, tree in pair(texts, [TokenTree.chain(tree.depth + 1) for tree in method.token_trees()]):
             text, K = list(start), tree.depth
             for accepted in (K, 1, 0):
                 if len(text) + K > manifest.max_seq_len:
@@ -109,7 +106,7 @@ class MethodRun:
         results = []
         with (
             Engine.load(self.bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine,
-            recorded(engine, method.name) as recorder,
+            record_proposals(engine, method.name) as recorder,
         ):
             for text in self.texts:
                 recorder.clear()
@@ -131,26 +128,7 @@ class Difference:
     speculative: int | None
 
 
-@dataclass(frozen=True)
-class SpeculationResult:
-    """The result of :func:`compare_decoding`.
-
-    Attributes:
-        acceptance_length: mean over the decodings.
-        repeated: whether a seed gave the same text twice.
-        inexact: why texts may differ on this machine; empty if steps are exact bit for bit.
-    """
-
-    tokens: int
-    differences: list[Difference]
-    acceptance_length: float
-    repeated: bool
-    inexact: str
-
-
-def compare_decoding(
-    bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress
-) -> SpeculationResult:
+def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     """Decodes texts both ways, with every tree of every method, and samples some with a seed.
 
     Of a bundle that was built without a method, the methods are those that every bundle has.
@@ -160,7 +138,7 @@ def compare_decoding(
     lengths: list[float] = []
     with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine:
         methods = bundle.manifest.methods or engine.methods.values()
-        work = paired(texts, [(method.name, len(tree) - 1) for method in methods for tree in method.token_trees()])
+        work = pair(texts, [(method.name, len(tree) - 1) for method in methods for tree in method.token_trees()])
         for index, (text, (method, size)) in enumerate(work):
             compared, differing, length = _compare_text(engine, text, method, size, max_tokens)
             tokens += compared
@@ -169,7 +147,21 @@ def compare_decoding(
             progress("speculation", index, len(work) + 1)
         repeated = all(_repeats(engine, text, max_tokens) for text in texts[:_SEEDED_PROMPTS])
         inexact = engine.inexact
-    return SpeculationResult(tokens, differences, sum(lengths) / len(lengths), repeated, inexact)
+    numbers: Numbers = {
+        "tokens": tokens,
+        "differences": len(differences),
+        "acceptance_length": sum(lengths) / len(lengths),
+    }
+    sentence = f"greedy output is the same with speculation and without, {counted(tokens, 'token')}"
+    if differences:
+        first = differences[0]
+        sentence = (
+            f"speculation changes greedy output: after {counted(len(first.text), 'token')} it goes on with token "
+            f"{first.speculative} where plain decoding has {first.plain} ({len(differences)} such places)"
+        )
+    sentence += f"; not promised bit for bit: {inexact}" if inexact else "; rows exact"
+    seeded = "the same text twice" if repeated else "different texts"
+    return not differences and repeated, f"{sentence}; a seed gives {seeded}", numbers
 
 
 def _compare_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
 import weakref
@@ -40,12 +39,16 @@ class Cuda:
 
     Addresses and handles are plain integers. Every call raises on any status but success.
 
+    Attributes:
+        bindings: the module ``cuda.bindings.runtime``.
+        device: the device.
+
     Raises:
         BackendError: there is no driver or no such device; says what to do.
     """
 
     def __init__(self, bindings: Any, index: int = 0) -> None:
-        self._rt = bindings
+        self.bindings = bindings
         count = self.call("cudaGetDeviceCount")
         if index >= count:
             raise BackendError(f"there is no GPU {index}; CUDA sees {count}. See nvidia-smi and CUDA_VISIBLE_DEVICES")
@@ -92,65 +95,14 @@ class Cuda:
 
     def allocate_pinned(self, nbytes: int) -> int:
         """Page-locked host memory, which the device copies directly."""
-        return int(self.call("cudaHostAlloc", nbytes, self._rt.cudaHostAllocDefault))
+        return int(self.call("cudaHostAlloc", nbytes, self.bindings.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
         self.call("cudaFreeHost", address)
 
-    def create_stream(self) -> int:
-        """A stream that does not wait for the legacy default stream."""
-        return int(self.call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
-
-    def destroy_stream(self, stream: int) -> None:
-        self.call("cudaStreamDestroy", stream)
-
-    def synchronize(self, stream: int) -> None:
-        self.call("cudaStreamSynchronize", stream)
-
-    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copies bytes; the direction follows from the addresses."""
-        self.call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, stream)
-
-    def copy_rows(
-        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
-    ) -> None:
-        """Copies ``rows`` rows of ``width`` bytes that begin a pitch apart; they may not overlap."""
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
-        self.call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, stream)
-
-    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self.call("cudaMemsetAsync", address, value, nbytes, stream)
-
-    def begin_capture(self, stream: int) -> None:
-        """Begins to record work instead of doing it, for this stream and thread."""
-        mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self.call("cudaStreamBeginCapture", stream, mode)
-
-    def end_capture(self, stream: int) -> int:
-        return int(self.call("cudaStreamEndCapture", stream))
-
-    def abandon_capture(self, stream: int) -> None:
-        """Ends a capture in which something failed, so that the stream can be used again."""
-        status, graph = self._rt.cudaStreamEndCapture(stream)
-        if not int(status) and int(graph):
-            self.call("cudaGraphDestroy", graph)
-        self._rt.cudaGetLastError()
-
-    def instantiate(self, graph: int) -> int:
-        """An executable of a captured graph, which is destroyed."""
-        executable = int(self.call("cudaGraphInstantiate", graph, 0))
-        self.call("cudaGraphDestroy", graph)
-        return executable
-
-    def launch(self, executable: int, stream: int) -> None:
-        self.call("cudaGraphLaunch", executable, stream)
-
-    def destroy_executable(self, executable: int) -> None:
-        self.call("cudaGraphExecDestroy", executable)
-
     def call(self, name: str, *arguments: Any, nbytes: int = 0) -> Any:
         """Calls a function of the CUDA runtime; ``nbytes`` is the size of an allocation, for errors."""
-        status, *result = getattr(self._rt, name)(*arguments)
+        status, *result = getattr(self.bindings, name)(*arguments)
         if int(status):
             raise self._error(name, status, nbytes)
         return result[0] if len(result) == 1 else tuple(result)
@@ -159,20 +111,20 @@ class Cuda:
         status_name = status.name
         if status_name in _NO_DEVICE:
             return self._no_device(status_name)
-        self._rt.cudaGetLastError()  # or the next call would report it again
+        self.bindings.cudaGetLastError()  # or the next call would report it again
         if status_name == "cudaErrorMemoryAllocation":
-            _, free, total = self._rt.cudaMemGetInfo()
+            _, free, total = self.bindings.cudaMemGetInfo()
             return OutOfDeviceMemoryError(
                 f"the GPU has no room for {nbytes / _GIB:.2f} GiB: {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
                 "free. End other programs on it (nvidia-smi lists them), or build with a shorter --max-seq-len or "
                 "smaller weights (--precision)"
             )
-        _, text = self._rt.cudaGetErrorString(status)
+        _, text = self.bindings.cudaGetErrorString(status)
         return BackendError(f"{call} failed with {status_name}: {text.decode() if isinstance(text, bytes) else text}")
 
     def _no_device(self, status_name: str) -> BackendError:
-        _, driver = self._rt.cudaDriverGetVersion()
-        _, runtime = self._rt.cudaRuntimeGetVersion()
+        _, driver = self.bindings.cudaDriverGetVersion()
+        _, runtime = self.bindings.cudaRuntimeGetVersion()
         if not driver:
             return BackendError(
                 "no NVIDIA driver was found, and this backend runs on a GPU; install the driver, or run the bundle on "
@@ -194,7 +146,7 @@ def _version(number: int) -> str:
 
 
 class CudaStream:
-    """A queue of work that the device does in order.
+    """A queue of work that the device does in order; it does not wait for the legacy default stream.
 
     It has no finalizer, but lives until it is closed: libraries may use its handle in their destructors, and the order
     of collection is undefined.
@@ -208,15 +160,28 @@ class CudaStream:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._closed = False
-        self.handle = cuda.create_stream()
+        self._rt = cuda.bindings
+        self.handle = int(cuda.call("cudaStreamCreateWithFlags", self._rt.cudaStreamNonBlocking))
         self.waits = 0
         self.capturing = False
 
     def synchronize(self) -> None:
-        self._cuda.synchronize(self.handle)
+        self._cuda.call("cudaStreamSynchronize", self.handle)
         self.waits += 1
 
-    def capture(self, enqueue: Callable[[], None]) -> Captured:
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copies bytes; the direction follows from the addresses."""
+        self._cuda.call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, self.handle)
+
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        """Copies ``rows`` rows of ``width`` bytes that begin a pitch apart; they may not overlap."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
+        self._cuda.call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, self.handle)
+
+    def fill(self, address: int, value: int, nbytes: int) -> None:
+        self._cuda.call("cudaMemsetAsync", address, value, nbytes, self.handle)
+
+    def capture(self, enqueue: Callable[[], None]) -> CudaGraph:
         """Records the work that a function enqueues, without doing it.
 
         The function must not allocate or wait, and all its addresses must stay valid for as long as the graph is
@@ -225,21 +190,35 @@ class CudaStream:
         Raises:
             BackendError: some of the work cannot be captured; the stream stays usable.
         """
-        self._cuda.begin_capture(self.handle)
+        self._begin_capture()
         self.capturing = True
         try:
             enqueue()
         except BaseException:
-            with contextlib.suppress(BackendError):
-                self._cuda.abandon_capture(self.handle)
+            self._abandon_capture()
             raise
         finally:
             self.capturing = False
-        return Captured(self._cuda, self.handle, self._cuda.instantiate(self._cuda.end_capture(self.handle)))
+        graph = self._cuda.call("cudaStreamEndCapture", self.handle)
+        executable = int(self._cuda.call("cudaGraphInstantiate", graph, 0))
+        self._cuda.call("cudaGraphDestroy", graph)
+        return CudaGraph(self._cuda, self.handle, executable)
 
-    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[Captured] | BackendError:
+    def _begin_capture(self) -> None:
+        """Work of this stream and thread is recorded from now on."""
+        mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._cuda.call("cudaStreamBeginCapture", self.handle, mode)
+
+    def _abandon_capture(self) -> None:
+        """Ends a capture in which something failed, so that the stream can be used again."""
+        status, graph = self._rt.cudaStreamEndCapture(self.handle)
+        if not int(status) and int(graph):
+            self._rt.cudaGraphDestroy(graph)
+        self._rt.cudaGetLastError()
+
+    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[CudaGraph] | BackendError:
         """Captures every piece of work, or none: then returns the error."""
-        captured: list[Captured] = []
+        captured: list[CudaGraph] = []
         try:
             for enqueue in work:
                 captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure must be closed
@@ -253,21 +232,21 @@ class CudaStream:
         """Destroys the stream after its work; later calls do nothing."""
         if not self._closed:
             self._closed = True
-            self._cuda.destroy_stream(self.handle)
+            self._cuda.call("cudaStreamDestroy", self.handle)
 
 
-class Captured:
+class CudaGraph:
     """A CUDA graph of work on one stream."""
 
     def __init__(self, cuda: Cuda, stream: int, executable: int) -> None:
         self._cuda = cuda
         self._stream = stream
         self._executable = executable
-        self._close = weakref.finalize(self, cuda.destroy_executable, executable)
+        self._close = weakref.finalize(self, cuda.call, "cudaGraphExecDestroy", executable)
         self._close.atexit = False  # the driver frees everything when a process ends
 
     def launch(self) -> None:
-        self._cuda.launch(self._executable, self._stream)
+        self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
 
     def close(self) -> None:
         """Destroys the graph; later calls do nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BackendError
@@ -14,30 +13,17 @@ from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor, Library, worst
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Library, worst
 from specexport.runtime.backends.cuda.memory import Device
 from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
 from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
 from specexport.runtime.backends.cuda.step_variants import StepVariants
 from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.backends.cuda.trt import EngineLibrary
-from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, Leading, Meeting, RankLostError
+from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod, StepProgram
-
-T = TypeVar("T", bound=DeviceGraph)
-
-
-class LeadingDeviceGraph(Leading, DeviceGraph):
-    """The first rank's part of a target on its GPU; its runs have the results of the whole graph."""
-
-    communicator: Communicator
-
-    def close(self) -> None:
-        super().close()
-        self.communicator.close()
-        self._followers.close()
 
 
 class CudaBackend:
@@ -68,6 +54,7 @@ class CudaBackend:
         )
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
+        self._ranks = contextlib.ExitStack()  # ends the other ranks of a split target
 
     kernels = kernels_build = ""
 
@@ -106,27 +93,27 @@ class CudaBackend:
             )
         if model.ranks:
             return self._lead(model, slots, buffers)
-        return self._open(DeviceGraph, model, slots, buffers, lambda: self._library.open(model))
+        return self._open(model, slots, buffers)
 
     def _open(
-        self, kind: type[T], model: Model, slots: int, buffers: Buffers, executor_of: Callable[[], Executor]
-    ) -> T:
+        self, model: Model, slots: int, buffers: Buffers, communicator: Communicator | None = None
+    ) -> DeviceGraph:
         manifest = self._bundle.manifest
         role = next((role for role, entry in manifest.models.items() if entry is model), "target")
 
-        def opened() -> T:
-            executor = executor_of()
+        def open_graph() -> DeviceGraph:
+            executor = self._library.open(model, communicator)
             try:
-                return kind(self._shared, model, manifest.lowering, buffers, executor, slots, role)
+                return DeviceGraph(self._shared, model, manifest.lowering, buffers, executor, slots, role)
             except BaseException:
                 executor.close()
                 raise
 
-        graph = self._run(opened)
+        graph = self._run(open_graph)
         self.graphs.append(graph)
         return graph
 
-    def _lead(self, model: Model, slots: int, buffers: Buffers) -> LeadingDeviceGraph:
+    def _lead(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
         """Opens the first rank's part of a split target, and starts a process for each of the others."""
         gpus, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
         if gpus < ranks:
@@ -135,13 +122,13 @@ class CudaBackend:
                 "CUDA_VISIBLE_DEVICES, run it with --backend onnxruntime, or build it with --tensor-parallel "
                 f"{gpus}"
             )
-        library, nccl = self._library, Nccl()
+        nccl = Nccl()
         job = Job(str(self._bundle.folder.absolute()), slots, self._options, unique_id=nccl.unique_id())
         followers = Followers(self._bundle, job)
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(followers.close)
             try:
-                followers.meeting.wait()  # joining waits for ever if a rank has no GPU or NCCL
+                followers.group.barrier()  # joining waits for ever if a rank has no GPU or NCCL
                 communicator = nccl.join(job.unique_id, 0, ranks)
                 cleanup.callback(communicator.close)
 
@@ -149,32 +136,29 @@ class CudaBackend:
                     followers.lost = RankLostError(rank)
                     communicator.close()  # aborts what the device waits for
 
-                followers.meeting.watch(lost)
-                part = model.of_rank(0)
-                leading = self._open(LeadingDeviceGraph, part, slots, buffers, lambda: library.open(part, communicator))
-                leading.communicator = communicator
-                leading.lead(followers)
-                followers.meeting.wait()
+                followers.group.watch(lost)
+                graph = self._open(model.of_rank(0), slots, buffers, communicator)
+                graph.followers = followers
+                followers.group.barrier()
             except BackendError as error:
                 lost_rank = error if isinstance(error, RankLostError) else followers.lost
                 if lost_rank is None:
                     raise
                 followers.give_up(lost_rank)
-            cleanup.pop_all()
-        return leading
+            self._ranks = cleanup.pop_all()
+        return graph
 
-    def follow(self, job: Job, buffers: Buffers, meeting: Meeting) -> DeviceGraph:
+    def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
         """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
         """
-        model, library, nccl = self._bundle.manifest.target, self._library, Nccl()
-        meeting.wait()
+        model, nccl, buffers = self._bundle.manifest.target, Nccl(), self._bundle.manifest.target_signature.buffers
+        group.barrier()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
-        meeting.watch(lambda rank: os._exit(ORPHANED))
-        part = model.of_rank(job.rank)
-        return self._open(DeviceGraph, part, job.slots, buffers, lambda: library.open(part, communicator))
+        group.watch(lambda rank: os._exit(ORPHANED))
+        return self._open(model.of_rank(job.rank), job.slots, buffers, communicator)
 
     def inexact(self, target: Graph) -> str:
         return "on a device a row's rounding depends on the number of rows"
@@ -193,7 +177,7 @@ class CudaBackend:
             variants = StepVariants(manifest, target, loaded_methods, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
-            for _, executor in graphs:
+            for executor in graphs.values():
                 executor.close()
             raise
         return DeviceProgram(host, target, self.stream, variants, self._steps)
@@ -216,4 +200,5 @@ class CudaBackend:
         for graph in self.graphs:
             graph.close()
         self.graphs.clear()
+        self._ranks.close()
         self.stream.close()

@@ -105,19 +105,17 @@ class DeviceProgram:
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
         """Writes all inputs of a step; slots without a part in it write after their committed rows."""
-        T, slots = variant.tokens, range(self.sizes[-1])
-        self._target.reserve(max(len(part.view.tokens) for part in parts) - 1 + T)
-        inputs = self._target.inputs(T, T, slots=slots)
-        self._target.protect_rows(T, T, slots=slots)
+        longest = max(len(part.view.tokens) for part in parts)
+        inputs = self._target.prepare(variant.shape, longest - 1 + variant.shape.tokens)
         for part in parts:
             tokens = part.proposal.tokens if part.proposal is not None else None
             self._host.write(inputs, part.view.slot, part.view, part.tree, tokens)
         drafted = [part for part in parts if part.draft is not None]
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
             drafting = variant.drafting
-            drafted[0].draft.ask([part.view for part in drafted], drafting.tokens, drafting.drafts)
-            drafting.graph.begin(drafting.tokens, drafts=drafting.drafts, slots=slots)
-        self._target.begin(T, T, slots=slots)
+            drafted[0].draft.ask([part.view for part in drafted], drafting.shape.tokens, drafting.shape.drafts)
+            drafting.graph.begin(drafting.shape)
+        self._target.begin(variant.shape)
         for part in parts:
             self._write_acceptance(variant, part)
 
@@ -138,7 +136,7 @@ class DeviceProgram:
         if variant.drafting is None:
             _write_drafted({name: array[slot] for name, array in inputs.items()}, part.proposal)
         elif variant.drafting.fill is not None and part.draft is not None:
-            inputs[tensors.TREE_ROWS][slot, : len(tree) - 1] = part.draft.rows(tree, variant.drafting.tokens)
+            inputs[tensors.TREE_ROWS][slot, : len(tree) - 1] = part.draft.rows(tree, variant.drafting.shape.tokens)
             inputs[tensors.TREE_RANKS][slot, : len(tree) - 1] = tree.ranks[1:]
 
     def _read(self, variant: StepVariant, part: _Part) -> Outcome:
@@ -154,14 +152,14 @@ class DeviceProgram:
         new = step.outputs.host[tensors.TOKENS][view.slot, : accepted + 1].tolist()
         past = len(view.tokens) - 1
         if step.commits:
-            self._target.committed(view.slot, past + 1 + accepted)
+            self._target.set_filled(view.slot, past + 1 + accepted)
         else:
             self._target.commit(view.slot, past, [0, *path])
         if part.draft is not None:
             fed = [token for node, token in zip(path, new, strict=False) if tree.ranks[node] == 0]
             part.draft.keep(view, fed[: tree.depth - 1])
         if view.method is not None:
-            outputs = self._target.width(variant.tokens, variant.tokens, batch=self.sizes[-1]).outputs.host
+            outputs = self._target.width(variant.shape).outputs.host
             observed = {name: outputs[name][view.slot] for name in read_back(outputs)}
             self._host.inform(view, observed, path[-1] if path else 0, past, [0, *path])
         verified = None

@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backend import FIRST, Array, Buffers, Graph
-from specexport.runtime.backends.cuda.api import Captured
+from specexport.runtime.backend import Array, Buffers, Graph, RunShape
+from specexport.runtime.backends.cuda.api import CudaGraph
 from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor
 from specexport.runtime.backends.cuda.memory import (
     BufferLayout,
@@ -21,10 +22,17 @@ from specexport.runtime.backends.cuda.memory import (
     DeviceCache,
     MemoryPlan,
     NewRows,
-    Staged,
+    StagingBuffers,
     Tensor,
 )
-from specexport.runtime.backends.cuda.repeat import PASTS, Repeated, call_arrays, call_of, note_pasts, repeated_points
+from specexport.runtime.backends.cuda.repeat import (
+    PASTS,
+    RepeatedCalls,
+    call_arrays,
+    call_of,
+    note_pasts,
+    repeated_points,
+)
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
 """Work that can be captured, and a function that replaces it by the launch of the captured graph."""
@@ -38,8 +46,8 @@ class Width:
     inputs and outputs.
     """
 
-    inputs: Staged
-    outputs: Staged
+    inputs: StagingBuffers
+    outputs: StagingBuffers
     enqueues: dict[_Place, Enqueue] = field(default_factory=dict)
     launches: dict[_Place, Enqueue] = field(default_factory=dict)
 
@@ -89,8 +97,8 @@ class DeviceGraph(Graph):
         fed = 0 if self.in_place else max(point.fed for point in built)
         self.cache = DeviceCache(device, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
         self._new_rows: NewRows | None = None
-        self._captured: list[Captured] = []
-        points = {_batched(point): point for point in self._points}
+        self._captured: list[CudaGraph] = []
+        points = {_uncached(point): point for point in self._points}
         layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
         call = next((call_arrays(point, self._follow_up, buffers) for point in self._repeated), {})
         of_call = BufferLayout(call)
@@ -104,13 +112,16 @@ class DeviceGraph(Graph):
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
-        self._call = Staged(device, of_call, self._memory["call"])
+        self._call = StagingBuffers(device, of_call, self._memory["call"])
         self._call.upload()
         self._widths = {
-            key: Width(Staged(device, inputs, self._memory["inputs"]), Staged(device, outputs, self._memory["outputs"]))
+            key: Width(
+                StagingBuffers(device, inputs, self._memory["inputs"]),
+                StagingBuffers(device, outputs, self._memory["outputs"]),
+            )
             for key, (inputs, outputs) in layouts.items()
         }
-        pieces = [piece for point in sorted(self._points) for piece in self._prepared(point)]
+        pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
         self.execution: Execution = "plain"
         self.fallback = ""
         self._capture(pieces)
@@ -124,55 +135,42 @@ class DeviceGraph(Graph):
         return self.in_place or not self.cache.nbytes
 
     @property
+    def cache_rows(self) -> int:
+        return self.cache.rows
+
+    @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache at its present size."""
         return self.cache.nbytes
 
-    def reserve(self, rows: int) -> None:
-        # Needs no memory: the largest cache was allocated.
-        if rows > self.cache.rows:
-            self.cache.resize(self._cache_size(rows))
+    def _resize(self, rows: int) -> None:
+        self.cache.resize(rows)  # needs no memory: the largest cache was allocated
 
-    def shrink_cache(self, rows: int) -> None:
-        size = self._cache_size(min(rows, self.cache_sizes[-1]))
-        if size < self.cache.rows:
-            self._filled = [min(count, size) for count in self._filled]
-            self.cache.resize(size)
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        self.cache.copy(source, to, rows)
 
-    def copy(self, source: int, to: int, rows: int) -> None:
-        if source != to:
-            self.cache.copy(source, to, rows)
-        self._filled[to] = rows
-
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
-        self._filled[slot] = past + len(nodes)
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         self.cache.move(slot, past, nodes, self._new_rows)
 
-    def committed(self, slot: int, rows: int) -> None:
+    def set_filled(self, slot: int, rows: int) -> None:
         """Records the number of a slot's rows, which the device itself committed."""
         self._filled[slot] = rows
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        return self.width(tokens, rows, drafts, len(slots)).inputs.host
+    def inputs(self, shape: RunShape) -> dict[str, Array]:
+        return self.width(shape).inputs.host
 
-    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        fed = self._point(tokens, rows, drafts, len(slots)).fed
-        self._protect(self.inputs(tokens, rows, drafts, slots), slots, self.cache.rows - fed)
-
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        width = self.begin(tokens, rows, drafts, slots)
-        width.launches[self.cache.rows, slots.start]()
+    def _run(self, shape: RunShape) -> dict[str, Array]:
+        width = self.begin(shape)
+        width.launches[self.cache.rows, shape.slots.start]()
         self._device.stream.synchronize()
         return width.outputs.host
 
-    def begin(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> Width:
+    def begin(self, shape: RunShape) -> Width:
         """Checks the inputs of a run that is about to be enqueued; returns its width.
 
         Raises:
             BackendError: the cache has no room for its rows.
         """
-        point = self._require(self._point(tokens, rows, drafts, len(slots)))
-        width = self._widths[_batched(point)]
+        width, point = self.width(shape), shape.point(self.cache.rows)
         if tensors.PAST_LENGTH in width.inputs.host:
             past = int(width.inputs.host[tensors.PAST_LENGTH].max())
             if past + point.fed > self.cache.rows:
@@ -183,7 +181,7 @@ class DeviceGraph(Graph):
         repeated = point in self._repeated
         if repeated:
             note_pasts(width.inputs.host)
-        self._new_rows = None if self.in_place or repeated else NewRows(point.fed, slots)
+        self._new_rows = None if self.in_place or repeated else NewRows(point.fed, shape.slots)
         return width
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
@@ -206,26 +204,23 @@ class DeviceGraph(Graph):
         self._call.close()
         self._memory.close()
 
-    def width(self, tokens: int, rows: int = 0, drafts: int = 0, batch: int = 1) -> Width:
-        """The arrays and launches of a width.
+    def width(self, shape: RunShape) -> Width:
+        """The arrays and launches of a run's width.
 
         Raises:
             BackendError: there is none.
         """
-        return self._widths[_batched(self._require(self._point(tokens, rows, drafts, batch)))]
-
-    def _point(self, tokens: int, rows: int, drafts: int, batch: int) -> ShapePoint:
-        """The shape that runs at a width, at the present cache size."""
-        return ShapePoint(batch, tokens, self.cache.rows, rows, drafts)
+        self._require(shape.point(self.cache.rows))
+        return self._widths[shape.point(0)]
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
         inputs, outputs = buffers(point)
         pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
-    def _prepared(self, point: ShapePoint) -> list[_Piece]:
+    def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point and warms it up, so that libraries initialize before anything is captured."""
-        width = self._widths[_batched(point)]
+        width = self._widths[_uncached(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
             calls: list[Enqueue] = []
@@ -254,7 +249,9 @@ class DeviceGraph(Graph):
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
-        calls = Repeated(self._device, width.inputs.device, width.outputs.device, self._call.device, prepare).calls()
+        calls = RepeatedCalls(
+            self._device, width.inputs.device, width.outputs.device, self._call.device, prepare
+        ).calls()
 
         def enqueue() -> None:
             for index, call in enumerate(calls):
@@ -290,13 +287,15 @@ class DeviceGraph(Graph):
 
 
 def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:
-    """The points of all slots, and those of one slot at shapes that are not there for all."""
+    """The shape points with all slots, and those with one slot for which there is none with all."""
     together = {point for point in points if point.batch == slots}
     if not together:
         raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
-    shapes = {_batched(point)[1:] for point in together}
-    return together | {point for point in points if point.batch == 1 and _batched(point)[1:] not in shapes}
+    shapes = {(point.tokens, point.rows, point.drafts) for point in together}
+    alone = {point for point in points if point.batch == 1}
+    return together | {point for point in alone if (point.tokens, point.rows, point.drafts) not in shapes}
 
 
-def _batched(point: ShapePoint) -> tuple[int, int, int, int]:
-    return point.batch, point.tokens, point.rows, point.drafts
+def _uncached(point: ShapePoint) -> ShapePoint:
+    """A shape point without its cache size: buffers are the same at all of them."""
+    return msgspec.structs.replace(point, cache=0)

@@ -1,4 +1,7 @@
-"""The interface of onnxruntime and TensorRT, which one thread calls: a bundle's engines, and one compiled graph."""
+"""The interface that onnxruntime and TensorRT implement: a library of engines, and an executor of each graph.
+
+One thread calls them.
+"""
 
 from __future__ import annotations
 
@@ -115,20 +118,20 @@ class Library(ABC):
         """
         return self._open(graph, choose(graph.engines, self.name, self._device.cuda.device), communicator)
 
-    def program(self) -> list[tuple[ProgramGraph, Executor]]:
+    def program(self) -> dict[ProgramGraph, Executor]:
         """Opens the graphs of the step program; bundles for plain decoding have none."""
         if self._bundle.manifest.target.ranks:
             self.without_program = "the host takes the steps, as GPUs share the target"
-        opened: list[tuple[ProgramGraph, Executor]] = []
+        opened: dict[ProgramGraph, Executor] = {}
         try:
             for graph in self._bundle.manifest.program:
                 if graph.engines:
-                    opened.append((graph, self.open(graph)))  # noqa: PERF401  # those before a failure must be closed
+                    opened[graph] = self.open(graph)
         except BackendError as error:
-            for _, executor in opened:
+            for executor in opened.values():
                 executor.close()
             self.without_program = f"the host decides what is accepted: {error}"
-            return []
+            return {}
         return opened
 
     @abstractmethod

@@ -20,7 +20,7 @@ ALIGNMENT = 256
 _GIB = 1 << 30
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """The next multiple of the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -78,14 +78,6 @@ class Device:
             run()
             self.stream.synchronize()
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        """As :meth:`Cuda.copy`, in the stream's order."""
-        self.cuda.copy(to, source, nbytes, self.stream.handle)
-
-    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """As :meth:`Cuda.copy_rows`, in the stream's order."""
-        self.cuda.copy_rows(to, to_pitch, source, source_pitch, width, rows, self.stream.handle)
-
 
 @dataclass(frozen=True)
 class Region:
@@ -111,13 +103,13 @@ class MemoryPlan:
         Raises:
             OutOfDeviceMemoryError: it does not fit.
         """
-        total = sum(map(aligned, self._sizes.values()))
+        total = sum(map(align, self._sizes.values()))
         device.budget.require(total, purpose)
         base = address = device.cuda.allocate(max(total, ALIGNMENT))
         regions = {}
         for name, nbytes in self._sizes.items():
             regions[name] = Region(address, nbytes)
-            address += aligned(nbytes)
+            address += align(nbytes)
         return Memory(device.cuda, base, regions)
 
 
@@ -162,7 +154,7 @@ class BufferLayout:
         self.nbytes = 0
         for name, array in self.arrays.items():
             self.offsets[name] = self.nbytes
-            self.nbytes += aligned(array.nbytes)
+            self.nbytes += align(array.nbytes)
 
     def tensors(self, address: int) -> dict[str, Tensor]:
         """The arrays on the device, by name, in a block at this address."""
@@ -171,7 +163,7 @@ class BufferLayout:
         }
 
 
-class Staged:
+class StagingBuffers:
     """Arrays in pinned host memory and in device memory with the same layout: one copy moves all of them."""
 
     def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
@@ -194,7 +186,7 @@ class Staged:
     def upload(self) -> None:
         """Enqueues the copy from host to device."""
         if self._nbytes:
-            self._device.copy(self._region.address, self._pinned, self._nbytes)
+            self._device.stream.copy(self._region.address, self._pinned, self._nbytes)
 
     def download(self, name: str = "") -> None:
         """Enqueues the copy from device to host, of all or of one array; wait for it before reading."""
@@ -202,7 +194,7 @@ class Staged:
         if name:
             source, nbytes = self.device[name].address, self.device[name].nbytes
         if nbytes:
-            self._device.copy(self._pinned + source - self._region.address, source, nbytes)
+            self._device.stream.copy(self._pinned + source - self._region.address, source, nbytes)
 
     def close(self) -> None:
         """Frees the host's memory; its arrays must not be used any more."""
@@ -260,7 +252,7 @@ class DeviceCache:
         self._memory = memory
         for heads, width in self._members:
             region = memory[f"cache.{heads}x{width}"]
-            self._device.cuda.fill(region.address, 0, region.nbytes, self._device.stream.handle)
+            self._device.stream.fill(region.address, 0, region.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -289,7 +281,7 @@ class DeviceCache:
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
         """Bytes from one layer's part of a block to the next; each is aligned, as libraries require."""
-        return aligned(self._batch * heads * rows * width * self._dtype.itemsize)
+        return align(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:
         assert self._memory is not None
@@ -309,8 +301,8 @@ class DeviceCache:
             planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
             for layer, plane in reversed(planes) if rows > old else planes:
                 nbytes = min(old, rows) * row
-                self._device.copy(spare, base + layer * before + plane * old * row, nbytes)
-                self._device.copy(base + layer * after + plane * rows * row, spare, nbytes)
+                self._device.stream.copy(spare, base + layer * before + plane * old * row, nbytes)
+                self._device.stream.copy(base + layer * after + plane * rows * row, spare, nbytes)
 
     def copy(self, source: int, to: int, rows: int) -> None:
         for (heads, width), members in self._members.items():
@@ -319,7 +311,7 @@ class DeviceCache:
             for layer in range(len(members)):
                 at, nbytes = base + layer * stride, rows * width * self._dtype.itemsize
                 to_slot, from_slot = (at + slot * heads * pitch for slot in (to, source))
-                self._device.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
+                self._device.stream.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], new: NewRows | None) -> None:
         """Moves the rows of a run's kept tokens, ``nodes``, to the place after a slot's first ``past`` rows.
@@ -342,7 +334,7 @@ class DeviceCache:
                 for layer in range(layers):
                     to_row = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
                     from_row = source + layer * stride + at * heads * pitch + node * row
-                    self._device.copy_rows(to_row, to_pitch, from_row, pitch, count * row, planes)
+                    self._device.stream.copy_rows(to_row, to_pitch, from_row, pitch, count * row, planes)
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:

@@ -15,10 +15,10 @@ from specexport.contract.errors import BackendError
 from specexport.contract.manifest import program_sizes
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.tensors import CARRIED, MEETINGS
+from specexport.contract.tensors import CARRIED, COLLECTIVES
 from specexport.contract.values import counted
 from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
-from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, aligned
+from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, align
 from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
@@ -45,7 +45,7 @@ _TYPES = {
     "tensor(int64)": np.dtype(np.int64),
     "tensor(bool)": np.dtype(np.bool_),
 }
-_, _JOIN = MEETINGS
+_, _JOIN = COLLECTIVES
 
 
 def import_onnxruntime() -> Any:
@@ -97,7 +97,7 @@ class OnnxRuntimeLibrary(Library):
         engines: Sequence[CompiledEngine],
         communicator: Communicator | None,
     ) -> SessionExecutor:
-        """Opens a graph; that of a model once, as every session has its own copy of the weights.
+        """Opens a graph; a model's only once, as every session has its own copy of the weights.
 
         Graphs of the step program have no weights: they are opened once a shape, so that onnxruntime computes sizes
         as it opens them.
@@ -194,12 +194,12 @@ class _Exchange:
 
     @classmethod
     def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Exchange:
-        """Lays them out; memory of tensors that are no longer read is reused for others of its size."""
+        """Lays out the tensors; memory that is no longer read is reused for tensors of the same size."""
         exchange, free = cls(), defaultdict[int, list[int]](list)
         last = {value.name: at for at, session in enumerate(sessions) for value in session.get_inputs()}
 
         def place(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-            nbytes = aligned(Tensor(0, dtype, shape).nbytes)
+            nbytes = align(Tensor(0, dtype, shape).nbytes)
             if free[nbytes]:
                 return Tensor(free[nbytes].pop(), dtype, shape)
             exchange.nbytes += nbytes
@@ -208,14 +208,14 @@ class _Exchange:
         for at, session in enumerate(sessions):
             unused = [exchange.inputs[name] for name, until in last.items() if until == at and name in exchange.inputs]
             for value in session.get_outputs():
-                if value.name.startswith((CARRIED, *MEETINGS)):
+                if value.name.startswith((CARRIED, *COLLECTIVES)):
                     dtype, shape = _declared(value, point)
                     part = exchange.outputs[value.name] = exchange.inputs[value.name] = place(dtype, shape)
                     if value.name.startswith(_JOIN):
                         exchange.inputs[value.name] = place(part.dtype, (ranks, *shape))
                         unused.append(part)
             for tensor in unused:
-                free[aligned(tensor.nbytes)].append(tensor.address)
+                free[align(tensor.nbytes)].append(tensor.address)
         return exchange
 
 
@@ -277,17 +277,17 @@ class SessionExecutor:
                     kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
                     bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
             returned = [value.name for value in session.get_outputs()]
-            meetings = [name for name in returned if name in outputs and name.startswith(MEETINGS)]
-            runs.append((session, binding, meetings))
+            collectives = [name for name in returned if name in outputs and name.startswith(COLLECTIVES)]
+            runs.append((session, binding, collectives))
         communicator, stream = self._communicator, self._device.stream.handle
 
         def enqueue() -> None:
-            for session, binding, meetings in runs:
+            for session, binding, collectives in runs:
                 try:
                     session.run_with_iobinding(binding, options)
                 except Exception as error:  # onnxruntime's exceptions share no public base
                     raise BackendError(f"onnxruntime did not run the graph at {point}: {error}") from error
-                for name in meetings:
+                for name in collectives:
                     assert communicator is not None  # only a rank's part has segments
                     if name.startswith(_JOIN):
                         communicator.all_gather(outputs[name], inputs[name], stream)

@@ -1,4 +1,4 @@
-"""Runs a draft's engine that drafts one token a call K times on the stream, as one run that drafts K tokens."""
+"""Runs an engine that drafts one token a call K times, as one run that drafts K tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def note_pasts(inputs: Mapping[str, Array]) -> None:
         pasts[1:] += inputs[tensors.LAST_ROW]
 
 
-class Repeated:
+class RepeatedCalls:
     """The calls of one run.
 
     Between two calls of a draft model the tokens move up by one: a call reads the last two tokens of the text and draft
@@ -98,21 +98,21 @@ class Repeated:
             drafted = self._call_of[tensors.DRAFT_TOKENS].address
             if self._continues_state:
                 state = self._call_of[tensors.OWN_STATE]
-                self._device.copy(state.address, self._call_of[tensors.NEXT_STATE].address, state.nbytes)
-                self._device.copy(self._call_of[tensors.INPUT_IDS].address, drafted, slots * _ID)
+                self._device.stream.copy(state.address, self._call_of[tensors.NEXT_STATE].address, state.nbytes)
+                self._device.stream.copy(self._call_of[tensors.INPUT_IDS].address, drafted, slots * _ID)
             else:
                 tokens, pair = self._inputs[tensors.INPUT_IDS].address, CATCH_UP_TOKENS * _ID
                 self._column(tokens, pair, tokens + _ID, pair, _ID)
                 self._column(tokens + _ID, pair, drafted, _ID, _ID)
             pasts = self._inputs[PASTS].address + index * slots * _ID
-            self._device.copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
+            self._device.stream.copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
         noise = self._inputs[tensors.UNIFORM].address + index * _UNIFORM
         self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
         enqueue()
         for name in tensors.DRAFTED:
             result = self._call_of[name]
-            self._device.copy(self._outputs[name].address + index * result.nbytes, result.address, result.nbytes)
+            self._device.stream.copy(self._outputs[name].address + index * result.nbytes, result.address, result.nbytes)
 
     def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
         """Copies an element of each slot; pitches are bytes from one slot's to the next."""
-        self._device.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])
+        self._device.stream.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])

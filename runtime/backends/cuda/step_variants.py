@@ -14,14 +14,14 @@ from specexport.contract.manifest import Manifest, fill_point, filled_trees, fil
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array
+from specexport.runtime.backend import Array, RunShape
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
 from specexport.runtime.backends.cuda.library import Executor
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
 
 G = TypeVar("G", Accept, Fill, Commit)
-ProgramGraphs = Sequence[tuple[ProgramGraph, Executor]]
+ProgramGraphs = Mapping[ProgramGraph, Executor]
 """The step program's own graphs, with their executors."""
 
 
@@ -32,7 +32,7 @@ def read_back(names: Collection[str]) -> list[str]:
 
 def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
     """The graphs of one class."""
-    return [(graph, executor) for graph, executor in graphs if isinstance(graph, cls)]
+    return [(graph, executor) for graph, executor in graphs.items() if isinstance(graph, cls)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +40,14 @@ class Drafting:
     """How a draft proposes on the device.
 
     Attributes:
-        tokens: T of the draft's run.
-        drafts: K of the draft's run.
+        shape: of the draft's run, over all slots.
         candidates: M of q.
         at: the shape of the fill graph.
         fill: the graph that fills the tree; None for a chain whose tokens are the draft's.
     """
 
     graph: DeviceGraph
-    tokens: int
-    drafts: int
+    shape: RunShape
     candidates: int
     tree: TokenTree
     at: ShapePoint
@@ -57,8 +55,8 @@ class Drafting:
 
     @property
     def width(self) -> Width:
-        """The buffers and launches of the draft, for all slots."""
-        return self.graph.width(self.tokens, drafts=self.drafts, batch=self.graph.sizes[-1])
+        """The buffers and launches of the draft."""
+        return self.graph.width(self.shape)
 
     def holds(self, tree: TokenTree) -> bool:
         """Whether it can fill a tree, which may be smaller than its own: draft tokens beyond it are never accepted."""
@@ -72,13 +70,13 @@ class StepVariant:
     """A kind of step that one CUDA graph runs at each cache size.
 
     Attributes:
-        tokens: T, the tokens that the target reads.
+        shape: of the target's run, over all slots: T tokens, with the logits of each.
         nodes: N of the tree; padding nodes of a smaller one are never accepted.
         drafting: how a draft proposes on the device; None if the host writes the draft tokens and q.
     """
 
     accept: Accept
-    tokens: int
+    shape: RunShape
     nodes: int
     drafting: Drafting | None = None
 
@@ -152,16 +150,19 @@ class StepVariants:
             for length in lengths:
                 T, N = self._fitting(widths, nodes, length)
                 if T and N:
-                    self._verified[at, length] = by_shape.setdefault((T, N), StepVariant(accept, T, N))
+                    self._verified[at, length] = by_shape.setdefault((T, N), self._variant(accept, T, N))
 
     def _add_drafted(self, name: str, drafting: Drafting) -> None:
         """Adds the variants in which a method's draft fills a tree: with every accept graph that knows its q."""
         length = len(drafting.tree)
         for at, accept in enumerate(self._accepts):
             variant = self._verified.get((at, length))
-            exact = variant is not None and variant.tokens == variant.nodes == length
+            exact = variant is not None and variant.shape.tokens == variant.nodes == length
             if exact and (accept.rule != "lossless" or accept.candidates == self._support[name]):
-                self._drafted.setdefault((at, name), []).append(StepVariant(accept, length, length, drafting))
+                self._drafted.setdefault((at, name), []).append(self._variant(accept, length, length, drafting))
+
+    def _variant(self, accept: Accept, T: int, N: int, drafting: Drafting | None = None) -> StepVariant:
+        return StepVariant(accept, RunShape(T, T, slots=range(self._slots)), N, drafting)
 
     def accept_graph(self, views: Sequence[SlotView]) -> int | None:
         """Index of the accept graph for a step of these requests; None if the host has to decide."""
@@ -224,5 +225,7 @@ class StepVariants:
             fitting = [fill for fill, ex in graphs_of(graphs, Fill) if fills(fill, method) and point in ex.points]
             fill = fitting[0] if fitting and tree in with_fill_graph else None
             if fill is not None or (tree.is_chain and not method.drafted_stages):
-                draftings.append(Drafting(graph, *run, method.support, tree, point, fill))
+                tokens, drafts = run
+                shape = RunShape(tokens, drafts=drafts, slots=range(self._slots))
+                draftings.append(Drafting(graph, shape, method.support, tree, point, fill))
         return draftings

@@ -12,10 +12,10 @@ from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.api import Captured
+from specexport.runtime.backends.cuda.api import CudaGraph
 from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
 from specexport.runtime.backends.cuda.library import Enqueue, Execution
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, Staged, Tensor
+from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, StagingBuffers, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
 
 _ID = np.dtype(np.int64).itemsize
@@ -33,8 +33,8 @@ class DeviceStep:
         launches: the same work in as few calls as possible, by cache size.
     """
 
-    inputs: Staged
-    outputs: Staged
+    inputs: StagingBuffers
+    outputs: StagingBuffers
     commits: bool = False
     parts: dict[int, list[Enqueue]] = field(default_factory=dict)
     launches: dict[int, list[Enqueue]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Steps:
         self._target = target
         self._slots = target.sizes[-1]
         self._graphs = graphs
-        self._captured: list[Captured] = []
+        self._captured: list[CudaGraph] = []
         layouts = {
             variant: [
                 BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
@@ -78,15 +78,14 @@ class Steps:
             ]
             for variant in variants
         }
-        executors = [executor for _, executor in graphs]
         plan = MemoryPlan()
-        plan.add("workspace", max((executor.workspace for executor in executors), default=0))
+        plan.add("workspace", max((executor.workspace for executor in graphs.values()), default=0))
         for inputs, outputs, filled in layouts.values():  # one step runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
             plan.add("filled", filled.nbytes)
         self._memory = plan.allocate(device, "the step program's buffers")
-        self._steps = {variant: self._bound(variant, *layout) for variant, layout in layouts.items()}
+        self._steps = {variant: self._prepare_step(variant, *layout) for variant, layout in layouts.items()}
         self.execution: Execution = "plain"
         self.fallback = ""
         whole = self._capture("graph per step", lambda parts: [_together(parts)])
@@ -109,20 +108,20 @@ class Steps:
         for step in self._steps.values():
             step.launches.clear()
             step.parts.clear()
-        for _, executor in self._graphs:
+        for executor in self._graphs.values():
             executor.close()
         for step in self._steps.values():
             step.inputs.close()
             step.outputs.close()
         self._memory.close()
 
-    def _bound(
+    def _prepare_step(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
         """Prepares and warms up a step's graphs, before it is captured."""
-        staged_inputs = Staged(self._device, inputs, self._memory["inputs"])
-        step = DeviceStep(staged_inputs, Staged(self._device, outputs, self._memory["outputs"]))
-        verify = self._target.width(variant.tokens, variant.tokens, batch=self._slots)
+        staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
+        step = DeviceStep(staged_inputs, StagingBuffers(self._device, outputs, self._memory["outputs"]))
+        verify = self._target.width(variant.shape)
         drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
@@ -167,13 +166,13 @@ class Steps:
         nbytes = source.nbytes // (drafts * slots)
         for index in range(drafts):
             at, first = to.address + index * nbytes, source.address + index * slots * nbytes
-            self._device.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
+            self._device.stream.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
     def _pass_on(self, verify: Width, drafted: Tensor) -> None:
         """Copies the draft tokens of each slot after its root in the target's input."""
         ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
-        self._device.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
+        self._device.stream.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
@@ -184,7 +183,7 @@ class Steps:
 
     def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
         """The work that makes accepted rows contiguous: none for chains, or if the host has them copied."""
-        if variant.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
+        if variant.shape.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
         point = ShapePoint(self._slots, variant.nodes, cache)
         commits = graphs_of(self._graphs, Commit)
@@ -197,8 +196,7 @@ class Steps:
         return [[self._prepare(commit, point, {tensors.PAST_LENGTH: past, tensors.PATH: path, **caches, **returned})]]
 
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
-        executor = next(executor for candidate, executor in self._graphs if candidate is graph)
-        return executor.prepare(point, arrays, self._memory["workspace"])
+        return self._graphs[graph].prepare(point, arrays, self._memory["workspace"])
 
     def _read_back(self, step: DeviceStep, verify: Width) -> None:
         step.outputs.download()

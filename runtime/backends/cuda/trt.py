@@ -172,9 +172,9 @@ class EngineExecutor:
         settings = strategy if self._kernels is None else self._kernels.settings(self._trt, engine)
         context = engine.create_execution_context(settings)
         if context is None:
-            raise BackendError(f"{file}: no execution context could be made for {point}; see the message above")
+            raise BackendError(f"{file}: no execution context could be created for {point}; see the message above")
         if self._communicator is not None and not context.set_communicator(self._communicator.capsule):
-            raise BackendError(f"{file}: the engine took no NCCL communicator; see the message above")
+            raise BackendError(f"{file}: the engine refused the NCCL communicator; see the message above")
         context.set_device_memory(workspace.address, workspace.nbytes)
         if not context.set_optimization_profile_async(profile, stream):
             raise BackendError(f"{file}: there is no optimization profile {profile} for {point}")

@@ -9,20 +9,13 @@ from specexport.contract.model import Model
 from specexport.contract.values import counted
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
-from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_build, kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import Followers, Job, Leading, RankLostError
+from specexport.runtime.backends.ranks import Followers, Job, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import available_cores, cpu_name
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import LoadedMethod
-
-
-class LeadingGraph(Leading, OnnxRuntimeGraph):
-    """The first rank's part of a target on the CPU; its runs have the results of the whole graph."""
-
-    def close(self) -> None:
-        self._followers.close()
 
 
 class OnnxRuntimeBackend:
@@ -35,7 +28,7 @@ class OnnxRuntimeBackend:
         self._bundle = bundle
         self._threads = options.threads or available_cores()
         self._options = replace(options, threads=self._threads)
-        self._leading: list[LeadingGraph] = []
+        self._followers: list[Followers] = []
 
     @property
     def default_slots(self) -> int:
@@ -45,21 +38,21 @@ class OnnxRuntimeBackend:
     @property
     def device(self) -> str:
         ranks = len(self._bundle.manifest.target.ranks)
-        kernels = instruction_set()
+        used = kernels().instruction_set
         parts = ("onnxruntime", cpu_name(), counted(self._threads, "thread"))
-        return ", ".join([*parts, *[f"{ranks} ranks"] * bool(ranks), *[f"{kernels} kernels"] * bool(kernels)])
+        return ", ".join([*parts, *[f"{ranks} ranks"] * bool(ranks), *[f"{used} kernels"] * bool(used)])
 
     @property
     def kernels(self) -> str:
-        return kernels_described()
+        return kernels().described
 
     @property
     def kernels_build(self) -> str:
-        return kernels_build()
+        return kernels().build
 
     def inexact(self, target: Graph) -> str:
         assert isinstance(target, OnnxRuntimeGraph)
-        if not instruction_set():
+        if not kernels().devices:
             return self.kernels
         if self._bundle.manifest.lowering == "portable":
             return "lowered portably: attention sums a step's rows in another order than cached ones"
@@ -68,26 +61,26 @@ class OnnxRuntimeBackend:
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> OnnxRuntimeGraph:
         if model.ranks:
-            return self._lead(slots, buffers)
+            return self._lead(slots)
         session = open_cached(self._bundle, model, model.graph.master, self._options)
         master = self._bundle.file(model.graph.master)
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
-    def _lead(self, slots: int, buffers: Buffers) -> LeadingGraph:
+    def _lead(self, slots: int) -> OnnxRuntimeGraph:
         """Starts the other ranks of the target, which share the threads, and opens the first one's part."""
         share = max(1, self._threads // len(self._bundle.manifest.target.ranks))
-        options = replace(self._options, threads=share)
-        followers = Followers(self._bundle, Job(str(self._bundle.folder.absolute()), slots, options))
+        job = Job(str(self._bundle.folder.absolute()), slots, replace(self._options, threads=share))
+        followers = Followers(self._bundle, job)
         try:
-            graph = open_rank(LeadingGraph, self._bundle, 0, slots, buffers, options, followers.meeting)
-            graph.lead(followers)
+            graph = open_rank(self._bundle, job, followers.group)
+            graph.followers = followers
             followers.wait_until_open()
         except RankLostError as lost:
             followers.give_up(lost)
         except BaseException:
             followers.close()
             raise
-        self._leading.append(graph)
+        self._followers.append(followers)
         return graph
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
@@ -95,5 +88,5 @@ class OnnxRuntimeBackend:
 
     def close(self) -> None:
         """Ends the other ranks; graphs are freed with their last reference."""
-        for leading in self._leading:
-            leading.close()
+        for followers in self._followers:
+            followers.close()

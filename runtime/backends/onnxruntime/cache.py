@@ -94,7 +94,7 @@ class GrowingCache:
         # Rows that are copied, by layer and slot.
         self._copied = np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
-    def changed(self, slot: int, rows: int) -> None:
+    def mark_changed(self, slot: int, rows: int) -> None:
         """Records that the rows of a slot have changed from row ``rows`` on."""
         np.minimum(self._copied[:, slot], rows, out=self._copied[:, slot])
 

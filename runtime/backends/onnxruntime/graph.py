@@ -11,24 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
 from specexport.contract.tensors import DECLARED
-from specexport.runtime.backend import FIRST, TILE, Array, BackendOptions, Buffers, Graph
+from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
-from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, instruction_set, not_claimed
+from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, kernels, not_claimed
 from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.states import KeptStates
 
-_Shape = tuple[int, int, int, int]
-"""Batch, tokens, rows and drafts: a shape point at any cache size."""
 _LONG_CHUNK = 128
 """Tokens of a prompt that are read at once where nobody waits; a chunk of 64 each takes up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
@@ -101,22 +97,19 @@ def open_session(
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
     # onnxruntime adds its own provider to ours, and then accepts no list.
-    kernels = add_kernels(options, threads, packed)
-    providers = None if kernels else ["CPUExecutionProvider"]
+    added = add_kernels(options, threads, packed)
+    providers = None if added else ["CPUExecutionProvider"]
     # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
-    disabled = ["ConstantFolding", "MatMulAddFusion"] if kernels and not dequantized else None
+    disabled = ["ConstantFolding", "MatMulAddFusion"] if added and not dequantized else None
 
-    def plain(graph: Path) -> Any:
-        # The fallback would print an error that is raised here too, and try without our provider.
-        return onnxruntime.InferenceSession(
-            str(graph), options, providers=providers, disabled_optimizers=disabled, enable_fallback=0
-        )
+    # The fallback would print an error that is raised here too, and try without our provider.
+    settings = {"providers": providers, "disabled_optimizers": disabled, "enable_fallback": 0}
 
-    def session(graph: Path) -> Any:
-        return open_linked(graph, options, plain)
+    def open_graph(graph: Path) -> Any:
+        return open_linked(graph, options, lambda file: onnxruntime.InferenceSession(str(file), options, **settings))
 
     try:
-        opened = session(path) if cache is None or kernels else cache.session(path, session, options)
+        opened = open_graph(path) if cache is None or added else cache.session(path, open_graph, options)
     except Exception as error:  # onnxruntime's exceptions share no public base
         short = any(sign in str(error) for sign in _OUT_OF_MEMORY)
         hint = "; there is too little memory, or too few threads are allowed" if short else ""
@@ -176,13 +169,17 @@ class OnnxRuntimeGraph(Graph):
         # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        self._narrowest = 1 if instruction_set() and not self.not_claimed else 2
+        self._narrowest = 1 if kernels().devices and not self.not_claimed else 2
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
-        self._arrays: dict[_Shape, _Arrays] = {}
-        self._bound: dict[tuple[range, _Shape], Any] = {}
+        self._arrays: dict[ShapePoint, _Arrays] = {}  # by shape points without their cache sizes
+        self._bound: dict[RunShape, Any] = {}
         self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
         self.reserve(1)
+
+    @property
+    def cache_rows(self) -> int:
+        return self._cache.now.rows
 
     @property
     def cache_bytes(self) -> int:
@@ -198,17 +195,10 @@ class OnnxRuntimeGraph(Graph):
         return rows if self._states is None or self._states.reach(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
-        # The session runs the master, whose dimensions are free: a step, and a draft's run, may be of any width.
-        if (built := self.widths(point.batch)) and point.rows == point.tokens and not point.drafts:
-            super()._require(msgspec.structs.replace(point, tokens=built[0], rows=built[0]))
-            return point
-        if self._layers and point.drafts and point not in self._points:
-            widths = [p.tokens for p in self._points if (p.batch, p.drafts) == (point.batch, point.drafts)]
-            super()._require(msgspec.structs.replace(point, tokens=min(widths, default=point.tokens)))
-            return point
-        if point.rows == 1 and point.tokens % TILE == 0:  # a part of a prompt
-            chunks = [p.tokens for p in self._points if (p.batch, p.rows) == (point.batch, 1)]
-            super()._require(msgspec.structs.replace(point, tokens=max(chunks, default=point.tokens)))
+        # The session runs the master, whose dimensions are free: T may differ from that of the built point.
+        tiled = point.rows != 1 or point.tokens == 1 or point.tokens % TILE == 0  # chunks have few shapes
+        free = tiled and (self._layers or not point.drafts)
+        if free and _kind(point) in map(_kind, self._points):
             return point
         return super()._require(point)
 
@@ -219,41 +209,26 @@ class OnnxRuntimeGraph(Graph):
         """
         return max(nodes, self._narrowest)
 
-    def chunk(self, most: int, tokens: int, alone: bool = False) -> int:
+    def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
         """The last part of a prompt takes as many tiles as it fills."""
         if not self.any_width:
-            return most
-        return min(max(most, _LONG_CHUNK) if alone else most, -(-tokens // TILE) * TILE)
+            return size
+        return min(max(size, _LONG_CHUNK) if alone else size, -(-tokens // TILE) * TILE)
 
-    def reserve(self, rows: int) -> None:
-        if rows > self._cache.now.rows and self._layers:
-            self._resize(self._cache_size(rows))
-
-    def shrink_cache(self, rows: int) -> None:
-        if rows <= self._cache.now.rows and self._layers:
-            self._resize(self._cache_size(rows))
-
-    def _resize(self, size: int) -> None:
-        if size == self._cache.now.rows:
-            return
-        self._filled = [min(count, size) for count in self._filled]
-        self._cache.resize(size, self._filled)
+    def _resize(self, rows: int) -> None:
+        self._cache.resize(rows, self._filled)
         self._bound.clear()
 
-    def copy(self, source: int, to: int, rows: int) -> None:
-        rows = self.reusable(source, rows)
-        if source != to:
-            self._cache.changed(to, 0)
-            for block in self._cache.now.blocks:
-                block[:, to, :, :rows] = block[:, source, :, :rows]
-        if self._states is not None and source != to and rows:
+    def _copy(self, source: int, to: int, rows: int) -> None:
+        self._cache.mark_changed(to, 0)
+        for block in self._cache.now.blocks:
+            block[:, to, :, :rows] = block[:, source, :, :rows]
+        if self._states is not None and rows:
             self._states.copy(source, to)
-        self._filled[to] = rows
 
-    def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
+    def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
-        self._filled[slot] = past + count
-        self._cache.changed(slot, past)
+        self._cache.mark_changed(slot, past)
         assert self._last is not None
         first, arrays = self._last
         if self._states is not None:
@@ -268,23 +243,22 @@ class OnnxRuntimeGraph(Graph):
             # Not take(), which would copy the whole cache first to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        return self._arrays_of((len(slots), tokens, rows, drafts)).inputs
+    def inputs(self, shape: RunShape) -> dict[str, Array]:
+        return self._arrays_of(shape).inputs
 
-    def protect_rows(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> None:
-        arrays = self._arrays_of((len(slots), tokens, rows, drafts))
-        self._protect(arrays.inputs, slots, self._cache.now.rows - arrays.fed)
-        if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
-            arrays.inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
+    def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
+        inputs = super().prepare(shape, rows)
+        if self._states is not None and tensors.KNOWN_TOKENS in inputs:
+            inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
+        return inputs
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = FIRST) -> dict[str, Array]:
-        shape = (len(slots), tokens, rows, drafts)
-        arrays = self._arrays_of(shape)
+    def _run(self, shape: RunShape) -> dict[str, Array]:
+        arrays, slots = self._arrays_of(shape), shape.slots
         if self._layers:
             self._cache.advance(self._filled)
-        binding = self._bound.get((slots, shape))
+        binding = self._bound.get(shape)
         if binding is None:
-            binding = self._bound[slots, shape] = self._bind(slots, arrays)
+            binding = self._bound[shape] = self._bind(slots, arrays)
         if self._states is not None:
             past = arrays.inputs[tensors.PAST_LENGTH].tolist()
             for name, array in self._states.cells(slots, past, arrays.fed).items():
@@ -296,22 +270,22 @@ class OnnxRuntimeGraph(Graph):
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
         if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
-            self._states.ran(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
+            self._states.advance(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = slots.start, arrays
         return arrays.outputs
 
-    def _arrays_of(self, shape: _Shape) -> _Arrays:
-        arrays = self._arrays.get(shape)
+    def _arrays_of(self, shape: RunShape) -> _Arrays:
+        arrays = self._arrays.get(shape.point(0))
         if arrays is None:
-            batch, tokens, rows, drafts = shape
-            point = self._require(ShapePoint(batch, tokens, self._cache.now.rows, rows, drafts))
-            rows_out = Rows(() if self._in_place else self._layers, batch, point.fed)
+            point = self._require(shape.point(self.cache_rows))
+            rows_out = Rows(() if self._in_place else self._layers, point.batch, point.fed)
             states: list[Array] = []
             parts = {name.replace("past_", "new_", 1): part for name, part in rows_out.parts.items()}
             if self._states is not None:
-                states, every = self._states.outputs(batch, point.fed)
+                states, every = self._states.outputs(point.batch, point.fed)
                 parts |= every
-            arrays = self._arrays[shape] = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
+            arrays = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
+            self._arrays[shape.point(0)] = arrays
         return arrays
 
     def _bind(self, slots: range, arrays: _Arrays) -> Any:
@@ -332,6 +306,11 @@ class OnnxRuntimeGraph(Graph):
         return binding
 
 
+def _kind(point: ShapePoint) -> tuple[int, int, int, bool]:
+    """A point but for T: batch, cache, drafts, and whether all tokens have logits."""
+    return point.batch, point.cache, point.drafts, point.rows == point.tokens
+
+
 @dataclass
 class _Arrays:
     """The buffers of one shape, at any cache size.
@@ -348,8 +327,8 @@ class _Arrays:
 
 
 def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs, buffers: Buffers) -> None:
-    """Compares what a session declares with the buffers and caches that it will get, which follow from the manifest: a
-    bundle's files may be intact and still not match it.
+    """Compares a session's inputs and outputs with the buffers and caches that follow from the manifest: a bundle's
+    files may be intact and still not match it.
 
     Raises:
         BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.

@@ -33,12 +33,20 @@ _MINIMUM = (1, 28)
 """The oldest release of onnxruntime that these kernels are tested with."""
 
 
-class _Kernels(NamedTuple):
+class Kernels(NamedTuple):
+    """The kernels that run graphs on the CPU.
+
+    Attributes:
+        devices: ``onnxruntime.OrtEpDevice``; empty where these kernels are not used.
+        described: which kernels are used, and if not these, why not and what to do.
+        instruction_set: the one these kernels use; empty if they are not used.
+        build: differs between builds of these kernels, as by an update that keeps the version; empty if not used.
+    """
+
     devices: list[Any]
-    """``onnxruntime.OrtEpDevice``; empty where the kernels are not used."""
     described: str
-    """Which kernels are used, and if not these, why not and what to do."""
     instruction_set: str = ""
+    build: str = ""
 
 
 class PackedWeights(NamedTuple):
@@ -77,7 +85,7 @@ def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None)
     Raises:
         BackendError: :data:`SWITCH` is neither 0 nor 1.
     """
-    devices = _kernels().devices
+    devices = kernels().devices
     if devices:
         settings = {"threads": str(threads)}
         if packed is not None:
@@ -97,37 +105,20 @@ def not_claimed(session: Any) -> Counter[str]:
     return Counter(kind for kind in unclaimed if kind not in _BATCH_INVARIANT)
 
 
-def kernels_described() -> str:
-    """Describes in one line which kernels run graphs on the CPU.
+def kernels() -> Kernels:
+    """The kernels of this process.
 
     Raises:
         BackendError: :data:`SWITCH` is neither 0 nor 1.
     """
-    return _kernels().described
-
-
-def kernels_build() -> str:
-    """Differs between builds of the kernels, as by an update that keeps the version; empty if they are not used."""
-    if not instruction_set():
-        return ""
-    status = LIBRARY.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def instruction_set() -> str:
-    """The instruction set that the kernels use; empty if they are not used."""
-    return _kernels().instruction_set
-
-
-def _kernels() -> _Kernels:
     switch = os.environ.get(SWITCH, "1")
     if switch not in ("0", "1"):
         raise BackendError(f"{SWITCH} is {switch!r}; expected 0 (onnxruntime's kernels alone) or 1")
-    return _Kernels([], f"{_ALONE}: {SWITCH} is 0") if switch == "0" else _register(LIBRARY)
+    return Kernels([], f"{_ALONE}: {SWITCH} is 0") if switch == "0" else _register(LIBRARY)
 
 
 @functools.cache
-def _register(library: Path) -> _Kernels:
+def _register(library: Path) -> Kernels:
     """Registers the library with onnxruntime, once a process."""
     disable_telemetry()
     try:
@@ -153,8 +144,9 @@ def _register(library: Path) -> _Kernels:
     if not devices:
         return _onnxruntime_alone("specexport's found no CPU among onnxruntime's devices")
     instruction_set_name.restype = ctypes.c_char_p
-    return _Kernels(devices, f"specexport's for {instruction_set_name().decode()}", instruction_set_name().decode())
+    name, status = instruction_set_name().decode(), library.stat()
+    return Kernels(devices, f"specexport's for {name}", name, f"{status.st_size} {status.st_mtime_ns}")
 
 
-def _onnxruntime_alone(reason: str) -> _Kernels:
-    return _Kernels([], f"{_ALONE}: {reason}")
+def _onnxruntime_alone(reason: str) -> Kernels:
+    return Kernels([], f"{_ALONE}: {reason}")

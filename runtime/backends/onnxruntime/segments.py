@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specexport.contract.model import LoweredAs, Model
-from specexport.contract.tensors import CACHES, CARRIED, MEETINGS
-from specexport.runtime.backend import Array, BackendOptions, Buffers
+from specexport.contract.tensors import CACHES, CARRIED, COLLECTIVES
+from specexport.runtime.backend import Array
 from specexport.runtime.backends.onnxruntime.graph import (
     OnnxRuntimeGraph,
     import_onnxruntime,
     open_cached,
     open_session,
 )
-from specexport.runtime.backends.ranks import Meet, Meeting, combine
+from specexport.runtime.backends.ranks import Combine, Job, ProcessGroup, combine
 from specexport.runtime.bundle import Bundle
-
-G = TypeVar("G", bound=OnnxRuntimeGraph)
 
 
 class Segments:
     """One rank's sessions, run one after the other as if they were one ``onnxruntime.InferenceSession``.
 
-    ``meet`` combines the ranks' parts between segments.
+    ``combine_parts`` combines the ranks' parts between segments.
     """
 
-    def __init__(self, sessions: Sequence[Any], ranks: int, lowering: LoweredAs, meet: Meet) -> None:
+    def __init__(self, sessions: Sequence[Any], ranks: int, lowering: LoweredAs, combine_parts: Combine) -> None:
         self.sessions = sessions
         self.ranks = ranks
-        self.meet = meet
+        self.combine = combine_parts
         self.value_of = import_onnxruntime(lowering).OrtValue.ortvalue_from_numpy
         self.inputs = [[value.name for value in session.get_inputs()] for session in sessions]
         self.outputs = [[value.name for value in session.get_outputs()] for session in sessions]
@@ -40,7 +38,7 @@ class Segments:
         inputs = (value for session in sessions for value in session.get_inputs())
         outputs = (value for session in sessions for value in session.get_outputs())
         self._inputs = {value.name: value for value in inputs if value.name not in inner}
-        self._outputs = [value for value in outputs if not value.name.startswith((CARRIED, *MEETINGS))]
+        self._outputs = [value for value in outputs if not value.name.startswith((CARRIED, *COLLECTIVES))]
 
     def get_inputs(self) -> list[Any]:
         return list(self._inputs.values())
@@ -65,7 +63,7 @@ class _Binding:
         self._segments = segments
         self._bindings = [session.io_binding() for session in segments.sessions]
         self._bound: list[list[str]] = [[] for _ in self._bindings]  # outputs, in the order of get_outputs()
-        self._meetings: list[list[tuple[str, Array, Array]]] = []
+        self._collectives: list[list[tuple[str, Array, Array]]] = []
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         """Binds an input of every segment that has it."""
@@ -82,10 +80,10 @@ class _Binding:
 
     def run(self) -> None:
         for at, (session, binding) in enumerate(zip(self._segments.sessions, self._bindings, strict=True)):
-            if at < len(self._meetings):
+            if at < len(self._collectives):
                 session.run_with_iobinding(binding)
-                for name, part, whole in self._meetings[at]:
-                    self._segments.meet(name, part, whole)
+                for name, part, whole in self._collectives[at]:
+                    self._segments.combine(name, part, whole)
             else:
                 self._first_run(at)
 
@@ -96,32 +94,31 @@ class _Binding:
         for name in inner:
             binding.bind_output(name, "cpu")
         segments.sessions[at].run_with_iobinding(binding)
-        meetings = []
+        collectives = []
         for name, value in zip([*self._bound[at], *inner], binding.get_outputs(), strict=True):
-            if name.startswith(MEETINGS):
+            if name.startswith(COLLECTIVES):
                 part = value.numpy()
                 whole = np.empty(_whole(name, part.shape, segments.ranks), part.dtype)
-                segments.meet(name, part, whole)
-                meetings.append((name, part, whole))
+                segments.combine(name, part, whole)
+                collectives.append((name, part, whole))
                 self.bind_ortvalue_input(name, segments.value_of(whole))
             elif name in inner:
                 self.bind_ortvalue_input(name, value)
-        self._meetings.append(meetings)
+        self._collectives.append(collectives)
 
 
 def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
-    return (*part[:-1], part[-1] * (ranks if name.startswith(MEETINGS[1]) else 1))
+    return (*part[:-1], part[-1] * (ranks if name.startswith(COLLECTIVES[1]) else 1))
 
 
-def open_rank(
-    kind: type[G], bundle: Bundle, rank: int, slots: int, buffers: Buffers, options: BackendOptions, meeting: Meeting
-) -> G:
-    """Opens a rank's part of the target as a graph of the class ``kind``; see :func:`open_cached`."""
+def open_rank(bundle: Bundle, job: Job, group: ProcessGroup) -> OnnxRuntimeGraph:
+    """Opens a rank's part of the target; see :func:`open_cached`."""
     model, lowering = bundle.manifest.target, bundle.manifest.lowering
-    files = model.ranks[rank].segments
-    sessions = [open_cached(bundle, model, name, options) for name in files]
-    segments = Segments(sessions, len(model.ranks), lowering, meeting)
-    return kind(bundle.file(files[0]), segments, model.of_rank(rank), lowering, slots, buffers)
+    files = model.ranks[job.rank].segments
+    sessions = [open_cached(bundle, model, name, job.options) for name in files]
+    segments = Segments(sessions, len(model.ranks), lowering, group)
+    buffers = bundle.manifest.target_signature.buffers
+    return OnnxRuntimeGraph(bundle.file(files[0]), segments, model.of_rank(job.rank), lowering, job.slots, buffers)
 
 
 class _Declared(NamedTuple):
@@ -146,7 +143,7 @@ class AllRanks:
 
     def get_outputs(self) -> list[_Declared]:
         outputs = (value for session in self._ranks[0] for value in session.get_outputs())
-        return self._declared(value for value in outputs if not value.name.startswith((CARRIED, *MEETINGS)))
+        return self._declared(value for value in outputs if not value.name.startswith((CARRIED, *COLLECTIVES)))
 
     def _declared(self, values: Iterable[Any]) -> list[_Declared]:
         declared = {value.name: _Declared(value.name, list(value.shape), value.type) for value in values}
@@ -167,7 +164,7 @@ class AllRanks:
                 names = [value.name for value in session.get_outputs()]
                 results = session.run(names, {value.name: arrays[value.name] for value in session.get_inputs()})
                 arrays.update(zip(names, results, strict=True))
-            for name in [value.name for value in segments[0].get_outputs() if value.name.startswith(MEETINGS)]:
+            for name in [value.name for value in segments[0].get_outputs() if value.name.startswith(COLLECTIVES)]:
                 parts = [arrays[name] for arrays in by_rank]
                 whole = np.empty(_whole(name, parts[0].shape, count), parts[0].dtype)
                 combine(name, parts, whole)
@@ -187,9 +184,9 @@ def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, t
         BackendError: onnxruntime is missing, too old, or refuses the graph.
     """
 
-    def opened(name: str) -> Any:
+    def open_graph(name: str) -> Any:
         return open_session(file(name), threads, lowering, model.precision.weights)
 
     if not model.ranks:
-        return opened(model.graph.master)
-    return AllRanks([[opened(name) for name in rank.segments] for rank in model.ranks])
+        return open_graph(model.graph.master)
+    return AllRanks([[open_graph(name) for name in rank.segments] for rank in model.ranks])
