@@ -12,7 +12,7 @@ from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.model import CacheLayer, Model
 from specexport.contract.plugins import load, offered
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import GraphSignature, caches
+from specexport.contract.signature import caches
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.params import SamplingParams
 
@@ -292,11 +292,6 @@ def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[
         _, heads, _, size = cache.dims
         names.setdefault((int(heads), int(size)), []).append(str(cache))
     return names
-
-
-def buffers(signature: GraphSignature) -> Buffers:
-    """See :meth:`GraphSignature.buffers`."""
-    return signature.buffers
 
 
 def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from specexport.contract.methods import Method, MethodOptions, part
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Array, Backend, Graph, buffers
+from specexport.runtime.backend import Array, Backend, Graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.logits import LogitsProcessor, TokenLogprobs
 from specexport.runtime.params import SamplingParams
@@ -329,7 +329,7 @@ class Opening:
             BackendError: the backend refuses it.
         """
         ((role, model),) = method.models.items()
-        return self.backend.open(model, self.slots, buffers(method.signatures[role]))
+        return self.backend.open(model, self.slots, method.signatures[role].buffers)
 
 
 def open_proposer(method: Method, opening: Opening) -> Proposer:

@@ -15,7 +15,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
-from specexport.runtime.backend import Backend, Graph, buffers
+from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.costs import Cost, CostCurve, MethodCosts
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
@@ -200,7 +200,7 @@ def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: 
     views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
     if method.target_outputs:
         point = ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1)
-        outputs = {name: array[0] for name, array in buffers(manifest.target_signature)(point)[1].items()}
+        outputs = {name: array[0] for name, array in manifest.target_signature.buffers(point)[1].items()}
     times: list[float] = []
     for view in views:
         if outputs:  # zeros: a proposer's cost does not depend on their values
