@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport.methods.medusa.export import load_medusa, read_outline, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit, save_speculator
+from specexport.methods.mlp_speculator.export import load_speculator, read_speculator, require_fit, save_speculator
 
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

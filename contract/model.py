@@ -16,6 +16,16 @@ Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored"]
+BYTES_PER_WEIGHT: dict[StoredAs, float] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.125,
+    "int4": 0.625,
+    "stored": 1.125,
+}
+"""Bytes of a stored weight; for quantized ones with their share of a scale."""
 LoweredAs = Literal["native", "portable"]
 """Operators of the graphs: the newest, which write the cache in place, or those of opset 20, which return new rows for
 the runtime to copy."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, MethodOptions, TextMethod, part, with_trees
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -101,8 +101,6 @@ class MetaDraft:
 class MethodExporter(Generic[O, M]):
     """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
-    stage: ClassVar[str | None] = None
-    """The folder of its own model, written by a stage after the target's; None if it has no model."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
     """Draft tokens of its default trees."""
 
@@ -157,7 +155,7 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def export(self, method: M, build: Build) -> M:
-        """Writes its own model into the folder :attr:`stage`, and returns the manifest's entry."""
+        """Writes its own model into the folder of its role, and returns the manifest's entry."""
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:

@@ -209,13 +209,11 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]
-    method = next((candidate for candidate in manifest.methods if candidate.models and candidate.needs_graph), None)
+    method = next((candidate for candidate in manifest.methods if candidate.draft is not None), None)
     most = 0
-    if method is not None:
+    if method is not None and method.draft is not None:
         most = min(MAX_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
-        models += [
-            _bundle_model_plan(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]
-        ]
+        models.append(_bundle_model_plan(f"{source}: {method.name}", method.draft, sizes))
     one_pass = method is not None and not method.call_widths
     return _device_plan(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 

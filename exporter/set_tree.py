@@ -9,7 +9,7 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import with_trees
+from specexport.contract.methods import with_draft, with_trees
 from specexport.contract.model import Model
 from specexport.contract.reading import changing, check_files, exchange_manifest
 from specexport.contract.shapes import ShapePoint
@@ -51,8 +51,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         for width in method.widths():
             target = _with_points(target, plan.at_caches([(batch, width, width, 0) for batch in plan.batches]))
         points = exporter_of(method).points(method, plan)
-        if method.models:
-            method = method.with_models({role: _with_points(model, points) for role, model in method.models.items()})
+        if method.draft is not None:
+            method = with_draft(method, _with_points(method.draft, points))
         methods = tuple(method if old.name == name else old for old in manifest.methods)
         new = msgspec.structs.replace(manifest, target=target, methods=methods)
         exchange_manifest(folder, new)

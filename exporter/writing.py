@@ -10,8 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import BYTES
-from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
+from specexport.contract.model import BYTES_PER_WEIGHT, CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -52,12 +51,12 @@ def write_models(
     """
     folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
-    total = int(BYTES[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
+    total = int(BYTES_PER_WEIGHT[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
     done = 0.0
 
     def advance(size: int) -> None:
         nonlocal done
-        done += size / 4 * BYTES[storage.kind]
+        done += size / 4 * BYTES_PER_WEIGHT[storage.kind]
         build.progress(title, min(total - 1, int(done)), total)
 
     models: list[Model] = []

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.methods.base import TextMethod
+from specexport.contract.methods.options import Flag
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 
@@ -15,8 +16,8 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
     """The expected output, proposed while it matches."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"),
+    flag: ClassVar[Flag | None] = Flag(
+        "--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"
     )
     takes_hypothesis: ClassVar[bool] = True
     default_sizes: ClassVar[tuple[int, ...]] = (16, 8, 4, 2)

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, cast
 
 from msgspec import Meta
 
-from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.methods.base import TextMethod
+from specexport.contract.methods.options import Flag
 from specexport.runtime.prompt import tokens_before_embeddings
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
@@ -30,9 +31,7 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
     prompt_lookup_min: LookupSize | None = None
 
     suits: ClassVar[str] = "free; gains where answers repeat their prompt or themselves (edits, summaries, code)"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--ngram", None, "propose what followed the last tokens earlier in the text"),
-    )
+    flag: ClassVar[Flag | None] = Flag("--ngram", None, "propose what followed the last tokens earlier in the text")
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min is not None and self.prompt_lookup_min > self.prompt_lookup_max:

@@ -27,7 +27,7 @@ from specexport.contract.methods import method_type, part
 from specexport.exporter.checkpoints.checkpoint import reference_states
 from specexport.graphs.layers import recorded_states
 from specexport.methods.hidden_states.checkpoint import load_draft
-from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator
+from specexport.methods.mlp_speculator.export import load_speculator, read_speculator
 from tests.checkpoints import make_dflash, make_eagle3, make_speculator
 
 pytestmark = pytest.mark.exporter

@@ -33,8 +33,7 @@ from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.set_tree import set_default_tree
-from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
-from specexport.methods.mlp_speculator.export import trace_speculator
+from specexport.methods.mlp_speculator.export import load_speculator, read_speculator, require_fit, trace_speculator
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams

@@ -18,8 +18,8 @@ from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
+from specexport.methods.medusa.spec import MedusaTraining
 from specexport.methods.medusa.train import head_accuracy, head_losses, new_heads, train_medusa
-from specexport.methods.medusa.train_options import MedusaTraining
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 

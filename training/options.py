@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
 from specexport.contract.errors import TrainError
 from specexport.contract.options import Options, option, options
-from specexport.tables import Table
+
+if TYPE_CHECKING:
+    from specexport.tables import Table
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
@@ -205,12 +207,12 @@ def _unused_without_texts(texts: int) -> Iterator[tuple[str, str]]:
 
 
 O = TypeVar("O", bound=RunOptions)
-Report = Iterator[Table | str]
+Report = Iterator[Union["Table", str]]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A method's command of ``specexport train``: ``TRAINING`` in its module ``train_options``.
+    """A method's command of ``specexport train``: ``TRAINING`` in its module ``spec``.
 
     Its module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the output and
     returns the record of ``training.json``. An interrupted run resumes from its last checkpoint when it is started
@@ -248,6 +250,8 @@ def dashed(name: str) -> str:
 
 def shares(label: str, accuracy: list[list[float]]) -> Table:
     """A table of how often the true token is among the best candidates."""
+    from specexport.tables import Table  # running a bundle needs none
+
     ranks = (1, 2, 3, 5, 10)
     table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):

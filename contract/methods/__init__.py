@@ -21,9 +21,7 @@ import msgspec
 from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
-    Flag,
     Method,
-    MethodOptions,
     RankedMethod,
     TextMethod,
     for_bundle,
@@ -33,30 +31,20 @@ from specexport.contract.methods.base import (
     with_draft,
     with_trees,
 )
+from specexport.contract.methods.options import Flag, MethodOptions
 from specexport.contract.plugins import load, offered
 from specexport.contract.tree import TokenTree
 
-__all__ = [
+__all__ = [  # of the modules beside this one
     "BuiltMethod",
     "Flag",
     "Method",
     "MethodOptions",
     "RankedMethod",
-    "SpeculativeConfig",
     "TextMethod",
-    "decode_hook",
     "for_bundle",
-    "known",
-    "listed",
     "method_name",
-    "method_type",
     "not_a_chain",
-    "options_type",
-    "parse_method",
-    "part",
-    "read_method",
-    "read_methods",
-    "text_methods",
     "verified_widths",
     "with_draft",
     "with_trees",

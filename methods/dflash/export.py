@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
@@ -194,7 +194,6 @@ def save_dflash(
 class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     """Exports a few layers that draft a block in one pass."""
 
-    stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
     # Up to its block size; measured costs decide among them.
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)

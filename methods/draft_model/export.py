@@ -11,7 +11,7 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, MethodOptions
 from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
@@ -69,8 +69,6 @@ class ChainDraftExporter(MethodExporter[O, C]):
 
 class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
     """Exports a smaller model with the target's tokenizer."""
-
-    stage: ClassVar[str | None] = "draft"
 
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)

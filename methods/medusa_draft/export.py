@@ -30,7 +30,6 @@ from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     """Exports a draft whose own head proposes the first depth, and its Medusa heads the depths after it."""
 
-    stage: ClassVar[str | None] = "draft"
     earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
     heads_key: ClassVar[str] = "medusa"
 

@@ -203,7 +203,6 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
     """Exports the layer that follows the target's last one."""
 
-    stage: ClassVar[str | None] = "mtp"
     title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)
 

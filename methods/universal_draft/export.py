@@ -26,7 +26,6 @@ _TOKENIZER = "draft/tokenizer.json"
 class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
     """Exports a draft that proposes text, from its whole vocabulary."""
 
-    stage: ClassVar[str | None] = "draft"
     default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     def resolve(self, options: UniversalDraftOptions, target: TargetInfo) -> UniversalDraft:

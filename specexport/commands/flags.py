@@ -133,7 +133,7 @@ class _Remember(argparse.Action):
 
 
 def _flags() -> list[tuple[str, Flag]]:
-    return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
+    return [(name, flag) for name in known() if (flag := options_type(method_type(name)).flag) is not None]
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

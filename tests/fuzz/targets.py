@@ -147,7 +147,7 @@ def medusa(seed: str, data: bytes | None, folder: Path) -> None:
 
 def speculator(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of an MLP speculator, or its safetensors."""
-    from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
+    from specexport.methods.mlp_speculator.export import load_speculator, read_speculator, require_fit
 
     source, _, name = seed.rpartition("|")
     stages = _copy(source, folder / name)
