@@ -272,15 +272,14 @@ def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) 
     sizes = manifest.batch_sizes
     if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
         raise _wrong(f"batch_sizes are {list(sizes)}; expected them to ascend from 1")
-    caches = {point.cache for point in points}
-    shapes = {(point.tokens, point.rows, point.drafts) for point in points}
-    for tokens, rows, drafts in shapes:
-        present = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
-        batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
-        absent = {(batch, cache) for batch in batches for cache in caches} - present
-        if absent:
-            missing = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
-            raise _wrong(f"the {role} has no shape point {missing}")
+    expected = {
+        ShapePoint(batch, tokens, cache, rows, drafts)
+        for tokens, rows, drafts in {(point.tokens, point.rows, point.drafts) for point in points}
+        for batch in ((1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes)
+        for cache in {point.cache for point in points}
+    }
+    if missing := expected.difference(points):
+        raise _wrong(f"the {role} has no shape point {min(missing)}")
 
 
 def _tree_sizes(method: Method) -> set[int]:

@@ -223,21 +223,13 @@ def read_method(
         kind = options_type(method_type(str(mapping["method"])))
     except SpecExportError as error:
         raise BuildError(f"{where}: {error}") from error
-    keys = kind.__struct_fields__
-    unknown = next((key for key in mapping if key not in ("method", *keys)), None)
-    if unknown is not None:
-        raise BuildError(
-            f"{where}: {unknown!r} is no key of method {method_name(kind)!r}; expected some of {', '.join(keys)}"
-        )
-    missing = next((f.name for f in msgspec.structs.fields(kind) if f.required and f.name not in mapping), None)
-    if missing is not None:
-        raise BuildError(f"{where}: method {method_name(kind)!r} needs the key {missing!r}, which is missing")
     if "trees" in mapping:
         mapping["trees"] = _choices(mapping["trees"], where)
     try:
         return msgspec.convert(mapping, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{where}: {explained(error)}") from error
+        keys = ", ".join(kind.__struct_fields__)
+        raise BuildError(f"{where}: {explained(error)}; the keys of {method_name(kind)!r} are {keys}") from error
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:

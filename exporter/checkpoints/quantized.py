@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import Meta
 
 from specexport.contract.errors import BuildError, explained
+from specexport.contract.model import Size
 from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"
-_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
@@ -34,7 +33,7 @@ _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 
 class _Weights(msgspec.Struct):
     num_bits: int | None = None
-    block_structure: tuple[_Size, _Size] | None = None
+    block_structure: tuple[Size, Size] | None = None
 
 
 class _Group(msgspec.Struct):
@@ -52,7 +51,7 @@ class _Config(msgspec.Struct):
     format: str | None = None
     config_groups: dict[str, _Group] = {}
     transform_config: dict[str, Any] | None = None
-    weight_block_size: tuple[_Size, _Size] | None = None
+    weight_block_size: tuple[Size, Size] | None = None
 
     @property
     def blocks(self) -> set[tuple[int, int]]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -199,6 +200,43 @@ def head_tensors(folder: Path) -> list[StoredTensor]:
     if files := sorted(folder.glob("*.safetensors")):
         return [tensor for file in files for tensor in stored_tensors(file)]
     return pickled_tensors(folder / "pytorch_model.bin")
+
+
+def require_tensors(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    optional: AbstractSet[str] = frozenset(),
+    spelled: Callable[[str], str] = repr,
+) -> None:
+    """Checks that a checkpoint has tensors of these shapes and no others, by the headers of its files.
+
+    Args:
+        path: the checkpoint.
+        stored: its tensors by name.
+        shapes: the expected ones, by the same names.
+        what: the checkpoint as its configuration describes it, for errors.
+        optional: names that may be missing.
+        spelled: returns the names of a missing tensor in files, for errors.
+
+    Raises:
+        BuildError: a tensor is unknown, missing or of another shape; names it.
+    """
+    for name, tensor in stored.items():
+        if name not in shapes:
+            raise BuildError(f"{path}: tensor {tensor.name!r} is no part of {what}")
+        if tensor.shape != shapes[name]:
+            raise BuildError(
+                f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {what}"
+            )
+    for name in sorted(shapes.keys() - stored.keys() - optional):
+        raise BuildError(f"{path}: no tensor {spelled(name)}; expected it in {what}")
+
+
+def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's tensors by name; the meta device is enough."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def save_head_tensors(

@@ -86,8 +86,7 @@ class DFlashOutline(BlockSettings, OwnFilesOutline):
     """A DFlash checkpoint's configuration."""
 
     what: ClassVar[str] = (
-        f"a DFlash draft as {CONFIG} describes it; expected names such as 'fc.weight' or "
-        "'layers.0.self_attn.q_proj.weight'"
+        f"a DFlash draft as {CONFIG} describes it, with names such as 'fc.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
     keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
 

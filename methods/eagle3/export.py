@@ -69,7 +69,7 @@ class Eagle3Outline(OwnFilesOutline):
     switches: dict[str, bool]
 
     what: ClassVar[str] = (
-        f"an EAGLE-3 draft as {CONFIG} describes it; expected names such as 'fc.weight', "
+        f"an EAGLE-3 draft as {CONFIG} describes it, with names such as 'fc.weight', "
         "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
     keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"

@@ -26,7 +26,14 @@ from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
-from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, save_head_tensors, stored_tensors
+from specexport.exporter.checkpoints.stored import (
+    StoredTensor,
+    pickled_tensors,
+    require_tensors,
+    save_head_tensors,
+    shapes_of,
+    stored_tensors,
+)
 from specexport.exporter.method import (
     Agreement,
     Array,
@@ -154,17 +161,13 @@ def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[s
     outline = _outline(folder, stored, file)
     with torch.device("meta"):
         heads = MedusaHeads(outline.count, outline.layers, hidden, vocab, tied=outline.tied)
-    for name, parameter in heads.state_dict().items():
-        if name not in stored:
-            raise BuildError(
-                f"{file}: no tensor {name!r}; {folder / CONFIG} says {outline.count} heads of {outline.layers} layers"
-                + (" that share the model's head" if outline.tied else "")
-            )
-        if stored[name].shape != tuple(parameter.shape):
-            raise BuildError(
-                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(parameter.shape)} for a model "
-                f"of hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
-            )
+    tied = " that share the model's head" if outline.tied else ""
+    what = (
+        f"{outline.count} heads of {outline.layers} layers{tied}, as {folder / CONFIG} says, for a model of hidden "
+        f"size {hidden} and {vocab} tokens; heads of other sizes were trained for another model"
+    )
+    shapes = shapes_of(heads)
+    require_tensors(file, {name: stored[name] for name in stored if name in shapes}, shapes, what)
     return heads, stored, file
 
 

@@ -16,6 +16,7 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.checkpoints.config import meta_model
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import write_draft
@@ -39,7 +40,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     def resolve(self, options: MedusaDraftOptions, target: TargetInfo) -> MedusaDraft:
         require_length(options.model, target.max_seq_len)
         folder = expanded(options.medusa)
-        head = meta_model(options.model).get_output_embeddings().weight
+        head = meta_model(locate(options.model)).get_output_embeddings().weight
         count_parameters(folder, hidden=head.shape[1], vocab=head.shape[0])
         return MedusaDraft(
             trees=(),

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import LoweredAs, Size
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
@@ -33,7 +33,13 @@ from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfi
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, save_head_tensors
+from specexport.exporter.checkpoints.stored import (
+    StoredTensor,
+    head_tensors,
+    require_tensors,
+    save_head_tensors,
+    shapes_of,
+)
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -46,7 +52,6 @@ WIDTHS = (5, 4, 3)
 
 _PREFIX = "speculator."
 
-_Size = Annotated[int, Meta(ge=1, le=2**24)]
 _Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
 _STAGE_ACCURACY = 0.6
 """Assumed accuracy of a stage after correct tokens."""
@@ -61,8 +66,8 @@ class _Config(MeasuredConfig, kw_only=True):
     """
 
     model_type: Literal["mlp_speculator"]
-    vocab_size: _Size
-    emb_dim: _Size
+    vocab_size: Size
+    emb_dim: Size
     n_predict: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     inner_dim: Annotated[int, Meta(ge=0, le=2**24)] = 0
     top_k_tokens_per_head: list[_Width] | None = None
@@ -148,24 +153,14 @@ def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
     stored = _stored(outline)
     with torch.device("meta"):
         stages = outline.make()
-    shapes = {name: tuple(tensor.shape) for name, tensor in stages.state_dict().items()}
-    for short, tensor in stored.items():
-        if short not in shapes:
-            raise BuildError(
-                f"{outline.path}: tensor {tensor.name!r} is no part of a speculator of {outline.stages} stages; "
-                f"expected names such as '{_PREFIX}emb.0.weight', and n_predict to say how many there are"
-            )
-        if tensor.shape != shapes[short]:
-            raise BuildError(
-                f"{outline.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[short])}, as "
-                f"vocab_size is {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
-            )
-    for names in _shared(stages):
-        if not any(name in stored for name in names):
-            raise BuildError(
-                f"{outline.path}: no tensor '{_PREFIX}{names[0]}'; {CONFIG} says {outline.stages} stages"
-                + (" that share their weights" if outline.tied else "")
-            )
+    tied = " that share their weights" if outline.tied else ""
+    what = (
+        f"a speculator of {outline.stages} stages{tied}, as {CONFIG} says (n_predict), with names such as "
+        f"'{_PREFIX}emb.0.weight', vocab_size {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
+    )
+    optional = {name for names in _shared(stages) for name in names[1:]}
+    optional |= {names[0] for names in _shared(stages) if stored.keys() & names[1:]}
+    require_tensors(outline.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
 
 
 def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
