@@ -53,15 +53,14 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
         raise refusal(f"{path}: no home folder is known, as HOME is not set; give the whole path") from error
 
 
-@functools.cache
 def temporary_folder() -> Path:
     """A folder that is removed when Python ends, for caches of users without a home folder."""
-    folder = tempfile.TemporaryDirectory(prefix="specexport-")
-    _TEMPORARY.append(folder)  # it is removed with this object
-    return Path(folder.name)
+    return Path(_temporary().name)
 
 
-_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="specexport-")
 
 
 def describe_error(error: OSError, path: Path | None = None) -> str:

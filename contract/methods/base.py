@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 import msgspec
 
 from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.options import Choices, MethodOptions, SourceKind
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Choices, MethodOptions, SourceKind
 from specexport.contract.model import Model, Size, StoredAs, Strict
 from specexport.contract.shapes import CATCH_UP_TOKENS
 from specexport.contract.signature import GraphSignature
@@ -36,6 +36,8 @@ class Method:
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
     """The folder of its own model in a bundle; empty if it has none."""
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
+    """Draft tokens of its trees if none are chosen, the default first."""
 
     # --- capabilities, which others ask for instead of the method's name or type --------------------------------------
     needs_graph: ClassVar[bool] = True
@@ -274,17 +276,12 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
     suits: ClassVar[str] = ""
     """When it pays, for ``specexport suggest``; empty to leave it out."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
-    """Draft tokens of its chains if none are chosen."""
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
         """See :meth:`Method.suggest`; needs no flags, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
-
-    def default_trees(self) -> tuple[TokenTree, ...]:
-        """The chains it proposes where no trees are chosen."""
-        return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         return not_a_chain(tree)
@@ -297,4 +294,5 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
 def for_bundle(method: TextMethod, target: Model) -> TextMethod:
     """A method that needs no graph, for a bundle built without it: its chains that fit the target's steps."""
     widest = max(verified_widths(target))
-    return with_trees(method, tuple(tree for tree in method.default_trees() if len(tree) <= widest))
+    chains = (TokenTree.chain(size + 1) for size in method.sizes or method.default_sizes)
+    return with_trees(method, tuple(chain for chain in chains if len(chain) <= widest))

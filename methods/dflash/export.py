@@ -21,7 +21,6 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
@@ -194,15 +193,13 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     """Exports a few layers that draft a block in one pass."""
 
     title: ClassVar[str] = "DFlash draft"
-    # Up to its block size; measured costs decide among them.
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)
     read = staticmethod(read_dflash)
 
     def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
         return DFlash(model=options.model, block_size=outline.block_size, **fields)
 
     def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
-        sizes = [size for size in self.default_sizes if size < method.block_size] or [method.block_size - 1]
+        sizes = [size for size in method.default_sizes if size < method.block_size] or [method.block_size - 1]
         return tuple(TokenTree.chain(size + 1) for size in sizes)
 
     def meta_draft(self, options: DFlashOptions, target: str, sizes: ModelSizes) -> MetaDraft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, MethodOptions
+from specexport.contract.methods.options import MethodOptions
 from specexport.contract.model import Model, with_rows
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
@@ -38,8 +38,6 @@ C = TypeVar("C", bound=ChainDraft)
 
 class ChainDraftExporter(MethodExporter[O, C]):
     """Base of drafts that propose a chain, one pass per token."""
-
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
 
     def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         return plan.propose_points(method)

@@ -35,6 +35,7 @@ class ChainDraft(DraftingMethod, frozen=True, kw_only=True):
 
     role: ClassVar[str] = "draft"
     branching: ClassVar[Literal[0, 1, 2]] = 1
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
 
     @property
     def support(self) -> int:

@@ -266,7 +266,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
         widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
-        return (self.tree_of_size(method, min(*self.default_sizes, widest)),)
+        return (self.tree_of_size(method, min(*method.default_sizes, widest)),)
 
     def points(self, method: MlpSpeculator, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from specexport.exporter.build_state import Build
@@ -25,8 +23,6 @@ _TOKENIZER = "draft/tokenizer.json"
 
 class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
     """Exports a draft that proposes text, from its whole vocabulary."""
-
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     def resolve(self, options: UniversalDraftOptions, target: TargetInfo) -> UniversalDraft:
         require_length(options.model, target.max_seq_len)

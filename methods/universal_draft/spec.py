@@ -42,6 +42,7 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     needs_training: ClassVar[str | None] = "a smaller model"
     whole_model: ClassVar[bool] = True
     branching: ClassVar[Literal[0, 1, 2]] = 0
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     @property
     def files(self) -> tuple[str, ...]:
