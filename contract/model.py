@@ -33,8 +33,8 @@ OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
 """TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 CELL = 8
-"""G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token computes little in
-vain, but enough that a state is seldom written."""
+"""G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token wastes little, but
+enough that a state is seldom written."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

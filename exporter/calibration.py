@@ -25,9 +25,9 @@ from specexport.exporter.checkpoints.stored import (
     Kind,
     QuantizedTensor,
     Scales,
+    attach_stored,
     read_parameter,
     read_weights,
-    stand_for,
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
@@ -52,7 +52,7 @@ _COLUMNS = 128
 """Inputs whose errors are spread among each other before the rest is corrected in one product."""
 _LEAST, _LARGEST = -8, 7
 _SMALLEST = 1 << 13
-"""Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.kept_traces`)."""
+"""Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.trace_cache`)."""
 _MAX_FILE = 1 << 26
 
 
@@ -102,7 +102,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
     """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
 
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
-    :func:`_wide` are in int8.
+    :func:`_int8_matrices` are in int8.
 
     Args:
         checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
@@ -137,17 +137,17 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
             rounded[name] = _int8(name, head.weight, read_parameter(head.weight).float(), block)
     if count and matrices:
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
-        wide = _wide(checkpoint, matrices, block_size)
+        wide = _int8_matrices(checkpoint, matrices, block_size)
         calibration = _Calibration(matrices, wide, block_size, rounded, progress)
         with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.rounding():
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
     for name, tensor in rounded.items():
-        stand_for(parameters[name], tensor)
+        attach_stored(parameters[name], tensor)
     return replace(checkpoint, tensors={**checkpoint.tensors, **rounded})
 
 
-def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
+def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
     """The matrices to store in int8: down projections, whose inputs vary most between tokens.
 
     As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the

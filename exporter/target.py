@@ -25,7 +25,7 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import require_positions
-from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
+from specexport.exporter.checkpoints.split import require_split_parity, split_checkpoint
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
@@ -158,11 +158,11 @@ def run_sample(build: Build, checkpoint: Checkpoint) -> graph_checks.Reference |
 
 def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
     """Compares our lowering with plain transformers."""
-    parity.same_as_eager(checkpoint, options.lowering)
+    parity.require_parity(checkpoint, options.lowering)
     if options.inputs_embeds:
-        parity.same_as_eager(checkpoint, options.lowering, embeds=True)
+        parity.require_parity(checkpoint, options.lowering, embeds=True)
     if options.tensor_parallel > 1:
-        same_when_split(checkpoint, options.tensor_parallel)
+        require_split_parity(checkpoint, options.tensor_parallel)
 
 
 def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibration: Sequence[int]) -> WrittenTarget:

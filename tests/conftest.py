@@ -110,7 +110,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from specexport.exporter import kept_traces, trace
+    from specexport.exporter import trace, trace_cache
     from specexport.exporter.passes import simplify
 
     folder = _shared(tmp_path_factory)
@@ -125,8 +125,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_accept", accept)
-        patch.setattr(kept_traces, "cache_folder", lambda: folder)
-        patch.setattr(kept_traces, "MOST", 10_000)
+        patch.setattr(trace_cache, "cache_folder", lambda: folder)
+        patch.setattr(trace_cache, "MOST", 10_000)
         patch.setattr(simplify, "LARGEST_FOLDED", 512)
         yield
 

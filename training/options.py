@@ -133,9 +133,9 @@ class RunOptions(Options, frozen=True, kw_only=True):
             TrainError: the model, or the window, is too short.
         """
         window = self.seq_len or min(512, longest)
-        within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
+        require_within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
         prompt = self.prompt_len or window // 4
-        within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
+        require_within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
         return window, prompt
 
     def total_steps(self, windows: int) -> int:
@@ -233,7 +233,7 @@ class Training:
     example: str = ""
 
 
-def within(name: str, value: float, low: float, high: float, why: str) -> None:
+def require_within(name: str, value: float, low: float, high: float, why: str) -> None:
     """Checks an option against limits that follow from a model or the data; ``why`` explains ``high``.
 
     Raises:
@@ -248,7 +248,7 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def shares(label: str, accuracy: list[list[float]]) -> Table:
+def accuracy_table(label: str, accuracy: list[list[float]]) -> Table:
     """A table of how often the true token is among the best candidates."""
     from specexport.tables import Table  # running a bundle needs none
 
@@ -264,5 +264,5 @@ def report_chain(key: str, record: dict[str, Any]) -> Report:
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
     yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"
-    yield shares("token", accuracy)
+    yield accuracy_table("token", accuracy)
     yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts"

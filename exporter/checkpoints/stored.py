@@ -310,13 +310,13 @@ class StandIns:
         """Attaches its stored tensor to each stand-in, and the stored tensor's form to every parameter."""
         for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
-                stand_for(parameter, self._stored[parameter.data_ptr()])
+                attach_stored(parameter, self._stored[parameter.data_ptr()])
             tensor = tensors.get(name) or tensors.get(name.removeprefix(self._prefix))
             if tensor is not None and tensor.form:
                 setattr(parameter, _FORM, tensor.form)
 
 
-def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
+def attach_stored(parameter: torch.Tensor, tensor: StoredTensor) -> None:
     """Attaches the stored tensor to a stand-in."""
     setattr(parameter, _STORED, tensor)
 

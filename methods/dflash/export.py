@@ -36,8 +36,8 @@ from specexport.methods.dflash.spec import MAX_BLOCK, DFlash, DFlashOptions, blo
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
+    CheckpointOutline,
     Layer,
-    OwnFilesOutline,
     States,
     layer_config,
     read_draft,
@@ -81,7 +81,7 @@ class _Config(_Drafting, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DFlashOutline(BlockSettings, OwnFilesOutline):
+class DFlashOutline(BlockSettings, CheckpointOutline):
     """A DFlash checkpoint's configuration."""
 
     what: ClassVar[str] = (

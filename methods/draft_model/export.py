@@ -123,7 +123,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
         )
     _require_positions(source, draft.max_positions, build.plan.max_seq_len)
     with build.during("checking the draft's lowering"):
-        parity.same_as_eager(draft, build.options.lowering)
+        parity.require_parity(draft, build.options.lowering)
     return draft
 
 

@@ -89,7 +89,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
 
     Returns:
         The configuration of the layers, whether it has the layout of the ``speculators`` library, and the fields of
-        :class:`OwnFilesOutline` that all such drafts share.
+        :class:`CheckpointOutline` that all such drafts share.
 
     Raises:
         BuildError: a field is missing or malformed; names the file and the field.
@@ -261,7 +261,7 @@ class DraftOutline(ABC):
 
 
 @dataclass(frozen=True)
-class OwnFilesOutline(DraftOutline):
+class CheckpointOutline(DraftOutline):
     """The configuration of a draft in a separate checkpoint.
 
     Attributes:

@@ -14,7 +14,7 @@ from specexport.contract.model import BYTES_PER_WEIGHT, Positive, Size, StoredAs
 from specexport.contract.options import option, options
 from specexport.contract.tensors import CANDIDATES, Tensor
 from specexport.contract.tree import TokenTree
-from specexport.training.options import HiddenStateOptions, Report, Training, ahead_option, shares
+from specexport.training.options import HiddenStateOptions, Report, Training, accuracy_table, ahead_option
 
 _PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
 """By the size of the model they were searched for (FasterDecoding/Medusa)."""
@@ -124,7 +124,7 @@ class MedusaTraining(HiddenStateOptions, frozen=True, kw_only=True):
 def _report(record: dict[str, Any]) -> Report:
     heads = record["head_accuracy"]
     yield f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they predict"
-    yield shares("head", heads)
+    yield accuracy_table("head", heads)
     if "lm_loss" in record:
         before, after = record["lm_loss_before"], record["lm_loss"]
         yield f"held-out loss of the model {before:.4f} before, {after:.4f} now, in nats a token"
