@@ -133,9 +133,9 @@ class RunOptions(Options, frozen=True, kw_only=True):
             TrainError: the model, or the window, is too short.
         """
         window = self.seq_len or min(512, longest)
-        require_within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
+        within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
         prompt = self.prompt_len or window // 4
-        require_within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
+        within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
         return window, prompt
 
     def total_steps(self, windows: int) -> int:
@@ -233,7 +233,7 @@ class Training:
     example: str = ""
 
 
-def require_within(name: str, value: float, low: float, high: float, why: str) -> None:
+def within(name: str, value: float, low: float, high: float, why: str) -> None:
     """Checks an option against limits that follow from a model or the data; ``why`` explains ``high``.
 
     Raises:

@@ -25,7 +25,7 @@ from specexport.methods.medusa.spec import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
 from specexport.training.loop import Log, Loss, adamw
-from specexport.training.options import require_within
+from specexport.training.options import within
 from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
 from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
 
@@ -38,7 +38,7 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
     place = choose_place(options)
     base = load_model(options.target, place, frozen=options.stage == 1)
     with open_run("train medusa", options, place, base, log) as run:
-        require_within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
+        within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             # Trained weights are in float32; sampling is twice as fast from a copy in bfloat16.
             run.self_distill(

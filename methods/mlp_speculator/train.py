@@ -14,7 +14,7 @@ from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.spec import SpeculatorTraining
 from specexport.training.data import Windows
 from specexport.training.loop import Log
-from specexport.training.options import require_within
+from specexport.training.options import within
 from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden
 from specexport.training.run import Place, choose_place, load_model, open_run
 
@@ -27,7 +27,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
     place = choose_place(options)
     base = load_model(options.target, place, frozen=True)
     with open_run("train mlp-speculator", options, place, base, log) as run:
-        require_within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
+        within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
         total = options.total_steps(len(run.windows))
         first = round(options.data_first * total) if options.self_distill else total
         torch.manual_seed(options.seed)
