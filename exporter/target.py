@@ -29,7 +29,7 @@ from specexport.exporter.checkpoints.split import require_split_parity, split_ch
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
-from specexport.exporter.writing import TracedGraph, trace_checkpoint, write_models
+from specexport.exporter.writing import TracedGraph, tracing, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -224,7 +224,8 @@ class _StepTracer:
         outputs = [tensors.LOGITS, *(name for method in self.plan.methods for name in method.target_outputs)]
         states = dict(zip(self.target.states, self.state_layers, strict=True))
         module = StepModule(share.model, self.additions, outputs, self.options.lowering, states)
-        graph = trace_checkpoint(share, lambda: trace.trace_step(module, share.cache, self.embedding_size))
+        with tracing(share):
+            graph = trace.trace_step(module, share.cache, self.embedding_size)
         return TracedGraph("step", graph, self.plan.target_points(), share.cache, self.target.parameters)
 
 

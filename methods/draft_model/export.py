@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
@@ -28,7 +27,7 @@ from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
@@ -133,13 +132,11 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     # At the next call the text is at least one token longer; even if it is not, nothing is read twice.
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
-
-    def tracer() -> ir.Model:
-        states = dict(zip(draft.states, layers, strict=True))
-        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
-        return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
-
-    return msgspec.structs.replace(write_draft(draft, build, tracer, points), states=layers)
+    states = dict(zip(draft.states, layers, strict=True))
+    one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
+    with build.during("tracing the draft"), tracing(draft):
+        graph = compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
+    return msgspec.structs.replace(write_draft(draft, build, graph, points, method.role), states=layers)
 
 
 EXPORTER = DraftModelExporter()

@@ -23,7 +23,7 @@ from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Agreement, MetaDraft, TargetInfo, Verification
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -95,14 +95,9 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {self.title}"):
             draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
-        model = write_draft(
-            draft,
-            build,
-            lambda: self.trace(method, draft.model, draft.cache, build.options.lowering),
-            self.points(method, build.plan),
-            role=method.role,
-            title=self.title,
-        )
+        with build.during(f"tracing the {self.title}"), tracing(draft):
+            graph = self.trace(method, draft.model, draft.cache, build.options.lowering)
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role)
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 

@@ -19,7 +19,7 @@ from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
 from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
@@ -65,11 +65,12 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
         count = min(MAX_TOP_K, vocab)
-        points = self.points(method, build.plan)
         candidates = HeadCandidates(heads, draft.model, count, vocab, depth_1=True)
         outputs = [tensors.CANDIDATES]
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
-        model = write_draft(draft, build, lambda: trace.trace_step(step, draft.cache), points, name="step")
+        with build.during("tracing the draft"), tracing(draft):
+            graph = trace.trace_step(step, draft.cache)
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role, name="step")
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:

@@ -41,7 +41,7 @@ from specexport.exporter.checkpoints.stored import (
     shapes_of,
 )
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
@@ -290,14 +290,9 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
                 input_vocab=outline.vocab,
                 max_positions=build.max_positions,
             )
-        model = write_draft(
-            checkpoint,
-            build,
-            lambda: trace_speculator(stages, build.options.lowering),
-            self.points(method, build.plan),
-            role="speculator",
-            title="speculator",
-        )
+        with build.during("tracing the speculator"), tracing(checkpoint):
+            graph = trace_speculator(stages, build.options.lowering)
+        model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method.role)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
