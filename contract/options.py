@@ -57,7 +57,7 @@ def option(metavar: str | None = None, **about: Any) -> Meta:
             ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
             ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
             taking several values; ``once``, for one that is refused a second time; ``parse``, which reads the flag's
-            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it is no flag; and
+            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it has no flag; and
             ``unchecked``, if it is checked where it is used.
     """
     return Meta(extra={"metavar": metavar, **about})
@@ -115,7 +115,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         unknown = next((name for name in values if name not in cls.__struct_fields__), None)
         if unknown is not None:
-            raise cls.refusal(f"{unknown} is no option; expected some of {', '.join(cls.__struct_fields__)}", unknown)
+            raise cls.refusal(
+                f"{unknown} is not an option; expected some of {', '.join(cls.__struct_fields__)}", unknown
+            )
         return cls(*args, **values)
 
     def __post_init__(self) -> None:

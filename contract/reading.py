@@ -164,7 +164,7 @@ def _check_methods(manifest: Manifest) -> None:
         raise _invalid(f"methods: {', '.join(names)}; expected each once, and one with a draft at most")
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
-            raise _invalid(f"{method.name}: its model is not there")
+            raise _invalid(f"{method.name}: its model is missing")
         if isinstance(method, MethodOptions) and method.sizes:
             raise _invalid(f"{method.name}: num_speculative_tokens is given beside trees")
         for role, model in method.models.items():
@@ -177,10 +177,10 @@ def _check_tokens(manifest: Manifest) -> None:
     target = manifest.target
     beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
     if beyond:
-        raise _invalid(f"tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}")
+        raise _invalid(f"tokenizer.eos_token_ids: {beyond[0]} is not a token; the target has {target.vocab_size}")
     for rule, tokens in manifest.generation.rules.tokens.items():
         if (most := max(tokens, default=0)) >= target.vocab_size:
-            raise _invalid(f"generation.rules.{rule}: {most} is no token of {target.vocab_size}")
+            raise _invalid(f"generation.rules.{rule}: {most} is not a token; the target has {target.vocab_size}")
     if manifest.max_seq_len > target.max_positions:
         raise _invalid(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}")
 
@@ -258,12 +258,12 @@ def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manif
         if proposes:
             fits = not point.rows and point.drafts > 0 and (not cached or point.tokens in fed)
         if doubled or not fits:
-            raise _invalid(f"graph.points of the {role}: {point} is there twice, or is no shape of such a graph")
+            raise _invalid(f"graph.points of the {role}: {point} is listed twice, or is not a shape of such a graph")
     widest, rows = max(point.tokens for point in points), max(point.cache for point in points)
     if role == "target" and manifest.max_seq_len + widest > rows + 1:
         raise _invalid(
             f"max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a step "
-            f"of {widest} tokens behind it"
+            f"of {widest} tokens after it"
         )
 
 

@@ -260,7 +260,7 @@ def _model_plan(
     """The plan of one model; ``nodes`` is the size of all trees together that a target decides acceptance for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
-            f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
+            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, and this "
             "plans for devices"
         )
     by_onnxruntime = backend == "onnxruntime-cuda"

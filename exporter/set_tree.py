@@ -44,7 +44,7 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         widest, rows = max(method.widths()), plan.caches[-1]
         if manifest.max_seq_len + widest > rows + 1:
             raise BuildError(
-                f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in "
+                f"{folder}: a step of {widest} tokens does not fit after a context of {manifest.max_seq_len} in "
                 f"{rows} cache rows; build the bundle for such steps instead"
             )
         target = manifest.target

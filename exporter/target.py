@@ -121,8 +121,8 @@ def plan_target(options: BuildOptions, checkpoint: Checkpoint) -> BuildPlan:
         methods = tuple(_chains(method, options.methods[at], checkpoint) for at, method in enumerate(methods))
         if options.backend != "onnxruntime":
             raise BuildError(
-                f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run on "
-                "the CPU alone yet; build it with --backend onnxruntime"
+                f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run "
+                "only on CPUs so far; build it with --backend onnxruntime"
             )
     return BuildPlan.of(methods, options, max_seq_len)
 
@@ -132,7 +132,7 @@ def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Metho
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
     if (branching and options.trees) or method.own_widths:
         raise BuildError(
-            f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
+            f"{target.source}: model family '{target.family}' has layers without attention, which read only chains, "
             f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "
             "out"
         )

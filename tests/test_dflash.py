@@ -211,7 +211,7 @@ Q = "layers.1.self_attn.q_proj.weight"
         ({"hidden_norm.weight": None}, "no tensor 'hidden_norm.weight'"),
         ({Q: torch.zeros(32, 128)}, r"q_proj.weight' is \[32, 128\], expected \[32, 64\] in "),
         ({f"model.{Q}": torch.zeros(32, 64)}, "and '.*' are the same part; expected one"),
-        ({"candidate_selector.hidden_projection.weight": torch.zeros(2)}, "hidden_projection.weight' is no part of a"),
+        ({"candidate_selector.hidden_projection.weight": torch.zeros(2)}, "hidden_projection.weight' is not part of a"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

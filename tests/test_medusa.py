@@ -123,7 +123,7 @@ def without(name: str) -> Any:
         (lambda s: s.update({"1.1.weight": torch.zeros(V + 4, H)}), r"'1.1.weight' is \[324, 64\], expected \[3\d\d"),
         (without("2.1.weight"), "no tensor '2.1.weight'"),
         (without("0.0.linear.bias"), "no tensor '0.0.linear.bias'"),
-        (lambda s: s.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is no part of Medusa heads"),
+        (lambda s: s.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is not part of Medusa heads"),
         (lambda s: s["1.0.linear.bias"].fill_(torch.nan), "'1.0.linear.bias' holds numbers that are not finite"),
     ],
 )

@@ -207,7 +207,7 @@ def test_tied_tensors_may_be_stored_once_or_per_stage(
     [
         ({"model_type": "medusa"}, r"config\.json: not a configuration of an MLP speculator: .*model_type"),
         ({"n_predict": 2}, r"top_k_tokens_per_head is \[5, 4, 3\] and n_predict 2; expected a width for each stage"),
-        ({"n_predict": 2, "top_k_tokens_per_head": [2, 2]}, r"'speculator.emb.2.weight' is no part of"),
+        ({"n_predict": 2, "top_k_tokens_per_head": [2, 2]}, r"'speculator.emb.2.weight' is not part of"),
         ({"n_predict": 4, "top_k_tokens_per_head": [2] * 4}, r"no tensor 'speculator.emb.3.weight'; .* of 4 stages"),
         ({"n_predict": 17}, "n_predict"),
         ({"n_predict": "three"}, "n_predict"),
@@ -234,7 +234,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
     [
         ({"proj.1.weight": torch.zeros(48, 64)}, r"'speculator.proj.1.weight' is \[48, 64\], expected \[48, 48\]"),
         ({"ln.0.bias": None}, "no tensor 'speculator.ln.0.bias'"),
-        ({"lm_head.weight": torch.zeros(2)}, "'speculator.lm_head.weight' is no part of a speculator of 3 stages"),
+        ({"lm_head.weight": torch.zeros(2)}, "'speculator.lm_head.weight' is not part of a speculator of 3 stages"),
         ({"head.2.weight": torch.full((VOCAB, 48), torch.inf)}, "'speculator.head.2.weight' holds numbers that"),
     ],
 )

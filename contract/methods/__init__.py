@@ -67,7 +67,7 @@ def method_type(name: str) -> type[Method]:
     """The struct of a method's entry in a bundle; :func:`options_type` is that of its options.
 
     Raises:
-        SpecExportError: it is unknown, or a package's entry point of that name is no method.
+        SpecExportError: it is unknown, or a package's entry point of that name is not a method.
     """
     if name not in known():
         raise SpecExportError(
@@ -158,7 +158,7 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
     if not isinstance(several, Sequence) or not all(
         isinstance(entry, (str, Mapping, MethodOptions)) for entry in several
     ):
-        raise BuildError(f"speculative_config: {config!r} is no object with the key method, nor a list of such")
+        raise BuildError(f"speculative_config: {config!r} is not an object with the key method, or a list of them")
     return tuple(several)
 
 

@@ -292,7 +292,7 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
     placed = read_index(path)
     for file in sorted(set(placed.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
+            raise BuildError(f"{path}: weight_map: {file!r} is not a safetensors file in the folder; refusing it")
         if not (folder / file).is_file():
             raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
         # A file may also have older copies of tensors that the index places in another.

@@ -337,7 +337,7 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
     def read() -> _Read:
         packed, exponents = blocks.read().numpy(), scales.read().numpy()
         if exponents.max() == 0xFF:
-            raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is no number in E8M0")
+            raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is not a number in E8M0")
         four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
         scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled

@@ -225,7 +225,7 @@ def require_tensors(
     """
     for name, tensor in stored.items():
         if name not in shapes:
-            raise BuildError(f"{path}: tensor {tensor.name!r} is no part of {what}")
+            raise BuildError(f"{path}: tensor {tensor.name!r} is not part of {what}")
         if tensor.shape != shapes[name]:
             raise BuildError(
                 f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {what}"

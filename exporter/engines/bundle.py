@@ -65,11 +65,11 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     check_files(folder, manifest, hashes=False)
     if manifest.target.embedding_size is not None and options.backend in COMPILERS:
         raise BuildError(
-            f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
+            f"{folder}: was built with --inputs-embeds, and engines read only tokens; build it without to compile it"
         )
     if manifest.has_states:
         raise BuildError(
-            f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
+            f"{folder}: a model has layers without attention, which run only on CPUs so far; build it with "
             "--backend onnxruntime"
         )
     check_batches(options.engine_batch_sizes, manifest.batch_sizes)

@@ -217,13 +217,13 @@ class DraftOutline(ABC):
         ids = torch.arange(self.draft_vocab) + offsets
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab or len(set(ids.tolist())) != len(ids):
             raise BuildError(
-                f"{self.path}: tensor {D2T!r} leads to tokens that are not there, or to one twice; expected "
+                f"{self.path}: tensor {D2T!r} maps to tokens that do not exist, or several to one; expected "
                 f"{self.draft_vocab} different ones below {self.vocab}"
             )
         if T2D in stored:
             in_draft_vocab = stored[T2D].read()
             if in_draft_vocab.dtype != torch.bool or not torch.equal(in_draft_vocab.nonzero()[:, 0], ids.sort().values):
-                raise BuildError(f"{self.path}: tensor {T2D!r} is no mask (bool) of the tokens that {D2T!r} leads to")
+                raise BuildError(f"{self.path}: tensor {T2D!r} is not a boolean mask of the tokens in {D2T!r}")
         return ids
 
     def _fill(

@@ -173,7 +173,7 @@ def trace_own_state(
     states = own_state_inputs(draft.states_width, draft.hidden)
     first = trace.trace_module(OwnStateStart(draft), states, ["hidden", "real"], lowering)
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
-    real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
+    real = Tensor("real", "float32", ("B", "R"), "which earlier rows are not padding")
     rows = trace.row_inputs(shapes)
     inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]

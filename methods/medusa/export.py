@@ -106,7 +106,7 @@ def _outline(folder: Path, stored: Mapping[str, StoredTensor], file: Path) -> He
     wrong = sorted(name for name, match in matches.items() if match is None)
     if wrong:
         raise BuildError(
-            f"{file}: tensor {wrong[0]!r} is no part of Medusa heads; expected names such as '0.0.linear.weight' and "
+            f"{file}: tensor {wrong[0]!r} is not part of Medusa heads; expected names such as '0.0.linear.weight' and "
             "'0.1.weight'"
         )
     in_file = 1 + max((int(match[1]) for match in matches.values() if match is not None), default=-1)

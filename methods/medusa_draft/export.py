@@ -59,7 +59,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         draft = load_draft(method.model, build)
         if draft.states:
             raise BuildError(
-                f"medusa_draft: {draft.source} has layers without attention, which go through chains alone; choose "
+                f"medusa_draft: {draft.source} has layers without attention, which read only chains; choose "
                 "another draft, or leave out its Medusa heads"
             )
         heads = heads_of(method.medusa, draft)
