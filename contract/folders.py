@@ -97,9 +97,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file in place of the last one in one act; what cannot be written whole is not left behind.
+    """Replaces a file atomically; one that cannot be written whole is not left behind.
 
-    It keeps the last one's permissions.
+    The new file has the old one's permissions.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -122,7 +122,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _refused(error: BaseException | None) -> OSError | None:
-    """The system's error that a library reports only as text, as those written in Rust do, or hides behind another
+    """The system's error that a library reports only as text, as libraries in Rust do, or as the cause of another
     error, as torch does.
     """
     while error is not None:

@@ -201,11 +201,11 @@ class Manifest(Strict, frozen=True):
         specexport_version: that wrote the bundle.
         created: ISO 8601, UTC.
         built_with: versions of the libraries that matter.
-        backend: what the bundle is meant to run on. Whatever that is, its ONNX graphs are there too.
-        lowering: which operators they are made of.
+        backend: what the bundle is meant to run on; its ONNX graphs are there in any case.
+        lowering: which operators they use.
         max_seq_len: longest sequence (prompt and output), in tokens.
         prefill_chunk: tokens a prefill step takes.
-        batch_sizes: slots the graphs were made for.
+        batch_sizes: slots that the graphs run for.
         target: the model whose distribution is sampled.
         methods: the ways to propose, one of a kind, the default first; none for plain decoding.
         tokenizer: shared by target and draft.

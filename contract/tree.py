@@ -126,7 +126,7 @@ class TokenTree:
 
     @classmethod
     def best(cls, weight: Callable[[tuple[int, ...]], float], nodes: int, ranks: int, depth: int) -> TokenTree:
-        """The tree of most weight, if a path never weighs more than what leads to it.
+        """The tree of most weight, if no path weighs more than the path to its parent.
 
         Args:
             weight: of a path of ranks, such as the chance that its last token is accepted.

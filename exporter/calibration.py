@@ -45,7 +45,7 @@ LEAST_TOKENS = _WINDOW
 """Tokens of calibration data below which matrices are rounded for a few inputs, and worse than without a text."""
 _TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
-"""Multiplications of the pass over the text, some minutes on two cores: with larger models less of it is read."""
+"""Multiplications of the pass over the text, some minutes on two cores: for larger models less of the text is read."""
 _DAMPING = 0.01
 """Share of the mean diagonal that is added to the matrix of inputs, whose smallest directions few tokens tell."""
 _COLUMNS = 128
@@ -75,7 +75,7 @@ def calibration_text(path: Path | None) -> str:
         lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
     if not text.strip():
-        raise BuildError(f"{path}: the calibration data holds no text; expected some thousand tokens of it")
+        raise BuildError(f"{path}: the calibration data holds no text; expected a few thousand tokens")
     return text
 
 

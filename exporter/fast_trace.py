@@ -98,7 +98,7 @@ def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bo
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        # Arithmetic of sizes; or what runs a body, of which decomposing takes apart all but scan.
+        # Arithmetic of sizes; or operators that run a body, which decomposing takes apart, except scan.
         return target is scan_op or not isinstance(target, torch._ops.HigherOrderOperator)
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False

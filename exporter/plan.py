@@ -153,7 +153,7 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        method: how to speculate, with a draft that is a separate model; None for not at all.
+        method: how to speculate, with a draft that is a separate model; None for plain decoding.
         device: where it is to run.
         precision: of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens; None for the target's, at most :data:`DEFAULT_CONTEXT`.

@@ -36,8 +36,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
             raise BuildError(f"{folder}: has no method {name!r}")
         if manifest.program or manifest.engines:
             raise BuildError(
-                f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
-                "that none can be exchanged. Tune a bundle built for onnxruntime and build this one with the tree found"
+                f"{folder}: is built for {manifest.backend}; its step program and engines are compiled for its trees, "
+                "which cannot be replaced. Tune a bundle built for onnxruntime, and build this one with the best tree"
             )
         method = with_trees(method, (tree, *(other for other in method.token_trees() if len(other) != len(tree))))
         plan = msgspec.structs.replace(BuildPlan.of_bundle(manifest), methods=(method,))

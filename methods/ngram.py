@@ -14,7 +14,7 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
-"""Length of an n-gram; limited, as every look-up compares so many tokens."""
+"""Length of an n-gram; limited, as every look-up compares that many tokens."""
 _MOST = 256
 """Most occurrences that a look-up compares, the latest first: others would hardly be better, and take time."""
 

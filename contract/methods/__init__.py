@@ -125,7 +125,7 @@ def decode_hook(kind: type, content: Any) -> Any:
     except SpecExportError as error:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
-        # msgspec adds where the entry is; a ValidationError it would hand on as it is.
+        # msgspec adds the entry's place to a ValueError, but not to a ValidationError.
         raise ValueError(explained(error)) from error
 
 

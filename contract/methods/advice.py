@@ -7,7 +7,7 @@ from typing import Literal
 
 Device = Literal["cpu", "gpu"]
 SMALLER = (5.0, 10.0)
-"""How many times smaller a draft should be: a larger one costs what it gains, a smaller one guesses badly."""
+"""How many times smaller a draft should be: a larger one costs as much as it gains, a smaller one drafts badly."""
 
 
 @dataclass(frozen=True)

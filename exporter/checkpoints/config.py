@@ -127,7 +127,7 @@ def _language_model(config: Any, document: dict[str, Any]) -> Any:
         return config
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', of which transformers has no causal LM")
+        raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', for which transformers has no causal LM")
     for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
         if {name, f"torch_{name}"} & document.keys():  # the whole model's setting holds for its parts
             setattr(text, name, getattr(config, name))

@@ -121,7 +121,7 @@ class _Splitter:
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
-                raise BuildError(f"its experts have {key}, of which transformers does not say how to split it")
+                raise BuildError(f"its experts have {key}, which transformers does not say how to split")
             axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
                 axis = 2 * parameter.dim() - 3 - axis

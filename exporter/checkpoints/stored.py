@@ -171,7 +171,7 @@ class QuantizedTensor(StoredTensor):
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, of which only the header is read.
+    """The tensors of a safetensors file, from its header.
 
     Raises:
         BuildError: it is not a safetensors file.
@@ -250,7 +250,7 @@ def save_head_tensors(
 
 
 def share_weights(folder: Path) -> None:
-    """Lets those read a checkpoint's weights who may read its ``config.json``: safetensors lets the owner alone."""
+    """Gives a checkpoint's weights the permissions of its ``config.json``; safetensors' are for the owner alone."""
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / CONFIG).stat().st_mode)
 

@@ -1,6 +1,6 @@
 """The engines that a bundle needs, their shapes, and the source graphs that they are compiled from.
 
-A source graph is a master graph with its types decided; onnxruntime runs it on GPUs as it is.
+A source graph is a master graph with fixed types; onnxruntime runs it unchanged on GPUs.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
 
 
 def _copy_returned_results(graph: ir.Graph) -> None:
-    """Puts an Identity behind each output that ranks combine, so that a segment follows to return it."""
+    """Puts an Identity after each output that ranks combine, so that a last segment returns it."""
     for at, value in enumerate(graph.outputs):
         if (producer := value.producer()) is not None and producer.domain == COLLECTIVE_DOMAIN:
             last = op("Identity", [value], str(value.name))

@@ -117,8 +117,8 @@ def load_draft(source: str, build: Build) -> Checkpoint:
         draft = load_checkpoint(source)
     if draft.states and build.options.backend != "onnxruntime":
         raise BuildError(
-            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
-            "yet; choose another draft, or build it with --backend onnxruntime"
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which run only on CPUs "
+            "so far; choose another draft, or build it with --backend onnxruntime"
         )
     _require_positions(source, draft.max_positions, build.plan.max_seq_len)
     with build.during("checking the draft's lowering"):

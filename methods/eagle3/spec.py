@@ -62,7 +62,7 @@ class Eagle3Training(StatesDraftTraining, frozen=True, kw_only=True):
         super().check()
         for name in ("states", "draft_vocab_size"):
             if self.draft is not None and getattr(self, name) is not None:
-                raise TrainError(f"--draft was given together with {dashed(name)}, which is of a draft that is new")
+                raise TrainError(f"--draft was given together with {dashed(name)}, which is for a new draft")
 
 
 TRAINING = Training("eagle3", "Train an EAGLE-3 draft for a target.", Eagle3Training, partial(report_chain, "accuracy"))

@@ -108,7 +108,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
         W, N = self.window, self.ngram
         guesses = (len(tree) - 1) // (N - 1)
         if tree.choices != guess_tree(guesses, N).choices:
-            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {N - 1} off the root"
+            return f"the one of {len(tree) - 1} draft tokens does not consist of chains of {N - 1} below the root"
         if W < N - 2:
             return f"window {W}, with n-grams of {N}; the window fills only with {N - 2}"
         if self.window_nodes + len(tree) - 1 > MAX_NODES:

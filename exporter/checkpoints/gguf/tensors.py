@@ -181,7 +181,7 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
 
 @contextlib.contextmanager
 def _one_name_map() -> Iterator[None]:
-    """Keeps gguf's map of names, of which transformers asks for a new one in each module: 16 ms each with 62 layers."""
+    """Caches gguf's map of names, which transformers requests anew for each module: 16 ms each with 62 layers."""
     original = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(original)
     try:
