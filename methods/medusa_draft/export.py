@@ -23,7 +23,7 @@ from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
 from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
-from specexport.methods.medusa.export import HeadsExporter, count_parameters, heads_of, read_outline, reference_heads
+from specexport.methods.medusa.export import HeadsExporter, heads_of, read_medusa, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 
@@ -41,12 +41,13 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         require_length(options.model, target.max_seq_len)
         folder = expanded(options.medusa)
         head = meta_model(locate(options.model)).get_output_embeddings().weight
-        count_parameters(folder, hidden=head.shape[1], vocab=head.shape[0])
+        heads = read_medusa(folder)
+        heads.make(hidden=head.shape[1], vocab=head.shape[0])
         return MedusaDraft(
             trees=(),
             model=options.model,
             medusa=str(folder.resolve()),
-            heads=read_outline(folder).count,
+            heads=heads.count,
             candidates=min(MAX_TOP_K, target.vocab),
         )
 

@@ -103,6 +103,58 @@ class SpeculatorOutline:
             self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
         )
 
+    def require_fit(self, *, hidden: int, vocab: int) -> None:
+        """Checks a speculator against a target's hidden size and vocabulary by the headers of its files.
+
+        Raises:
+            BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another
+                target; names the file and the tensor or field.
+        """
+        for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
+            if value != expected:
+                raise BuildError(
+                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
+                    "trained for another model"
+                )
+        stored = self._stored()
+        with torch.device("meta"):
+            stages = self.make()
+        tied = " that share their weights" if self.tied else ""
+        what = (
+            f"a speculator of {self.stages} stages{tied}, as {CONFIG} says (n_predict), with names such as "
+            f"'{_PREFIX}emb.0.weight', vocab_size {self.vocab}, emb_dim {self.hidden} and inner_dim {self.inner}"
+        )
+        optional = {name for names in _shared(stages) for name in names[1:]}
+        optional |= {names[0] for names in _shared(stages) if stored.keys() & names[1:]}
+        require_tensors(self.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
+
+    def load(self) -> SpeculatorStages:
+        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode.
+
+        Raises:
+            BuildError: tied tensors differ, or numbers are not finite; names the tensor.
+        """
+        stored = self._stored()
+        with torch.device("meta"):
+            stages = self.make()
+        state: dict[str, torch.Tensor] = {}
+        for names in _shared(stages):
+            first, *others = [stored[name] for name in names if name in stored]
+            tensor = first.finite(self.path)
+            for other in others:
+                if not torch.equal(tensor, other.read().to(torch.float32)):
+                    raise BuildError(
+                        f"{self.path}: tie_weights is true, but {other.name!r} and {first.name!r} differ; expected one "
+                        "for all"
+                    )
+            state |= dict.fromkeys(names, tensor)
+        stages.load_state_dict(state, assign=True)
+        return stages.eval().requires_grad_(False)
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        """The tensors by the stages' parameter names."""
+        return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(self.path)}
+
 
 def read_speculator(source: str) -> SpeculatorOutline:
     """Reads a speculator's configuration from a folder or hub id, without its weights.
@@ -135,61 +187,6 @@ def read_speculator(source: str) -> SpeculatorOutline:
 def default_widths(stages: int) -> tuple[int, ...]:
     """The default ``top_k_tokens_per_head``."""
     return tuple(WIDTHS[min(stage, len(WIDTHS) - 1)] for stage in range(stages))
-
-
-def require_fit(outline: SpeculatorOutline, *, hidden: int, vocab: int) -> None:
-    """Checks a speculator against a target's hidden size and vocabulary by the headers of its files.
-
-    Raises:
-        BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another target;
-            names the file and the tensor or field.
-    """
-    for field, value, expected in (("emb_dim", outline.hidden, hidden), ("vocab_size", outline.vocab, vocab)):
-        if value != expected:
-            raise BuildError(
-                f"{outline.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
-                "trained for another model"
-            )
-    stored = _stored(outline)
-    with torch.device("meta"):
-        stages = outline.make()
-    tied = " that share their weights" if outline.tied else ""
-    what = (
-        f"a speculator of {outline.stages} stages{tied}, as {CONFIG} says (n_predict), with names such as "
-        f"'{_PREFIX}emb.0.weight', vocab_size {outline.vocab}, emb_dim {outline.hidden} and inner_dim {outline.inner}"
-    )
-    optional = {name for names in _shared(stages) for name in names[1:]}
-    optional |= {names[0] for names in _shared(stages) if stored.keys() & names[1:]}
-    require_tensors(outline.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
-
-
-def load_speculator(outline: SpeculatorOutline) -> SpeculatorStages:
-    """Loads a speculator that has passed :func:`require_fit`, in fp32 and evaluation mode.
-
-    Raises:
-        BuildError: tied tensors differ, or numbers are not finite; names the tensor.
-    """
-    stored = _stored(outline)
-    with torch.device("meta"):
-        stages = outline.make()
-    state: dict[str, torch.Tensor] = {}
-    for names in _shared(stages):
-        first, *others = [stored[name] for name in names if name in stored]
-        tensor = first.finite(outline.path)
-        for other in others:
-            if not torch.equal(tensor, other.read().to(torch.float32)):
-                raise BuildError(
-                    f"{outline.path}: tie_weights is true, but {other.name!r} and {first.name!r} differ; expected one "
-                    "for all"
-                )
-        state |= dict.fromkeys(names, tensor)
-    stages.load_state_dict(state, assign=True)
-    return stages.eval().requires_grad_(False)
-
-
-def _stored(outline: SpeculatorOutline) -> dict[str, StoredTensor]:
-    """The tensors by the stages' parameter names."""
-    return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(outline.path)}
 
 
 def _shared(speculator: SpeculatorStages) -> list[list[str]]:
@@ -240,7 +237,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def resolve(self, options: MlpSpeculatorOptions, target: TargetInfo) -> MlpSpeculator:
         outline = read_speculator(options.model)
-        require_fit(outline, hidden=target.hidden, vocab=target.vocab)
+        outline.require_fit(hidden=target.hidden, vocab=target.vocab)
         return MlpSpeculator(
             trees=(),
             model=options.model,
@@ -277,7 +274,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
     def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
-            stages = load_speculator(outline)
+            stages = outline.load()
             # Stages beyond the deepest tree are never used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = Checkpoint(
@@ -301,8 +298,8 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))
-        require_fit(outline, hidden=method.hidden, vocab=manifest.target.vocab_size)
-        model, stages = load_reference(checkpoint, manifest.target), load_speculator(outline)
+        outline.require_fit(hidden=method.hidden, vocab=manifest.target.vocab_size)
+        model, stages = load_reference(checkpoint, manifest.target), outline.load()
         agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
         for text, drafted in recorded:
             # The target's cache holds all tokens except the last, which is the root.
