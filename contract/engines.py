@@ -17,7 +17,7 @@ ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
 COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 """Libraries whose engines are compiled: they are not ONNX, and read no embeddings."""
-Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
+_Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 LARGEST_TOP_K = 256
 """Largest top-k with which a device decides acceptance; with larger ones the host does."""
@@ -58,7 +58,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     source: str
     runtime: EngineRuntime
     version: str
-    compute_capabilities: Annotated[tuple[Capability, ...], Meta(max_length=32)]
+    compute_capabilities: Annotated[tuple[_Capability, ...], Meta(max_length=32)]
     compute: ComputedIn
     rank: Annotated[int, Meta(ge=0, le=2**10)] = 0
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]

@@ -207,7 +207,7 @@ class Manifest(Strict, frozen=True):
         prefill_chunk: tokens a prefill step takes.
         batch_sizes: slots that the graphs run for.
         target: the model whose distribution is sampled.
-        methods: the ways to propose, one of a kind, the default first; none for plain decoding.
+        methods: the ways to propose, at most one of each kind, the default first; none for plain decoding.
         tokenizer: shared by target and draft.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.

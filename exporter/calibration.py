@@ -42,22 +42,23 @@ from specexport.exporter.quantize import (
 
 _WINDOW = 256
 LEAST_TOKENS = _WINDOW
-"""Tokens of calibration data below which matrices are rounded for a few inputs, and worse than without a text."""
+"""Minimum number of tokens of calibration data; fitted to fewer, matrices are rounded worse than without data."""
 _TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
-"""Multiplications of the pass over the text, some minutes on two cores: for larger models less of the text is read."""
+"""Maximum number of multiplications of the pass over the text, some minutes on two cores; large models read less."""
 _DAMPING = 0.01
-"""Share of the mean diagonal that is added to the matrix of inputs, whose smallest directions few tokens tell."""
+"""Share of the mean diagonal that is added to the products of inputs, as few tokens leave many of them near zero."""
 _COLUMNS = 128
-"""Inputs whose errors are spread among each other before the rest is corrected in one product."""
+"""Number of inputs that compensate for each other's errors one by one, before one product corrects all later inputs."""
 _LEAST, _LARGEST = -8, 7
 _SMALLEST = 1 << 13
-"""Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.trace_cache`)."""
+"""Matrices of at most this many numbers are rounded without a text, as cached traces may contain them
+(:mod:`specexport.exporter.trace_cache`)."""
 _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """The text to round matrices for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
+    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default.
 
     Raises:
         BuildError: there is no such file, or nothing in it.
@@ -70,7 +71,7 @@ def calibration_text(path: Path | None) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BuildError(f"{path}: {reason}; expected text, or JSON lines, to round for (calibration_data)") from error
+        raise BuildError(f"{path}: {reason}; expected text or JSON lines (calibration_data)") from error
     if path.suffix == ".jsonl":  # whose texts may hold other line ends
         lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
@@ -99,7 +100,7 @@ def _text_of(path: Path, at: int, line: str) -> str:
 
 
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
-    """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
+    """Rounds a checkpoint's matrices, each for its inputs over a text that the already rounded matrices have read.
 
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
     :func:`_int8_matrices` are in int8.
@@ -241,7 +242,7 @@ class _Calibration:
 
 @dataclass(frozen=True)
 class InputFactor:
-    """What rounding needs to know of inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
+    """What rounding needs to know about inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
 
     Attributes:
         energy: their diagonal ``[K]``.

@@ -211,7 +211,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("gptq", _set(f"{Q}.g_idx", lambda t: t + 1), r"q_proj.g_idx' holds 2; expected 0 to 1"),
         ("gptq", _set(f"{Q}.g_idx", lambda t: t - 1), r"q_proj.g_idx' holds -1; expected 0 to 1"),
         ("gptq", _set(f"{Q}.g_idx", lambda t: t[:3].clone()), r"q_proj.g_idx' has shape \[3\]; expected \[64\]"),
-        ("gptq", lambda _, config: config.update(bits=3), r"'gptq' \(.*bits 3.*\) is not read; expected AWQ"),
+        ("gptq", lambda _, config: config.update(bits=3), r"'gptq' \(.*bits 3.*\) is not supported; expected AWQ"),
         ("gptq", lambda _, config: config.update(bits="4"), "bits is a text; expected a whole number or null"),
         ("awq", lambda _, config: config.update(version="gemv"), r"version gemv.* is not read"),
         ("awq", lambda _, config: config.update(quant_method="bitsandbytes"), r"'bitsandbytes'.* is not read"),

@@ -100,9 +100,9 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
         f"{name} {value}" for name, value in msgspec.structs.asdict(config).items() if isinstance(value, str | int)
     ]
     raise BuildError(
-        f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not read; expected AWQ (gemm), GPTQ "
-        "of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from the "
-        "checkpoint that it was quantized from, with --precision"
+        f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not supported; expected AWQ (gemm), "
+        "GPTQ of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from "
+        "the checkpoint that it was quantized from, with --precision"
     )
 
 

@@ -236,7 +236,7 @@ def default_compute(weights: StoredAs) -> ComputedIn:
 
 
 def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
-    """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
+    """Refuses to compute in bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
     # By default, a method's own model computes in the type that its own matrices suggest.
     in_target = {kind for method in manifest.methods if method.draft is None for kind in method.stored}
@@ -244,7 +244,7 @@ def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
     blocks = stored & {"int8", "int4"}
     if (compute or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
-            f"bf16 is computed in with {min(blocks)} matrices, for which onnxruntime has no kernels on GPUs; pass "
+            f"compute is bf16, and onnxruntime has no bf16 kernels for {min(blocks)} matrices on GPUs; pass "
             "--compute fp16 or fp32"
         )
 
