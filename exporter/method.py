@@ -155,8 +155,8 @@ class MethodExporter(Generic[O, M]):
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """The shape points of its own model's graph."""
-        return ()
+        """The shape points of its own model's graph, by default those of a propose graph."""
+        return plan.propose_points(method)
 
     def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
         """The draft over the target's states, if it is a separate model.

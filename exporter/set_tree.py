@@ -50,8 +50,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         target = manifest.target
         for width in method.widths():
             target = _with_points(target, plan.at_caches([(batch, width, width, 0) for batch in plan.batches]))
-        points = exporter_of(method).points(method, plan)
         if method.draft is not None:
+            points = exporter_of(method).points(method, plan)
             method = with_draft(method, _with_points(method.draft, points))
         methods = tuple(method if old.name == name else old for old in manifest.methods)
         new = msgspec.structs.replace(manifest, target=target, methods=methods)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.options import MethodOptions
 from specexport.contract.model import Model, with_rows
-from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
-from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import (
     Checkpoint,
@@ -31,40 +28,8 @@ from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
-O = TypeVar("O", bound=MethodOptions)
-C = TypeVar("C", bound=ChainDraft)
 
-
-class ChainDraftExporter(MethodExporter[O, C]):
-    """Base of drafts that propose a chain, one pass per token."""
-
-    def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        return plan.propose_points(method)
-
-    def compare_with(
-        self,
-        method: ChainDraft,
-        run: Verification,
-        checkpoint: Path,
-        *,
-        texts: list[list[int]],
-        vocab: int,
-        layers: int | None,
-    ) -> tuple[str, Agreement] | None:
-        """Checks that each draft token is the original model's most probable token after the earlier ones."""
-        (draft,) = method.models.values()
-        drafts = run.drafted(method, texts)
-        if not drafts:
-            return None
-        model = load_reference(checkpoint, draft, layers)
-        agreement = run.agreement(draft.precision.weights)
-        for text, drafted in drafts:
-            tokens = clamp_tokens([*text, *drafted[:-1]], model)
-            agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
-        return "the draft graph proposes the draft model's own token", agreement
-
-
-class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
+class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
     """Exports a smaller model with the target's tokenizer."""
 
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
@@ -83,7 +48,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
     def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()
         vocab = vocabulary(run.bundle.manifest, draft)
-        return self.compare_with(method, run, run.source(method), texts=run.texts, vocab=vocab, layers=None)
+        return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
 def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
@@ -137,6 +102,31 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     with build.during("tracing the draft"), tracing(draft):
         graph = compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
     return msgspec.structs.replace(write_draft(draft, build, graph, points, method.role), states=layers)
+
+
+def compare_chain(
+    method: ChainDraft,
+    run: Verification,
+    checkpoint: Path,
+    texts: list[list[int]],
+    vocab: int,
+    layers: int | None = None,
+) -> tuple[str, Agreement] | None:
+    """Checks that each draft token is the most probable one after those before it, by the model in ``checkpoint``.
+
+    ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
+    for all. See :meth:`MethodExporter.compare`.
+    """
+    (draft,) = method.models.values()
+    drafts = run.drafted(method, texts)
+    if not drafts:
+        return None
+    model = load_reference(checkpoint, draft, layers)
+    agreement = run.agreement(draft.precision.weights)
+    for text, drafted in drafts:
+        tokens = clamp_tokens([*text, *drafted[:-1]], model)
+        agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
+    return "the draft graph proposes the draft model's own token", agreement
 
 
 EXPORTER = DraftModelExporter()

@@ -22,12 +22,11 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_referenc
 from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.method import Agreement, MetaDraft, TargetInfo, Verification
+from specexport.exporter.method import Agreement, MetaDraft, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.draft_model.export import ChainDraftExporter
 from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
@@ -37,7 +36,7 @@ S = TypeVar("S", bound=StatesDraft)
 O = TypeVar("O", bound=OwnStateDraft)
 
 
-class StatesDraftExporter(ChainDraftExporter[P, S]):
+class StatesDraftExporter(MethodExporter[P, S]):
     """Exports a draft whose rows are computed from states between the target's layers."""
 
     title: ClassVar[str]
