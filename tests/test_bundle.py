@@ -473,12 +473,6 @@ def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: 
     refused(copy, MANIFEST_NAME, *reason.split(" ... "))
 
 
-def test_options_that_older_versions_wrote_are_read_where_they_are_null(copy: Path) -> None:
-    put(copy, "methods.0.num_speculative_tokens", None)
-    (method,) = read_manifest(copy).methods
-    assert method.name == "draft_model"
-
-
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [

@@ -161,7 +161,7 @@ B = "model.layers.1."
         ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": torch.zeros(31, H)}, r"3.up_proj.weight' is \[31, 64\]"),
         ("glm4_moe", {f"{B}mlp.experts.8.up_proj.weight": torch.zeros(32, H)}, "is not part of the MTP layer"),
         ("deepseek_v3", {f"{B}self_attn.kv_b_proj.weight": None}, "no tensor 'layers.0.self_attn.kv_b_proj.weight'"),
-        ("qwen3_next", {"mtp.pre_fc_norm_hidden.weight": None}, "'mtp.pre_fc_norm_hidden.weight'; expected it in the MTP layer"),
+        ("qwen3_next", {"mtp.pre_fc_norm_hidden.weight": None}, "'mtp.pre_fc_norm_hidden.weight'; expected it in"),
         ("qwen3_next", {"mtp.layers.1.mlp.gate.weight": torch.zeros(8, H)}, "is not part of the MTP layer"),
         ("qwen3_next", {"mtp.fc.weight": torch.zeros(H, H)}, r"'mtp.fc.weight' is \[64, 64\], expected \[64, 128\]"),
     ],

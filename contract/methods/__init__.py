@@ -118,10 +118,7 @@ def decode_hook(kind: type, content: Any) -> Any:
     if not isinstance(name, str):
         raise ValueError("expected an object with the key method")
     try:
-        entry: Any = method_type(name)
-        # Bundles of older versions have a method's options too, as nulls.
-        keys = {key for key, value in content.items() if value is not None} | set(entry.__struct_fields__)
-        return msgspec.convert({key: value for key, value in content.items() if key in keys}, entry)
+        return msgspec.convert(content, method_type(name))
     except SpecExportError as error:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
