@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from specexport.contract.engines import Accept, BackendName, CompiledEngine, Fill, ProgramGraph
 from specexport.contract.methods.base import Method
-from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.model import Count, LoweredAs, Model, Probability
+from specexport.contract.shapes import ShapePoint, Size, Strict
 from specexport.contract.signature import GraphSignature, target_signature
 from specexport.contract.tree import TokenTree
 

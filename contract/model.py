@@ -9,12 +9,10 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.engines import CompiledEngine
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import ShapePoint, Size, Strict
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
-Size = Annotated[int, Meta(ge=1, le=2**24)]
-"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored"]
 BYTES_PER_WEIGHT: dict[StoredAs, float] = {
     "fp32": 4.0,
@@ -35,10 +33,6 @@ Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 CELL = 8
 """G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token wastes little, but
 enough that a state is seldom written."""
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all records of the manifest: fields by name, and no others."""
 
 
 class GraphFiles(Strict, frozen=True):
@@ -205,7 +199,7 @@ class PrecisionInfo(Strict, frozen=True):
     block_size: Positive | None = None
     weight_rms_error: float | None = None
     quality: Quality | None = None
-    not_quantized: dict[str, str] = {}
+    not_quantized: dict[str, str] = msgspec.field(default_factory=dict)
     quantized_before: QuantizedBefore | None = None
     only_cpu: bool = False
 

@@ -10,8 +10,8 @@ import msgspec
 
 from specexport.contract.methods.advice import Suggestion, TargetProfile
 from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Choices, MethodOptions, SourceKind
-from specexport.contract.model import Model, Size, StoredAs, Strict
-from specexport.contract.shapes import CATCH_UP_TOKENS
+from specexport.contract.model import Model, StoredAs
+from specexport.contract.shapes import CATCH_UP_TOKENS, Size, Strict
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import DRAFT_TOKENS, Tensor
 from specexport.contract.tree import TokenTree

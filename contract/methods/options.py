@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from specexport.contract.model import Strict
+from specexport.contract.shapes import Strict
 from specexport.contract.tree import MAX_NODES
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]

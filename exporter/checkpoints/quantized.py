@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from specexport.contract.errors import BuildError, explained
-from specexport.contract.model import Size
+from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer, Size
+from specexport.contract.model import CacheLayer
+from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import layers_in, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.methods.options import MethodOptions
-from specexport.contract.model import Size
+from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.methods.draft_model.spec import ChainDraft

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from specexport.contract.methods.advice import Suggestion, TargetProfile
 from specexport.contract.methods.base import RankedMethod
 from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
-from specexport.contract.model import BYTES_PER_WEIGHT, Positive, Size, StoredAs
+from specexport.contract.model import BYTES_PER_WEIGHT, Positive, StoredAs
 from specexport.contract.options import option, options
+from specexport.contract.shapes import Size
 from specexport.contract.tensors import CANDIDATES, Tensor
 from specexport.contract.tree import TokenTree
 from specexport.training.options import HiddenStateOptions, Report, Training, accuracy_table, ahead_option

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from specexport.contract.methods.base import DraftingMethod
 from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
-from specexport.contract.model import Size
+from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature, step_signature
 from specexport.contract.tensors import CANDIDATES
 from specexport.contract.tree import TokenTree

@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.model import LoweredAs, Size
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.model import LoweredAs
+from specexport.contract.shapes import ShapePoint, Size
 from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace

@@ -12,9 +12,8 @@ from specexport.contract import tensors
 from specexport.contract.methods.advice import Suggestion, TargetProfile
 from specexport.contract.methods.base import DraftingMethod
 from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
-from specexport.contract.model import Size
 from specexport.contract.options import option
-from specexport.contract.shapes import uncached_points
+from specexport.contract.shapes import Size, uncached_points
 from specexport.contract.signature import GraphSignature, stage_outputs
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from specexport.contract.methods.options import Flag, MethodOptions
-from specexport.contract.model import Size
+from specexport.contract.shapes import Size
 from specexport.methods.draft_model.spec import ChainDraft
 
 
