@@ -213,8 +213,8 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("gptq", _set(f"{Q}.g_idx", lambda t: t[:3].clone()), r"q_proj.g_idx' has shape \[3\]; expected \[64\]"),
         ("gptq", lambda _, config: config.update(bits=3), r"'gptq' \(.*bits 3.*\) is not supported; expected AWQ"),
         ("gptq", lambda _, config: config.update(bits="4"), "bits is a text; expected a whole number or null"),
-        ("awq", lambda _, config: config.update(version="gemv"), r"version gemv.* is not read"),
-        ("awq", lambda _, config: config.update(quant_method="bitsandbytes"), r"'bitsandbytes'.* is not read"),
+        ("awq", lambda _, config: config.update(version="gemv"), r"version gemv.* is not supported"),
+        ("awq", lambda _, config: config.update(quant_method="bitsandbytes"), r"'bitsandbytes'.* is not supported"),
         ("awq", lambda _, config: config.pop("quant_method"), r"quantization_config: .*quant_method"),
         (
             "packed",
