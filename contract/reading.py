@@ -161,7 +161,7 @@ def _check_methods(manifest: Manifest) -> None:
     names = [method.name for method in manifest.methods]
     roles = [role for method in manifest.methods for role in method.models]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
-        raise _invalid(f"methods: {', '.join(names)}; expected each once, and one with a draft at most")
+        raise _invalid(f"methods: {', '.join(names)}; expected each once, and at most one with a draft")
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
             raise _invalid(f"{method.name}: its model is missing")
@@ -182,7 +182,7 @@ def _check_tokens(manifest: Manifest) -> None:
         if (most := max(tokens, default=0)) >= target.vocab_size:
             raise _invalid(f"generation.rules.{rule}: {most} is not a token; the target has {target.vocab_size}")
     if manifest.max_seq_len > target.max_positions:
-        raise _invalid(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}")
+        raise _invalid(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions is {target.max_positions}")
 
 
 def _check_models(manifest: Manifest) -> None:

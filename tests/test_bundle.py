@@ -245,7 +245,7 @@ EVERY_OBJECT = (
 @pytest.mark.parametrize("place", EVERY_OBJECT.split(" "))
 def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
     put(copy, f"{place}surprise", 1)
-    refused(copy, "surprise is no known field", *json_places(place.rstrip(".")))
+    refused(copy, "surprise is unknown", *json_places(place.rstrip(".")))
 
 
 WRONG_KINDS: dict[str, tuple[Any, ...]] = {
@@ -330,7 +330,7 @@ def test_engines_report_their_backend(copy: Path) -> None:
         ({"profiles": []}, "profiles"),
         ({"file": "target/elsewhere.engine"}, "'target/elsewhere.engine' is used but not listed"),
         ({"source": "target/elsewhere.onnx"}, "'target/elsewhere.onnx' is used but not listed"),
-        ({"surprise": 1}, "surprise is no known field"),
+        ({"surprise": 1}, "surprise is unknown"),
         ({"profiles": [{"batch": 1, "tokens": 4, "cache": 0, "rows": 4}]}, "no shape point of the target is like"),
         ({"profiles": [{"batch": 1, "tokens": 4, "cache": 2**24, "rows": 4}]}, "no shape point of the target is like"),
         ({"profiles": [{"batch": 1, "tokens": 2, "cache": 256, "drafts": 4}]}, "no shape point of the target is like"),
@@ -458,8 +458,8 @@ def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[
         ("tokenizer.chat_template", "", "'' is used but not listed"),
         ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is not a token; the target has 12"),
         ("generation.rules", {"bad_words_ids": [[3, 99]]}, "generation.rules.bad_words_ids: 99 is not a token"),
-        ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions 63"),
-        ("methods.0.num_speculative_tokens", 4, "methods[0]: num_speculative_tokens is no known field"),
+        ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions is 63"),
+        ("methods.0.num_speculative_tokens", 4, "methods[0]: num_speculative_tokens is unknown"),
         ("methods.0.draft.embedding_size", 16, "embedding_size of the draft: expected null"),
         ("target.graph.points.0.drafts", 1, "graph.points of the target: b1"),
         ("target.graph.points.0.rows", 0, "graph.points of the target: b1"),
@@ -480,7 +480,7 @@ def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: 
         ("dice-ngram", {"prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup_max, which is 4"),
         ("dice-ngram", {"prompt_lookup_max": 33}, "not a valid manifest"),
         ("dice-ngram", {"prompt_lookup_min": 0}, "not a valid manifest"),
-        ("dice-ngram", {"candidates": 1}, "candidates is no known field"),
+        ("dice-ngram", {"candidates": 1}, "candidates is unknown"),
         ("dice-suffix", {"max_spec_factor": 0}, "not a valid manifest"),
         ("dice-suffix", {"min_token_prob": 1.5}, "not a valid manifest"),
         ("dice-ngram", {"trees": [[[0], [1]]]}, "ngram: trees: the one of 2 draft tokens is not a chain"),
