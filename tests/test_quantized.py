@@ -223,7 +223,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ),
         ("packed", _set(f"{Q}.weight_shape", lambda t: -t), r"q_proj.weight_shape' says \[-64, -64\]"),
         ("packed", _set(f"{Q}.weight_scale", lambda t: t[:1].clone()), r"q_proj.weight_scale' has shape \[1, 2\]"),
-        ("packed", lambda _, config: config.update(format="nvfp4-pack-quantized"), r"nvfp4-pack-quantized.* not read"),
+        ("packed", lambda _, config: config.update(format="nvfp4-pack-quantized"), r"nvfp4-pack.* not supported"),
         ("fp8", lambda tensors, _: tensors.pop(f"{Q}.weight_scale_inv"), r"lack '.*q_proj.weight_scale'"),
         ("fp8", _set(f"{Q}.weight_scale_inv", lambda t: t[:1].clone()), r"weight_scale_inv' has shape \[1, 2\]"),
         ("fp8", lambda _, config: config.update(weight_block_size=[0, 32]), r"weight_block_size\[0\]"),
