@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from specexport.runtime import Engine
-from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
@@ -39,8 +39,8 @@ _START = time.monotonic()
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says in one line if the kernels are missing."""
-    if not instruction_set():
-        terminalreporter.write_line(f"kernels: {kernels_described()}")
+    if not kernels().instruction_set:
+        terminalreporter.write_line(f"kernels: {kernels().described}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
