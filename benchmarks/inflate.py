@@ -25,9 +25,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specexport.methods.medusa.export import load_medusa, read_outline, save_medusa
+from specexport.methods.medusa.export import read_medusa, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit, save_speculator
+from specexport.methods.mlp_speculator.export import read_speculator, save_speculator
 
 TINY = 3e-9  # of the standard deviation of the embedding: next to nothing beside what float32 rounds off
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -291,11 +291,11 @@ def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int =
         large: the same, enlarged.
         seed: of the new weights.
     """
-    outline = read_outline(source)
+    outline = read_medusa(source)
     old, new = Shape.of(read_config(small)), Shape.of(read_config(large))
     if not outline.tied:
         raise ValueError(f"{source} has projections of its own to the vocabulary; only tied heads are enlarged")
-    heads = load_medusa(source, hidden=old.hidden, vocab=old.vocab)
+    heads = outline.load(hidden=old.hidden, vocab=old.vocab)
     inflated = MedusaHeads(outline.count, outline.layers, new.hidden, new.vocab, tied=True)
     tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
     originals = heads.state_dict()
@@ -330,9 +330,9 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
     """
     outline = read_speculator(str(source))
     old, new = Shape.of(read_config(small)), Shape.of(read_config(large))
-    require_fit(outline, hidden=old.hidden, vocab=old.vocab)
+    outline.require_fit(hidden=old.hidden, vocab=old.vocab)
     grown = replace(outline, hidden=new.hidden, inner=outline.inner * new.hidden // old.hidden)
-    originals, inflated = load_speculator(outline).state_dict(), grown.make()
+    originals, inflated = outline.load().state_dict(), grown.make()
     tiny = TINY * float(Source(small)("model.embed_tokens.weight").std())
     # A norm divides by the root of a mean over more numbers, and embeddings are multiplied with the root of their size.
     narrower = (outline.inner / grown.inner) ** 0.5

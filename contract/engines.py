@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-import msgspec
 from msgspec import Meta
 
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import ShapePoint, Size, Strict
 
 BackendName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 """Backends that a bundle may be built for."""
@@ -17,19 +16,14 @@ ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
 COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 """Libraries whose engines are compiled: they are not ONNX, and read no embeddings."""
-Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
+_Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 LARGEST_TOP_K = 256
 """Largest top-k with which a device decides acceptance; with larger ones the host does."""
 AcceptRule = Literal["greedy", "lossless", "typical"]
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class CompiledEngine(_Strict, frozen=True, kw_only=True):
+class CompiledEngine(Strict, frozen=True, kw_only=True):
     """A graph compiled for a library and some devices; for onnxruntime-cuda an ONNX graph, for any device.
 
     Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
@@ -58,7 +52,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
     source: str
     runtime: EngineRuntime
     version: str
-    compute_capabilities: Annotated[tuple[Capability, ...], Meta(max_length=32)]
+    compute_capabilities: Annotated[tuple[_Capability, ...], Meta(max_length=32)]
     compute: ComputedIn
     rank: Annotated[int, Meta(ge=0, le=2**10)] = 0
     profiles: Annotated[tuple[ShapePoint, ...], Meta(min_length=1, max_length=4096)]
@@ -72,7 +66,7 @@ class CompiledEngine(_Strict, frozen=True, kw_only=True):
         return not self.compute_capabilities or "{}.{}".format(*capability) in self.compute_capabilities
 
 
-class _ProgramGraph(_Strict, frozen=True, kw_only=True):
+class _ProgramGraph(Strict, frozen=True, kw_only=True):
     """A graph without weights between those of the models, which keeps a step on the device.
 
     Attributes:
@@ -95,8 +89,8 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
     """
 
     rule: AcceptRule
-    candidates: _Width
-    max_children: _Width
+    candidates: Size
+    max_children: Size
 
 
 class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill"):
@@ -110,7 +104,7 @@ class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill
         stages: number of outputs with drafted tokens; 0 for a single output of K rows.
     """
 
-    candidates: _Width
+    candidates: Size
     stages: Annotated[int, Meta(ge=0, le=16)] = 0
 
 

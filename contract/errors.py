@@ -28,7 +28,7 @@ def explained(error: Exception) -> str:
     place = place.removeprefix("key in ").strip("`$").removeprefix(".")
     if field := _FIELD.fullmatch(what):
         name = f"{place}.{field[2]}" if place else field[2]
-        return f"{name} is {'missing' if field[1] == 'missing' else 'no known field'}"
+        return f"{name} is {'missing' if field[1] == 'missing' else 'unknown'}"
     if types := _EXPECTED.fullmatch(what):
         what = f"expected {_words(types[1])}{types[2]}"
         return f"{place or 'it'} is {_words(types[3])}; {what}" if types[3] else f"{place or 'it'}: {what}"

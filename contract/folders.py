@@ -53,15 +53,14 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
         raise refusal(f"{path}: no home folder is known, as HOME is not set; give the whole path") from error
 
 
-@functools.cache
 def temporary_folder() -> Path:
     """A folder that is removed when Python ends, for caches of users without a home folder."""
-    folder = tempfile.TemporaryDirectory(prefix="specexport-")
-    _TEMPORARY.append(folder)  # it is removed with this object
-    return Path(folder.name)
+    return Path(_temporary().name)
 
 
-_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="specexport-")
 
 
 def describe_error(error: OSError, path: Path | None = None) -> str:
@@ -98,9 +97,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file in place of the last one in one act; what cannot be written whole is not left behind.
+    """Replaces a file atomically; one that cannot be written whole is not left behind.
 
-    It keeps the last one's permissions.
+    The new file has the old one's permissions.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -123,7 +122,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _refused(error: BaseException | None) -> OSError | None:
-    """The system's error that a library reports only as text, as those written in Rust do, or hides behind another
+    """The system's error that a library reports only as text, as libraries in Rust do, or as the cause of another
     error, as torch does.
     """
     while error is not None:

@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from specexport.contract.engines import Accept, BackendName, CompiledEngine, Fill, ProgramGraph
 from specexport.contract.methods.base import Method
-from specexport.contract.model import Count, LoweredAs, Model, Probability, Size, Strict
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.model import Count, LoweredAs, Model, Probability
+from specexport.contract.shapes import ShapePoint, Size, Strict
 from specexport.contract.signature import GraphSignature, target_signature
 from specexport.contract.tree import TokenTree
 
@@ -22,6 +22,9 @@ _MOST = 2**31 - 1
 Whole = Annotated[int, Meta(ge=0, le=_MOST)]
 Length = Annotated[int, Meta(ge=1, le=_MOST)]
 TokenSequence = Annotated[tuple[Whole, ...], Meta(min_length=1)]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+"""A share of the probability to keep."""
+Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
@@ -62,7 +65,7 @@ class GenerationRules(Strict, frozen=True):
     max_length: Length | None = None
     min_length: Whole = 0
     sequence_bias: tuple[tuple[TokenSequence, float], ...] = ()
-    encoder_repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    encoder_repetition_penalty: Penalty = 1.0
     no_repeat_ngram_size: Whole = 0
     encoder_no_repeat_ngram_size: Whole = 0
     bad_words_ids: tuple[TokenSequence, ...] = ()
@@ -71,8 +74,8 @@ class GenerationRules(Strict, frozen=True):
     exponential_decay_length_penalty: tuple[Whole, Annotated[float, Meta(gt=0.0, le=100.0)]] | None = None
     suppress_tokens: _Suppressed = ()
     begin_suppress_tokens: _Suppressed = ()
-    top_h: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_h: Share | None = None
+    typical_p: Share = 1.0
     epsilon_cutoff: Probability = 0.0
     eta_cutoff: Probability = 0.0
 
@@ -153,10 +156,10 @@ class GenerationDefaults(Strict, frozen=True):
     """
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_p: Share = 1.0
     top_k: Count = 0
     min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    repetition_penalty: Penalty = 1.0
     max_tokens: Length | None = None
     min_tokens: Count = 0
     stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
@@ -198,13 +201,13 @@ class Manifest(Strict, frozen=True):
         specexport_version: that wrote the bundle.
         created: ISO 8601, UTC.
         built_with: versions of the libraries that matter.
-        backend: what the bundle is meant to run on. Whatever that is, its ONNX graphs are there too.
-        lowering: which operators they are made of.
+        backend: what the bundle is meant to run on; its ONNX graphs are there in any case.
+        lowering: which operators they use.
         max_seq_len: longest sequence (prompt and output), in tokens.
         prefill_chunk: tokens a prefill step takes.
-        batch_sizes: slots the graphs were made for.
+        batch_sizes: slots that the graphs run for.
         target: the model whose distribution is sampled.
-        methods: the ways to propose, one of a kind, the default first; none for plain decoding.
+        methods: the ways to propose, at most one of each kind, the default first; none for plain decoding.
         tokenizer: shared by target and draft.
         files: every file but this one.
         program: the step program's own graphs, for backends that keep a step on the device.

@@ -9,13 +9,21 @@ import msgspec
 from msgspec import Meta
 
 from specexport.contract.engines import CompiledEngine
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import ShapePoint, Size, Strict
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
-Size = Annotated[int, Meta(ge=1, le=2**24)]
-"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 StoredAs = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8", "stored"]
+BYTES_PER_WEIGHT: dict[StoredAs, float] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.125,
+    "int4": 0.625,
+    "stored": 1.125,
+}
+"""Bytes of a stored weight; for quantized ones with their share of a scale."""
 LoweredAs = Literal["native", "portable"]
 """Operators of the graphs: the newest, which write the cache in place, or those of opset 20, which return new rows for
 the runtime to copy."""
@@ -23,12 +31,8 @@ OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
 """TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 CELL = 8
-"""G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token computes little in
-vain, but enough that a state is seldom written."""
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all records of the manifest: fields by name, and no others."""
+"""G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token wastes little, but
+enough that a state is seldom written."""
 
 
 class GraphFiles(Strict, frozen=True):
@@ -195,7 +199,7 @@ class PrecisionInfo(Strict, frozen=True):
     block_size: Positive | None = None
     weight_rms_error: float | None = None
     quality: Quality | None = None
-    not_quantized: dict[str, str] = {}
+    not_quantized: dict[str, str] = msgspec.field(default_factory=dict)
     quantized_before: QuantizedBefore | None = None
     only_cpu: bool = False
 

@@ -43,8 +43,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 REQUIRED: Any = msgspec.NODEFAULT
-_FIELD = re.compile(r"\$\.(\w+)")
-"""The field in an error of msgspec."""
 _LIMITS = ("ge", "gt", "le", "lt", "min_length")
 _DOCUMENTED = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
@@ -59,7 +57,7 @@ def option(metavar: str | None = None, **about: Any) -> Meta:
             ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
             ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
             taking several values; ``once``, for one that is refused a second time; ``parse``, which reads the flag's
-            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it is no flag; and
+            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it has no flag; and
             ``unchecked``, if it is checked where it is used.
     """
     return Meta(extra={"metavar": metavar, **about})
@@ -117,7 +115,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         unknown = next((name for name in values if name not in cls.__struct_fields__), None)
         if unknown is not None:
-            raise cls.refusal(f"{unknown} is no option; expected some of {', '.join(cls.__struct_fields__)}", unknown)
+            raise cls.refusal(
+                f"{unknown} is not an option; expected some of {', '.join(cls.__struct_fields__)}", unknown
+            )
         return cls(*args, **values)
 
     def __post_init__(self) -> None:
@@ -132,32 +132,21 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
-    """Values of all options, converted to their types; ``spelled`` returns an option's name for an error.
+    """Values of options, converted to their types; ``spelled`` returns an option's name for an error.
 
     Raises:
         SpecExportError: one is of the wrong kind or out of range.
     """
-    values = dict(values)
-
-    def refuse(name: str) -> SpecExportError:
-        expected = options(kind)[name].expected
-        return kind.refusal(f"{spelled(name)} is {shown(values[name])}; expected {expected}", name)
-
-    name = ""
-    try:
-        for name in values:
-            values[name] = plain_deep(values[name])
-    except ValueError as error:
-        raise refuse(name) from error
-    try:
-        twin = msgspec.convert(values, _twin(kind), dec_hook=_path)
-    except msgspec.ValidationError as error:
-        field = _FIELD.search(str(error))
-        raise refuse(field[1] if field else next(iter(values))) from error
-    converted = {name: getattr(twin, name) for name in kind.__struct_fields__}
-    for name, value in converted.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise refuse(name)
+    converted = {}
+    for name, value in values.items():
+        option, plain = options(kind)[name], value
+        try:
+            plain = plain_deep(value)
+            converted[name] = msgspec.convert(plain, option.about["type"], dec_hook=_path)
+            if isinstance(converted[name], float) and not math.isfinite(converted[name]):
+                raise ValueError
+        except ValueError as error:
+            raise kind.refusal(f"{spelled(name)} is {shown(plain)}; expected {option.expected}", name) from error
     return converted
 
 
@@ -186,12 +175,6 @@ def options(kind: type[Options]) -> dict[str, Option]:
         shape, checked_as = _shape(hints[field.name]), Any if about.get("unchecked") else hint
         described[field.name] = Option(field.name, text, *shape, default, stated, words, about | {"type": checked_as})
     return described
-
-
-@lru_cache(maxsize=64)
-def _twin(kind: type[Options]) -> type[msgspec.Struct]:
-    """A struct of the same fields that checks types alone."""
-    return msgspec.defstruct(kind.__name__, [(name, field.about["type"]) for name, field in options(kind).items()])
 
 
 def _meta(hint: Any) -> Meta | None:

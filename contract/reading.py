@@ -128,7 +128,7 @@ class _Version(msgspec.Struct):
     format_version: Annotated[int, Meta(ge=1)]
 
 
-def _wrong(what: str, again: str = "build") -> BundleError:
+def _invalid(what: str, again: str = "build") -> BundleError:
     """An error in a manifest, with what to do."""
     return BundleError(f"{what}; {again} the bundle again")
 
@@ -140,9 +140,9 @@ def _check_files_listed(manifest: Manifest) -> None:
         pure = PurePosixPath(entry.path)
         plain = entry.path == str(pure) and not pure.is_absolute() and ".." not in pure.parts
         if not plain or "\\" in entry.path or ":" in entry.path:
-            raise _wrong(f"files: {entry.path!r} is not a plain path in the bundle")
+            raise _invalid(f"files: {entry.path!r} is not a plain path in the bundle")
         if entry.path in listed:
-            raise _wrong(f"files: {entry.path!r} is listed twice")
+            raise _invalid(f"files: {entry.path!r} is listed twice")
         listed.add(entry.path)
     used = [manifest.tokenizer.file, *manifest.tokenizer.templates.values()]
     used += [file for method in manifest.methods for file in method.files]
@@ -153,7 +153,7 @@ def _check_files_listed(manifest: Manifest) -> None:
     used += [name for engine in manifest.engines for name in (engine.file, engine.source, *engine.segments)]
     for name in used:
         if name not in listed:
-            raise _wrong(f"{name!r} is used but not listed under files")
+            raise _invalid(f"{name!r} is used but not listed under files")
 
 
 def _check_methods(manifest: Manifest) -> None:
@@ -161,15 +161,15 @@ def _check_methods(manifest: Manifest) -> None:
     names = [method.name for method in manifest.methods]
     roles = [role for method in manifest.methods for role in method.models]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
-        raise _wrong(f"methods: {', '.join(names)}; expected each once, and one with a draft at most")
+        raise _invalid(f"methods: {', '.join(names)}; expected each once, and at most one with a draft")
     for method in manifest.methods:
         if method.signatures.keys() != method.models.keys():
-            raise _wrong(f"{method.name}: its model is not there")
+            raise _invalid(f"{method.name}: its model is missing")
         if isinstance(method, MethodOptions) and method.sizes:
-            raise _wrong(f"{method.name}: num_speculative_tokens is given beside trees")
+            raise _invalid(f"{method.name}: num_speculative_tokens is given beside trees")
         for role, model in method.models.items():
             if model.embedding_size is not None:
-                raise _wrong(f"embedding_size of the {role}: expected null")
+                raise _invalid(f"embedding_size of the {role}: expected null")
 
 
 def _check_tokens(manifest: Manifest) -> None:
@@ -177,12 +177,12 @@ def _check_tokens(manifest: Manifest) -> None:
     target = manifest.target
     beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
     if beyond:
-        raise _wrong(f"tokenizer.eos_token_ids: {beyond[0]} is no token of {target.vocab_size}")
+        raise _invalid(f"tokenizer.eos_token_ids: {beyond[0]} is not a token; the target has {target.vocab_size}")
     for rule, tokens in manifest.generation.rules.tokens.items():
         if (most := max(tokens, default=0)) >= target.vocab_size:
-            raise _wrong(f"generation.rules.{rule}: {most} is no token of {target.vocab_size}")
+            raise _invalid(f"generation.rules.{rule}: {most} is not a token; the target has {target.vocab_size}")
     if manifest.max_seq_len > target.max_positions:
-        raise _wrong(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions {target.max_positions}")
+        raise _invalid(f"max_seq_len is {manifest.max_seq_len}, but target.max_positions is {target.max_positions}")
 
 
 def _check_models(manifest: Manifest) -> None:
@@ -202,20 +202,20 @@ def _check_models(manifest: Manifest) -> None:
         size = 4 * width * max((point.batch * point.cache for point in points), default=0)
         size += manifest.batch_sizes[-1] * sum(layer.nbytes for layer in model.states)
         if model.cache and not all(point.cache for point in points):
-            raise _wrong(f"a shape point of the {role} has no cache rows")
+            raise _invalid(f"a shape point of the {role} has no cache rows")
         if size > _MAX_CACHE_BYTES:
-            raise _wrong(f"the {role}'s cache would take {size} bytes")
+            raise _invalid(f"the {role}'s cache would take {size} bytes")
         steps = {(tokens, tokens) for tokens in verified} if role == "target" else set()
         chunk = {(manifest.prefill_chunk, 0 if role in proposing else 1)} if model.cache else set()
         missing = (steps | chunk) - {(point.tokens, point.rows) for point in points if point.batch == 1}
         if missing:
-            raise _wrong(f"no shape point of the {role} has {counted(min(missing)[0], 'token')}")
+            raise _invalid(f"no shape point of the {role} has {counted(min(missing)[0], 'token')}")
         _check_batches(role, points, manifest)
         caches, propose = {(point.batch, point.cache) for point in points}, any(point.drafts for point in points)
         for engine in model.engines:
             for profile in engine.profiles:
                 if (profile.batch, profile.cache) not in caches or bool(profile.drafts) != propose:
-                    raise _wrong(
+                    raise _invalid(
                         f"engine {engine.file}: no shape point of the {role} is like its profile {profile}", "compile"
                     )
 
@@ -224,13 +224,13 @@ def _check_ranks(role: str, model: Model) -> None:
     """Checks that only a target is split, each rank with equally many segments and a whole number of heads."""
     ranks = model.ranks
     if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
-        raise _wrong(
+        raise _invalid(
             f"engine {beyond[0].file}: rank is {beyond[0].rank}, and the {role} has {len(ranks)} ranks", "compile"
         )
     for runtime in {engine.runtime for engine in model.engines}:
         counts = {len(engine.segments) for engine in model.engines if engine.runtime == runtime}
         if len(counts) > 1 or (min(counts) > 1) != (bool(ranks) and runtime not in COMPILERS):
-            raise _wrong(
+            raise _invalid(
                 f"engines of the {role} for {runtime}: expected as many segments of each rank for onnxruntime-cuda, "
                 "and none elsewhere",
                 "compile",
@@ -240,7 +240,7 @@ def _check_ranks(role: str, model: Model) -> None:
     uneven = any(layer.heads % len(ranks) for layer in model.cache)
     cut = len({len(rank.segments) for rank in ranks}) == 1 and len(ranks[0].segments) > 1
     if role != "target" or len(ranks) < 2 or uneven or not cut or model.states:
-        raise _wrong(
+        raise _invalid(
             f"ranks of the {role}: expected two or more of a target, with as many segments each and an equal share of "
             "its heads"
         )
@@ -249,7 +249,7 @@ def _check_ranks(role: str, model: Model) -> None:
 def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
     """Checks that points are unique and fit the kind of graph, and that the cache holds the longest text and a step."""
     if not points:
-        raise _wrong(f"there is no shape point of the {role}")
+        raise _invalid(f"there is no shape point of the {role}")
     cached = bool(manifest.models[role].cache)
     fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if role in method.models)]
     doubled = len(set(points)) != len(points)
@@ -258,12 +258,12 @@ def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manif
         if proposes:
             fits = not point.rows and point.drafts > 0 and (not cached or point.tokens in fed)
         if doubled or not fits:
-            raise _wrong(f"graph.points of the {role}: {point} is there twice, or is no shape of such a graph")
+            raise _invalid(f"graph.points of the {role}: {point} is listed twice, or is not a shape of such a graph")
     widest, rows = max(point.tokens for point in points), max(point.cache for point in points)
     if role == "target" and manifest.max_seq_len + widest > rows + 1:
-        raise _wrong(
+        raise _invalid(
             f"max_seq_len is {manifest.max_seq_len}, and the largest cache of {rows} rows has no room for a step "
-            f"of {widest} tokens behind it"
+            f"of {widest} tokens after it"
         )
 
 
@@ -271,16 +271,15 @@ def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) 
     """Checks that every shape exists at every cache size and, but for prefill chunks, at every batch size."""
     sizes = manifest.batch_sizes
     if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
-        raise _wrong(f"batch_sizes are {list(sizes)}; expected them to ascend from 1")
-    caches = {point.cache for point in points}
-    shapes = {(point.tokens, point.rows, point.drafts) for point in points}
-    for tokens, rows, drafts in shapes:
-        present = {(p.batch, p.cache) for p in points if (p.tokens, p.rows, p.drafts) == (tokens, rows, drafts)}
-        batches = (1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes
-        absent = {(batch, cache) for batch in batches for cache in caches} - present
-        if absent:
-            missing = ShapePoint(min(absent)[0], tokens, min(absent)[1], rows, drafts)
-            raise _wrong(f"the {role} has no shape point {missing}")
+        raise _invalid(f"batch_sizes are {list(sizes)}; expected them to ascend from 1")
+    expected = {
+        ShapePoint(batch, tokens, cache, rows, drafts)
+        for tokens, rows, drafts in {(point.tokens, point.rows, point.drafts) for point in points}
+        for batch in ((1,) if tokens == manifest.prefill_chunk and rows != tokens else sizes)
+        for cache in {point.cache for point in points}
+    }
+    if missing := expected.difference(points):
+        raise _invalid(f"the {role} has no shape point {min(missing)}")
 
 
 def _tree_sizes(method: Method) -> set[int]:
@@ -290,16 +289,16 @@ def _tree_sizes(method: Method) -> set[int]:
         try:
             tree = TokenTree.from_choices(choices)
         except SpecExportError as error:
-            raise _wrong(f"{name}: trees: {error}") from error
+            raise _invalid(f"{name}: trees: {error}") from error
         if len(tree) in sizes or len(tree) == 1:
-            raise _wrong(f"{name}: trees: two have {counted(len(tree) - 1, 'draft token')}, or one has none")
+            raise _invalid(f"{name}: trees: two have {counted(len(tree) - 1, 'draft token')}, or one has none")
         sizes.add(len(tree))
         if (reason := method.validate_tree(tree)) is not None:
-            raise _wrong(f"{name}: trees: {reason}")
+            raise _invalid(f"{name}: trees: {reason}")
     if not sizes:
-        raise _wrong(f"{name}: trees: there are none")
+        raise _invalid(f"{name}: trees: there are none")
     if (reason := method.validate()) is not None:
-        raise _wrong(f"{name}: {reason}")
+        raise _invalid(f"{name}: {reason}")
     return set(method.widths())
 
 

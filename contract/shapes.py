@@ -9,12 +9,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+Size = Annotated[int, Meta(ge=1, le=2**24)]
+"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
 _BUCKET_GRAIN = 64
 
 CATCH_UP_TOKENS = 2
 """Tokens of a draft's first pass. Of K accepted draft tokens the last was never fed to the draft, so each first pass
 reads the last two tokens of the text. If the first of them was read before, its row is written again with the same
 content, which keeps the shape static."""
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the manifest's records: fields by name, and no others."""
 
 
 class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ class GraphSignature:
     Attributes:
         inputs: without caches.
         outputs: without caches and new rows.
-        fed: symbol of the tokens fed in a run, each of which makes a cache row.
+        fed: symbol of the tokens fed in a run; each adds a cache row.
     """
 
     inputs: tuple[Tensor, ...]

@@ -261,5 +261,5 @@ COLLECTIVES = ("sum.", "join.")
 """Prefixes of the outputs that the ranks of a split model combine: summed, or joined along the last axis."""
 CARRIED = "carried."
 """Prefix of tensors that a later segment of such a model reads from an earlier one."""
-MEETING_DOMAIN = "specexport"
-"""Domain of the operators that mark these places until a graph is cut."""
+COLLECTIVE_DOMAIN = "specexport"
+"""Domain of the operators that do so, until a graph is cut there."""

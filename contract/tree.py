@@ -111,7 +111,7 @@ class TokenTree:
         paths = [tuple(path) for path in choices]
         for path in paths:
             if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
-                raise SpecExportError(f"the choice {list(path)} is no path of ranks; expected whole numbers >= 0")
+                raise SpecExportError(f"the choice {list(path)} is not a path of ranks; expected whole numbers >= 0")
         ordered = [(), *sorted(set(paths), key=lambda path: (any(path), len(path), path))]
         if len(ordered) != len(paths) + 1:
             twice = next(path for path in paths if paths.count(path) > 1)
@@ -120,13 +120,13 @@ class TokenTree:
         for path in ordered[1:]:
             if path[:-1] not in node_of:
                 raise SpecExportError(
-                    f"the choice {list(path)} is there, but not {list(path[:-1])}, which leads to it; add that"
+                    f"the choice {list(path)} is listed without {list(path[:-1])}, which leads to it; add that"
                 )
         return cls((-1, *(node_of[path[:-1]] for path in ordered[1:])), ranks=(0, *(path[-1] for path in ordered[1:])))
 
     @classmethod
     def best(cls, weight: Callable[[tuple[int, ...]], float], nodes: int, ranks: int, depth: int) -> TokenTree:
-        """The tree of most weight, if a path never weighs more than what leads to it.
+        """The tree of most weight, if no path weighs more than the path to its parent.
 
         Args:
             weight: of a path of ranks, such as the chance that its last token is accepted.

@@ -23,7 +23,7 @@ from specexport.contract.manifest import (
     Manifest,
     TokenizerInfo,
 )
-from specexport.contract.methods import Method
+from specexport.contract.methods import Method, method_type
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
 from specexport.exporter.build_state import Build, Progress, WrittenTarget
@@ -100,9 +100,9 @@ def check_methods(build: Build) -> None:
     """Refuses methods that write the same folder of the bundle, and checkpoints that do not fit the target."""
     writers: dict[str, str] = {}
     for method in build.options.methods:
-        stage = exporter_of(method).stage
-        if stage is not None and (other := writers.setdefault(stage, method.name)) != method.name:
-            raise BuildError(f"{other!r} and {method.name!r} both have a {stage}; a bundle has one, so ask for one")
+        role = method_type(method.name).role
+        if role and (other := writers.setdefault(role, method.name)) != method.name:
+            raise BuildError(f"{other!r} and {method.name!r} both have a {role}; a bundle has one, so ask for one")
     for method in build.options.methods:
         exporter_of(method).check(method, build.source, build.tokenizer.tokenizer)
 
@@ -111,9 +111,9 @@ def write_drafts(build: Build, records: Records) -> tuple[Method, ...]:
     """Loads, checks, traces and writes the methods' own models; returns the methods with them."""
     methods: list[Method] = []
     for method in build.plan.methods:
-        exporter = exporter_of(method)
-        if exporter.stage is not None:
-            method = records.run(exporter.stage, Method, functools.partial(exporter.export, method, build))
+        if method.role and method.draft is None:  # else it was written with the target
+            export = exporter_of(method).export
+            method = records.run(method.role, Method, functools.partial(export, method, build))
         methods.append(method)
     return tuple(methods)
 

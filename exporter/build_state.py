@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
-from specexport.contract.model import Model, Strict
-from specexport.contract.shapes import ShapePoint, batch_points, cache_buckets
+from specexport.contract.model import Model
+from specexport.contract.shapes import ShapePoint, Strict, batch_points, cache_buckets
 from specexport.exporter.options import PREFILL_CHUNK
 
 if TYPE_CHECKING:

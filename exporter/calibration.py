@@ -25,9 +25,9 @@ from specexport.exporter.checkpoints.stored import (
     Kind,
     QuantizedTensor,
     Scales,
+    attach_stored,
     read_parameter,
     read_weights,
-    stand_for,
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
@@ -42,22 +42,23 @@ from specexport.exporter.quantize import (
 
 _WINDOW = 256
 LEAST_TOKENS = _WINDOW
-"""Tokens of calibration data below which matrices are rounded for a few inputs, and worse than without a text."""
+"""Minimum number of tokens of calibration data; fitted to fewer, matrices are rounded worse than without data."""
 _TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
-"""Multiplications of the pass over the text, some minutes on two cores: with larger models less of it is read."""
+"""Maximum number of multiplications of the pass over the text, some minutes on two cores; large models read less."""
 _DAMPING = 0.01
-"""Share of the mean diagonal that is added to the matrix of inputs, whose smallest directions few tokens tell."""
+"""Share of the mean diagonal that is added to the products of inputs, as few tokens leave many of them near zero."""
 _COLUMNS = 128
-"""Inputs whose errors are spread among each other before the rest is corrected in one product."""
+"""Number of inputs that compensate for each other's errors one by one, before one product corrects all later inputs."""
 _LEAST, _LARGEST = -8, 7
 _SMALLEST = 1 << 13
-"""Numbers of a matrix above which no trace holds them (:mod:`specexport.exporter.kept_traces`)."""
+"""Matrices of at most this many numbers are rounded without a text, as cached traces may contain them
+(:mod:`specexport.exporter.trace_cache`)."""
 _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """The text to round matrices for: a file of text, or JSON lines with ``text`` or ``messages``; None for ours.
+    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default.
 
     Raises:
         BuildError: there is no such file, or nothing in it.
@@ -70,12 +71,12 @@ def calibration_text(path: Path | None) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BuildError(f"{path}: {reason}; expected text, or JSON lines, to round for (calibration_data)") from error
+        raise BuildError(f"{path}: {reason}; expected text or JSON lines (calibration_data)") from error
     if path.suffix == ".jsonl":  # whose texts may hold other line ends
         lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
     if not text.strip():
-        raise BuildError(f"{path}: the calibration data holds no text; expected some thousand tokens of it")
+        raise BuildError(f"{path}: the calibration data holds no text; expected a few thousand tokens")
     return text
 
 
@@ -99,10 +100,10 @@ def _text_of(path: Path, at: int, line: str) -> str:
 
 
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
-    """Rounds the matrices of a checkpoint, each for the inputs that the rounded ones before it make of a text.
+    """Rounds a checkpoint's matrices, each for its inputs over a text that the already rounded matrices have read.
 
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
-    :func:`_wide` are in int8.
+    :func:`_int8_matrices` are in int8.
 
     Args:
         checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
@@ -137,17 +138,17 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
             rounded[name] = _int8(name, head.weight, read_parameter(head.weight).float(), block)
     if count and matrices:
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
-        wide = _wide(checkpoint, matrices, block_size)
+        wide = _int8_matrices(checkpoint, matrices, block_size)
         calibration = _Calibration(matrices, wide, block_size, rounded, progress)
         with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.rounding():
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
     for name, tensor in rounded.items():
-        stand_for(parameters[name], tensor)
+        attach_stored(parameters[name], tensor)
     return replace(checkpoint, tensors={**checkpoint.tensors, **rounded})
 
 
-def _wide(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
+def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
     """The matrices to store in int8: down projections, whose inputs vary most between tokens.
 
     As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
@@ -241,7 +242,7 @@ class _Calibration:
 
 @dataclass(frozen=True)
 class InputFactor:
-    """What rounding needs to know of inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
+    """What rounding needs to know about inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
 
     Attributes:
         energy: their diagonal ``[K]``.

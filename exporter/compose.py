@@ -59,7 +59,7 @@ def propose_graph(
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
     body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in start_values), *carried], drafted)
     if start is not None:
-        _put_before(start.graph, graph, body, inputs)
+        _prepend(start.graph, graph, body, inputs)
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
@@ -108,7 +108,7 @@ def _value(tensor: Tensor) -> ir.Value:
     return ir.val(str(tensor), ir.DataType.from_numpy(np.dtype(tensor.dtype)), list(tensor.dims))
 
 
-def _put_before(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
+def _prepend(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
     """Moves the nodes and weights of a graph into the graph around a loop, under names that the body does not use."""
     nodes, weights = list(start), list(start.initializers.values())
     used = {value.name for node in body for value in node.outputs} | {value.name for value in body.inputs}

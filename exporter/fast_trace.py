@@ -49,7 +49,7 @@ def fast_trace() -> Iterator[None]:
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
     from_torchlib = vars(_Registry)["from_torchlib"]
 
-    def spare(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+    def decompose_if_needed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         # The bodies of scans are modules of their own.
         modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
         graphs = [module.graph for module in modules]
@@ -68,7 +68,7 @@ def fast_trace() -> Iterator[None]:
         has_value = node.op == "call_function" and "val" in node.meta
         return node.meta["val"] if has_value and rule is None else run_node(self, node)
 
-    _Passes.decompose_with_registry, _Promotion.run_node = spare, promote
+    _Passes.decompose_with_registry, _Promotion.run_node = decompose_if_needed, promote
     _Registry.from_torchlib = staticmethod(_registry)
     try:
         yield
@@ -93,12 +93,12 @@ def _known_registry(opset_version: int) -> Any:
 def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:
     """Whether decomposing a node would do what :func:`_lower` does; ``composites`` are not decomposed."""
     target = _SAME.get(node.target, node.target)
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_own(node):
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_unaliased(node):
         target = _functional(target)
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        # Arithmetic of sizes; or what runs a body, of which decomposing takes apart all but scan.
+        # Arithmetic of sizes; or operators that run a body, which decomposing takes apart, except scan.
         return target is scan_op or not isinstance(target, torch._ops.HigherOrderOperator)
     if target._schema.is_mutable or not (target.namespace == "onnx" or registry.is_registered(target)):
         return False
@@ -113,26 +113,26 @@ def _functional(target: torch._ops.OpOverload) -> Any:
     return getattr(packet, target._overloadname, target)
 
 
-def _writes_own(node: torch.fx.Node) -> bool:
+def _writes_unaliased(node: torch.fx.Node) -> bool:
     """Whether a node writes into a tensor without views, and keeps its type."""
     written, *others = node.args
-    if not isinstance(written, torch.fx.Node) or not _makes_own(written):
+    if not isinstance(written, torch.fx.Node) or not _is_unaliased(written):
         return False
     kind = written.meta["val"].dtype
     values = [other.meta["val"] for other in others if isinstance(other, torch.fx.Node)]
     kinds = [value.dtype for value in values if isinstance(value, torch.Tensor)]
     return all(other == kind or (kind.is_floating_point and not other.is_floating_point) for other in kinds) and all(
-        user is node or node < user or _makes_own(user) for user in written.users
+        user is node or node < user or _is_unaliased(user) for user in written.users
     )
 
 
-def _makes_own(node: torch.fx.Node) -> bool:
+def _is_unaliased(node: torch.fx.Node) -> bool:
     """Whether a node's results share no memory with its inputs; one of several results is to be asked for once."""
     target = node.target
     if target is operator.getitem:
         several = node.args[0]
         assert isinstance(several, torch.fx.Node)
-        return _makes_own(several) and [user.args for user in several.users].count(node.args) == 1
+        return _is_unaliased(several) and [user.args for user in several.users].count(node.args) == 1
     return isinstance(target, torch._ops.OpOverload) and all(
         result.alias_info is None for result in target._schema.returns
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method, MethodOptions, TextMethod, part, with_trees
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
+from specexport.contract.methods import Method, MethodOptions, part, with_trees
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -101,11 +100,6 @@ class MetaDraft:
 class MethodExporter(Generic[O, M]):
     """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
 
-    stage: ClassVar[str | None] = None
-    """The folder of its own model, written by a stage after the target's; None if it has no model."""
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
-    """Draft tokens of its default trees."""
-
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
 
@@ -123,7 +117,7 @@ class MethodExporter(Generic[O, M]):
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
         """The trees it verifies by default."""
-        return tuple(self.tree_of_size(method, size) for size in self.default_sizes)
+        return tuple(self.tree_of_size(method, size) for size in method.default_sizes)
 
     def plan(self, options: O, target: TargetInfo) -> M:
         """The method with the trees it is built for.
@@ -157,12 +151,12 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def export(self, method: M, build: Build) -> M:
-        """Writes its own model into the folder :attr:`stage`, and returns the manifest's entry."""
+        """Writes its own model into the folder of its role, and returns the manifest's entry."""
         return method
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """The shape points of its own model's graph."""
-        return ()
+        """The shape points of its own model's graph, by default those of a propose graph."""
+        return plan.propose_points(method)
 
     def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
         """The draft over the target's states, if it is a separate model.
@@ -191,15 +185,8 @@ class MethodExporter(Generic[O, M]):
 
 def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:
     """A method's exporter: ``EXPORTER`` of its module ``export``, if it has one."""
-    exporter: MethodExporter[Any, Any] = getattr(part(method, "export"), "EXPORTER", None) or TextExporter()
+    exporter: MethodExporter[Any, Any] = getattr(part(method, "export"), "EXPORTER", None) or MethodExporter()
     return exporter
-
-
-class TextExporter(MethodExporter[TextMethod, TextMethod]):
-    """For methods that only read text: nothing is exported."""
-
-    def default_trees(self, method: TextMethod) -> tuple[TokenTree, ...]:
-        return method.default_trees()
 
 
 def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:

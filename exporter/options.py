@@ -138,7 +138,7 @@ class BuildOptions(BuildSettings, frozen=True):
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
-                f"inputs_embeds was given with backend {self.backend}, whose engines read tokens alone; leave one out"
+                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out"
             )
         if self.lowering == "portable":
             for name in ("precision", "rest", "draft_precision"):

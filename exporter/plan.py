@@ -153,7 +153,7 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        method: how to speculate, with a draft that is a separate model; None for not at all.
+        method: how to speculate, with a draft that is a separate model; None for plain decoding.
         device: where it is to run.
         precision: of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: longest prompt and output, in tokens; None for the target's, at most :data:`DEFAULT_CONTEXT`.
@@ -209,13 +209,11 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]
-    method = next((candidate for candidate in manifest.methods if candidate.models and candidate.needs_graph), None)
+    method = next((candidate for candidate in manifest.methods if candidate.draft is not None), None)
     most = 0
-    if method is not None:
+    if method is not None and method.draft is not None:
         most = min(MAX_DRAFTS, max(len(tree) for tree in method.token_trees()) - 1)
-        models += [
-            _bundle_model_plan(f"{source}: {method.name}", draft, sizes) for draft in list(method.models.values())[:1]
-        ]
+        models.append(_bundle_model_plan(f"{source}: {method.name}", method.draft, sizes))
     one_pass = method is not None and not method.call_widths
     return _device_plan(models, device, manifest.max_seq_len, acceptance, most, one_pass)
 
@@ -262,7 +260,7 @@ def _model_plan(
     """The plan of one model; ``nodes`` is the size of all trees together that a target decides acceptance for."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
-            f"{source}: has {', '.join(without)} layers; layers without attention run on the CPU alone yet, and this "
+            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, and this "
             "plans for devices"
         )
     by_onnxruntime = backend == "onnxruntime-cuda"

@@ -16,8 +16,8 @@ import msgspec
 from specexport.contract.errors import UNREADABLE
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import decode_hook
-from specexport.contract.model import Strict
 from specexport.contract.reading import file_entry
+from specexport.contract.shapes import Strict
 
 PACKAGES = ("contract", "graphs", "exporter", "methods")
 """Packages whose code determines the content of a bundle."""

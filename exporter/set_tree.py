@@ -9,7 +9,7 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods import with_trees
+from specexport.contract.methods import with_draft, with_trees
 from specexport.contract.model import Model
 from specexport.contract.reading import changing, check_files, exchange_manifest
 from specexport.contract.shapes import ShapePoint
@@ -36,23 +36,23 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
             raise BuildError(f"{folder}: has no method {name!r}")
         if manifest.program or manifest.engines:
             raise BuildError(
-                f"{folder}: is built for {manifest.backend}; its step program and engines are made for its trees, so "
-                "that none can be exchanged. Tune a bundle built for onnxruntime and build this one with the tree found"
+                f"{folder}: is built for {manifest.backend}; its step program and engines are compiled for its trees, "
+                "which cannot be replaced. Tune a bundle built for onnxruntime, and build this one with the best tree"
             )
         method = with_trees(method, (tree, *(other for other in method.token_trees() if len(other) != len(tree))))
         plan = msgspec.structs.replace(BuildPlan.of_bundle(manifest), methods=(method,))
         widest, rows = max(method.widths()), plan.caches[-1]
         if manifest.max_seq_len + widest > rows + 1:
             raise BuildError(
-                f"{folder}: a step of {widest} tokens does not fit behind a context of {manifest.max_seq_len} in "
+                f"{folder}: a step of {widest} tokens does not fit after a context of {manifest.max_seq_len} in "
                 f"{rows} cache rows; build the bundle for such steps instead"
             )
         target = manifest.target
         for width in method.widths():
             target = _with_points(target, plan.at_caches([(batch, width, width, 0) for batch in plan.batches]))
-        points = exporter_of(method).points(method, plan)
-        if method.models:
-            method = method.with_models({role: _with_points(model, points) for role, model in method.models.items()})
+        if method.draft is not None:
+            points = exporter_of(method).points(method, plan)
+            method = with_draft(method, _with_points(method.draft, points))
         methods = tuple(method if old.name == name else old for old in manifest.methods)
         new = msgspec.structs.replace(manifest, target=target, methods=methods)
         exchange_manifest(folder, new)

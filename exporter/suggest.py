@@ -14,7 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import known, method_type
-from specexport.contract.methods.base import SMALLER, Device, Suggestion, Wanted
+from specexport.contract.methods.advice import SMALLER, Device, Suggestion, TargetProfile
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
@@ -61,10 +61,9 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         layer = has_mtp(path, model.layers)
     usable, refused = _drafts(path, bundle, size, drafts)
     usable += [] if bundle is None else _built(bundle.manifest)
-    wanted = Wanted(size, device, tuple(usable), layer)
-    suggestions = [suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(wanted)) is not None]
-    suggestions.sort(key=lambda suggestion: suggestion.rank)
-    return Advice(total, size, tuple(suggestions), refused)
+    profile = TargetProfile(size, device, tuple(usable), layer)
+    suggestions = (suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(profile)))
+    return Advice(total, size, tuple(sorted(suggestions, key=lambda suggestion: suggestion.rank)), refused)
 
 
 def _drafts(
@@ -92,10 +91,9 @@ def _drafts(
 def _built(manifest: Manifest) -> list[tuple[str, float]]:
     """A bundle's own draft with the target's tokenizer, if any, and how many times smaller it is."""
     return [
-        (model.source, manifest.target.parameters / model.parameters)
+        (method.draft.source, manifest.target.parameters / method.draft.parameters)
         for method in manifest.methods
-        if method.whole_model and not method.files
-        for model in method.models.values()
+        if method.whole_model and not method.files and method.draft is not None
     ]
 
 

@@ -25,11 +25,11 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import require_positions
-from specexport.exporter.checkpoints.split import same_when_split, split_checkpoint
+from specexport.exporter.checkpoints.split import require_split_parity, split_checkpoint
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, QUANTIZED, BuildOptions
 from specexport.exporter.passes.ranks import cut
-from specexport.exporter.writing import TracedGraph, trace_checkpoint, write_models
+from specexport.exporter.writing import TracedGraph, tracing, write_models
 from specexport.graphs.step import Addition, StepModule
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -121,8 +121,8 @@ def plan_target(options: BuildOptions, checkpoint: Checkpoint) -> BuildPlan:
         methods = tuple(_chains(method, options.methods[at], checkpoint) for at, method in enumerate(methods))
         if options.backend != "onnxruntime":
             raise BuildError(
-                f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run on "
-                "the CPU alone yet; build it with --backend onnxruntime"
+                f"{checkpoint.source}: model family '{checkpoint.family}' has layers without attention, which run "
+                "only on CPUs so far; build it with --backend onnxruntime"
             )
     return BuildPlan.of(methods, options, max_seq_len)
 
@@ -132,7 +132,7 @@ def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Metho
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
     if (branching and options.trees) or method.own_widths:
         raise BuildError(
-            f"{target.source}: model family '{target.family}' has layers without attention, which read chains alone, "
+            f"{target.source}: model family '{target.family}' has layers without attention, which read only chains, "
             f"and '{method.name}' verifies trees with branches; ask for chains (--num-speculative-tokens), or leave it "
             "out"
         )
@@ -158,11 +158,11 @@ def run_sample(build: Build, checkpoint: Checkpoint) -> graph_checks.Reference |
 
 def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
     """Compares our lowering with plain transformers."""
-    parity.same_as_eager(checkpoint, options.lowering)
+    parity.require_parity(checkpoint, options.lowering)
     if options.inputs_embeds:
-        parity.same_as_eager(checkpoint, options.lowering, embeds=True)
+        parity.require_parity(checkpoint, options.lowering, embeds=True)
     if options.tensor_parallel > 1:
-        same_when_split(checkpoint, options.tensor_parallel)
+        require_split_parity(checkpoint, options.tensor_parallel)
 
 
 def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibration: Sequence[int]) -> WrittenTarget:
@@ -224,7 +224,8 @@ class _StepTracer:
         outputs = [tensors.LOGITS, *(name for method in self.plan.methods for name in method.target_outputs)]
         states = dict(zip(self.target.states, self.state_layers, strict=True))
         module = StepModule(share.model, self.additions, outputs, self.options.lowering, states)
-        graph = trace_checkpoint(share, lambda: trace.trace_step(module, share.cache, self.embedding_size))
+        with tracing(share):
+            graph = trace.trace_step(module, share.cache, self.embedding_size)
         return TracedGraph("step", graph, self.plan.target_points(), share.cache, self.target.parameters)
 
 

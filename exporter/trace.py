@@ -33,10 +33,10 @@ from specexport.contract.signature import (
     states,
 )
 from specexport.contract.tensors import Tensor
-from specexport.exporter.checkpoints.quiet import quiet, uncollected
+from specexport.exporter.checkpoints.quiet import gc_paused, quiet
 from specexport.exporter.fast_trace import fast_trace
-from specexport.exporter.kept_traces import kept_trace
 from specexport.exporter.pipeline import export_passes, trace_passes
+from specexport.exporter.trace_cache import cached_trace
 from specexport.graphs.ops import translations
 from specexport.graphs.program import (
     AcceptModule,
@@ -131,7 +131,7 @@ def _past(cache: Sequence[CacheLayer], layers: Sequence[StateLayer]) -> tuple[Te
     return (*caches(cache), *known_tokens(layers), *cells(layers), *states(layers))
 
 
-@uncollected()
+@gc_paused()
 def trace_module(
     module: torch.nn.Module,
     inputs: Inputs,
@@ -186,7 +186,7 @@ def trace_module(
 
     module.eval()
     about = ([(tensor.dtype, tensor.dims) for tensor in flat], names, outputs, lowering, opset)
-    model = kept_trace(module, about, make)
+    model = cached_trace(module, about, make)
     trace_passes(model, lowering)
     return model
 

@@ -221,7 +221,7 @@ class WeightsFile(DataFile):
                 kind=width,
                 gathered=role in GATHERED,
                 by_rows=by_rows,
-                # int8 keeps scales that every backend reads: they are a ninth of it at most.
+                # int8 keeps scales that every backend reads: they are at most a ninth of it.
                 any_scales=storage.any_scales and storage.kind != "int8",
                 kept=kept,
                 rounded=() if kept is None else tuple(self._rounded(value)),

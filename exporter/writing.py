@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import BYTES
-from specexport.contract.model import CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
+from specexport.contract.model import BYTES_PER_WEIGHT, CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -52,12 +52,12 @@ def write_models(
     """
     folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
-    total = int(BYTES[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
+    total = int(BYTES_PER_WEIGHT[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
     done = 0.0
 
     def advance(size: int) -> None:
         nonlocal done
-        done += size / 4 * BYTES[storage.kind]
+        done += size / 4 * BYTES_PER_WEIGHT[storage.kind]
         build.progress(title, min(total - 1, int(done)), total)
 
     models: list[Model] = []
@@ -115,34 +115,23 @@ def _absolute(source: str) -> str:
 
 
 def write_draft(
-    draft: Checkpoint,
-    build: Build,
-    tracer: Callable[[], ir.Model],
-    points: tuple[ShapePoint, ...],
-    *,
-    role: str = "draft",
-    title: str = "draft",
-    name: str = "propose",
+    draft: Checkpoint, build: Build, graph: ir.Model, points: tuple[ShapePoint, ...], role: str, name: str = "propose"
 ) -> Model:
-    """Writes the graph that ``tracer`` returns into the bundle's folder ``role``; ``title`` is shown as progress.
-
-    Raises:
-        BuildError: torch cannot trace it.
-    """
-    with build.during(f"tracing the {title}"):
-        graph = TracedGraph(name, trace_checkpoint(draft, tracer), points, draft.cache, draft.parameters)
-    (model,) = write_models(build, role, [graph], draft, build.options.draft_storage)
+    """Writes a draft's graph into the bundle's folder ``role``, and returns the manifest's entry."""
+    traced = TracedGraph(name, graph, points, draft.cache, draft.parameters)
+    (model,) = write_models(build, role, [traced], draft, build.options.draft_storage)
     return model
 
 
-def trace_checkpoint(checkpoint: Checkpoint, tracer: Callable[[], ir.Model]) -> ir.Model:
-    """Calls ``tracer``; errors name the checkpoint.
+@contextmanager
+def tracing(checkpoint: Checkpoint) -> Iterator[None]:
+    """Context in which a checkpoint is traced; errors name it.
 
     Raises:
         BuildError: torch cannot trace the model.
     """
     try:
-        return tracer()
+        yield
     except BuildError:
         raise
     except Exception as error:  # torch.export raises many unrelated types

@@ -231,7 +231,7 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         """A convolution's inputs, preceded by the earlier ones that it reads."""
         states = active_states()
         if states is None:
-            raise BuildError("it has layers without attention, which are supported in targets alone")
+            raise BuildError("it has layers without attention, which are supported only in targets")
         return states.convolve(layer_idx, conv_states, conv_kernel_size)
 
     def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> None:

@@ -10,7 +10,7 @@ import onnx
 import onnxscript
 import torch
 
-from specexport.contract.tensors import MEETING_DOMAIN
+from specexport.contract.tensors import COLLECTIVE_DOMAIN
 
 _OPSET = onnxscript.values.Opset("", 24)
 
@@ -122,7 +122,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Those that combine ranks or experts become operators of our own, which the exporter replaces.
     """
-    add, join = (_op(MEETING_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
+    add, join = (_op(COLLECTIVE_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
     inputs = dict.fromkeys(("total", "hidden", "rows", "products"), "float")
     sum_of_experts = _op(EXPERTS_DOMAIN, "SumOfExperts", "sum", **inputs, index="int64", weights="float")
     return {

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.methods.base import TextMethod
+from specexport.contract.methods.options import Flag
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 
@@ -15,8 +16,8 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
     """The expected output, proposed while it matches."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"),
+    flag: ClassVar[Flag | None] = Flag(
+        "--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"
     )
     takes_hypothesis: ClassVar[bool] = True
     default_sizes: ClassVar[tuple[int, ...]] = (16, 8, 4, 2)
@@ -51,29 +52,29 @@ class Follower:
         for end in range(1, len(self._tokens) + 1):
             for n in range(1, min(LONGEST_MATCH, end) + 1):
                 self._after.setdefault(tuple(self._tokens[end - n : end]), []).append(end)
-        self._said: list[int] = []
-        self._at = self._agreed = self._departed = 0
+        self._recent: list[int] = []
+        self._at = self._agreed = self._mismatches = 0
         # A hypothesis describes the output from its beginning, so it is trusted at first.
         self._matched = len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Follows new tokens of the output."""
         for token in tokens:
-            self._said = [*self._said[1 - LONGEST_MATCH :], token]
-            if not self._departed and self._at < len(self._tokens) and self._tokens[self._at] == token:
+            self._recent = [*self._recent[1 - LONGEST_MATCH :], token]
+            if not self._mismatches and self._at < len(self._tokens) and self._tokens[self._at] == token:
                 self._matched, self._at = self._matched + 1, self._at + 1
             elif (place := self._find()) is not None:
                 self._matched, self._at = place
-                self._departed = 0
+                self._mismatches = 0
             else:
-                self._departed += 1
-            if not self._departed and self._matched >= LONGEST_MATCH:
+                self._mismatches += 1
+            if not self._mismatches and self._matched >= LONGEST_MATCH:
                 self._agreed = self._at
 
     def _find(self) -> tuple[int, int] | None:
         """The length of a match and the position after it in the hypothesis; None if nothing matches."""
-        for n in range(len(self._said), 0, -1):
-            places = self._after.get(tuple(self._said[-n:]), ())
+        for n in range(len(self._recent), 0, -1):
+            places = self._after.get(tuple(self._recent[-n:]), ())
             # Not the position at which it was lost, as the token there was just rejected.
             ahead = bisect_right(places, self._agreed)
             if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
@@ -84,10 +85,10 @@ class Follower:
 
     def following(self) -> list[int]:
         """As many of the hypothesis's next tokens as are worth verifying."""
-        if self._departed > 1:
+        if self._mismatches > 1:
             return []
-        at = self._at + self._departed
-        return self._tokens[at : at + (GUESS if self._departed else TRUST * self._matched)]
+        at = self._at + self._mismatches
+        return self._tokens[at : at + (GUESS if self._mismatches else TRUST * self._matched)]
 
 
 @dataclass

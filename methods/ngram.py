@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, cast
 
 from msgspec import Meta
 
-from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.methods.base import TextMethod
+from specexport.contract.methods.options import Flag
 from specexport.runtime.prompt import tokens_before_embeddings
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
-"""Length of an n-gram; limited, as every look-up compares so many tokens."""
+"""Length of an n-gram; limited, as every look-up compares that many tokens."""
 _MOST = 256
 """Most occurrences that a look-up compares, the latest first: others would hardly be better, and take time."""
 
@@ -30,9 +31,7 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
     prompt_lookup_min: LookupSize | None = None
 
     suits: ClassVar[str] = "free; gains where answers repeat their prompt or themselves (edits, summaries, code)"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--ngram", None, "propose what followed the last tokens earlier in the text"),
-    )
+    flag: ClassVar[Flag | None] = Flag("--ngram", None, "propose what followed the last tokens earlier in the text")
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min is not None and self.prompt_lookup_min > self.prompt_lookup_max:

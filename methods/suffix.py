@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, cast
 from msgspec import Meta
 
 from specexport.contract.errors import RequestError
-from specexport.contract.methods.base import Flag, TextMethod
+from specexport.contract.methods.base import TextMethod
+from specexport.contract.methods.options import Flag
 from specexport.contract.model import Probability
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
@@ -31,8 +32,8 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
 
     suits: ClassVar[str] = "free; gains where answers repeat their prompt, themselves or each other"
     engine_keys: ClassVar[frozenset[str]] = frozenset({"store_tokens"})
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--suffix", None, "propose the most frequent continuation of the longest suffix seen before"),
+    flag: ClassVar[Flag | None] = Flag(
+        "--suffix", None, "propose the most frequent continuation of the longest suffix seen before"
     )
 
     def describe(self) -> str:

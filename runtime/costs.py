@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from specexport.contract.model import Size, Strict
+from specexport.contract.shapes import Size, Strict
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 _PACE_STEP, _FACTOR_STEP = 1.02, 1.005

@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
+from specexport.methods.eagle3.spec import Eagle3Training
 from specexport.methods.eagle3.train import train_eagle3
-from specexport.methods.eagle3.train_options import Eagle3Training
 
 Kind = Literal["chat", "code", "edit", "summary", "self-asked"]
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"

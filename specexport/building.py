@@ -32,7 +32,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
-from specexport.exporter.checkpoints.quiet import uncollected
+from specexport.exporter.checkpoints.quiet import gc_paused
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import require_effect
 from specexport.exporter.records import fingerprint
@@ -83,7 +83,7 @@ def exporter() -> types.ModuleType:
             f"building needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}. "
             "Bundles run on 3.10, so build elsewhere and copy the folder"
         )
-    with needs_extra("building", "export"), uncollected():
+    with needs_extra("building", "export"), gc_paused():
         from specexport.exporter import build
     # At exit, Python's garbage collection of millions of objects would take more than a second.
     atexit.register(gc.freeze)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.medusa.export import save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.mlp_speculator.checkpoint import save_speculator
+from specexport.methods.mlp_speculator.export import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
 from specexport.methods.mlp_speculator.train import stage_losses
 from specexport.training.data import Windows

@@ -12,6 +12,7 @@ import msgspec
 
 from specexport.contract import engines as ce
 from specexport.contract.manifest import Manifest
+from specexport.contract.methods import with_draft
 from specexport.contract.model import Model
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs
@@ -72,7 +73,7 @@ def compiled(
         backend="tensorrt-rtx",
         target=with_engines(manifest.target),
         methods=tuple(
-            method.with_models({role: with_engines(model) for role, model in method.models.items()})
+            with_draft(method, with_engines(method.draft)) if method.draft is not None else method
             for method in manifest.methods
         ),
         program=tuple(map(program_engines, program)),

@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from specexport.runtime import Engine
-from specexport.runtime.backends.onnxruntime.kernels import instruction_set, kernels_described
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
@@ -39,8 +39,8 @@ _START = time.monotonic()
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says in one line if the kernels are missing."""
-    if not instruction_set():
-        terminalreporter.write_line(f"kernels: {kernels_described()}")
+    if not kernels().instruction_set:
+        terminalreporter.write_line(f"kernels: {kernels().described}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,7 +110,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from specexport.exporter import kept_traces, trace
+    from specexport.exporter import trace, trace_cache
     from specexport.exporter.passes import simplify
 
     folder = _shared(tmp_path_factory)
@@ -125,8 +125,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_accept", accept)
-        patch.setattr(kept_traces, "cache_folder", lambda: folder)
-        patch.setattr(kept_traces, "MOST", 10_000)
+        patch.setattr(trace_cache, "cache_folder", lambda: folder)
+        patch.setattr(trace_cache, "MOST", 10_000)
         patch.setattr(simplify, "LARGEST_FOLDED", 512)
         yield
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.exporter.build import build
-from specexport.exporter.checkpoints.config import load_causal_lm, meta_model, read_model_config, require_stored
+from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
 from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
@@ -185,9 +185,9 @@ def test_adapters_without_their_model_are_named(base: Path, tmp_path: Path, of: 
     document = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     where = str(folder) if of == "itself" else of
     (folder / ADAPTER).write_text(json.dumps(document | {"base_model_name_or_path": where}), encoding="utf-8")
-    for read in (lambda: locate(str(folder)), lambda: meta_model(folder)):
+    for weights in (True, False):
         with pytest.raises(BuildError, match=r"adapter"):
-            read()
+            locate(str(folder), weights=weights)
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gone.txt", None, "No such file or directory; expected text, or JSON lines"),
-        ("empty.txt", " \n", "holds no text; expected some thousand tokens"),
-        ("bytes.txt", "\udcff", "can't decode byte 0xff .*; expected text, or JSON lines"),
+        ("gone.txt", None, "No such file or directory; expected text or JSON lines"),
+        ("empty.txt", " \n", "holds no text; expected a few thousand tokens"),
+        ("bytes.txt", "\udcff", "can't decode byte 0xff .*; expected text or JSON lines"),
         ("no.jsonl", '{"text": "a"}\n{"words": "b"}', "line 2 has neither text nor messages"),
         ("bad.jsonl", '{"text": 3}', "line 1: text is a whole number; expected a text or null"),
     ],

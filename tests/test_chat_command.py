@@ -355,7 +355,7 @@ def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
         unread = conversation.unread
         with pytest.raises(RequestError, match="the context holds 256"):
             conversation.stream("much " * 200)
-        assert conversation.unread == unread  # that question is no part of it
+        assert conversation.unread == unread  # that question is not part of it
         conversation.reset()
         with conversation.stream("anew") as stream:
             assert "answer" not in frontend.engine.tokenizer.decode(stream.tokens)

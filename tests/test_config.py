@@ -168,7 +168,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any], Path], object], str]] = {
     "outside": (lambda placed, model: placed.update({min(placed): "../other.safetensors"}), "'../other.safetensors'"),
     "absolute": (lambda placed, model: placed.update({min(placed): "/etc/passwd"}), "'/etc/passwd'"),
     "missing": (lambda placed, model: placed.update({min(placed): "absent.safetensors"}), "missing, and"),
-    "of no kind": (lambda placed, model: placed.update({min(placed): 3}), "weight_map is no object"),
+    "of no kind": (lambda placed, model: placed.update({min(placed): 3}), "weight_map is not an object"),
     "cut short": (lambda placed, model: (model / "model-1.safetensors").write_bytes(b"x" * 20), "model-1.safetensors"),
     "a huge header": (
         lambda placed, model: (model / "model-1.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}"),

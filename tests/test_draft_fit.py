@@ -30,7 +30,7 @@ def test_heads_of_another_draft(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / name, "llama", seed=1, hidden_size=size) for name, size in (("a", 64), ("b", 32))
     )
     heads = make_heads(tmp_path / "heads", other, 2, tied=True)
-    refused(tmp_path, "these heads were trained for another model", draft=draft, draft_medusa=heads)
+    refused(tmp_path, "heads of other sizes were trained for another model", draft=draft, draft_medusa=heads)
 
 
 def refused(tmp_path: Path, message: str, **methods: Any) -> None:

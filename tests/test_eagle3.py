@@ -221,7 +221,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, d
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, r"\[0, 1, 3\] layers .*, but the target has 2"),
         ({"rope_scaling": {"rope_type": "none"}}, "config.json: "),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 'sliding_attention'"),
-        ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'; config.json asks for it"),
+        ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'; expected it in an EAGLE-3 draft as config.json"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_by_field(draft: Path, change: dict[str, Any], reason: str) -> None:
@@ -237,16 +237,16 @@ Q = "midlayer.self_attn.q_proj.weight"
     ("change", "reason"),
     [
         ({Q: None}, "no tensor 'layers.0.self_attn.q_proj.weight' or 'midlayer.self_attn.q_proj.weight'"),
-        ({Q: torch.zeros(32, 64)}, r"q_proj.weight' is \[32, 64\], expected \[32, 128\] by config.json"),
+        ({Q: torch.zeros(32, 64)}, r"q_proj.weight' is \[32, 64\], expected \[32, 128\] in "),
         ({Q: torch.zeros(32, 128, dtype=torch.int8)}, "q_proj.weight' holds no floating-point numbers"),
         ({Q: torch.full((32, 128), torch.nan)}, "q_proj.weight' holds numbers that are not finite"),
         ({"layers.0.self_attn.q_proj.weight": torch.zeros(32, 128)}, "and '.*' are the same part; expected one"),
-        ({"midlayer.self_attn.qq_proj.weight": torch.zeros(2)}, "'midlayer.self_attn.qq_proj.weight' is no part of"),
+        ({"midlayer.self_attn.qq_proj.weight": torch.zeros(2)}, "'midlayer.self_attn.qq_proj.weight' is not part of"),
         ({"d2t": None}, "no tensor 'd2t'"),
         ({"d2t": torch.zeros(KEPT)}, "tensor 'd2t' is torch.float32; expected int64"),
-        ({"d2t": torch.full((KEPT,), VOCAB)}, "tensor 'd2t' leads to tokens that are not there"),
-        ({"d2t": -torch.arange(KEPT)}, "tensor 'd2t' leads to tokens that are not there, or to one twice"),
-        ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "tensor 't2d' is no mask"),
+        ({"d2t": torch.full((KEPT,), VOCAB)}, "tensor 'd2t' maps to tokens that do not exist"),
+        ({"d2t": -torch.arange(KEPT)}, "tensor 'd2t' maps to tokens that do not exist, or several to one"),
+        ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "tensor 't2d' is not a boolean mask"),
         ({"t2d": torch.ones(9, dtype=torch.bool)}, r"tensor 't2d' is \[9\], expected \[320\]"),
     ],
 )

@@ -43,7 +43,7 @@ def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[torch.export.ExportedPro
 @pytest.fixture
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     """The step graph of a family's model, traced anew each time."""
-    monkeypatch.setattr(trace, "kept_trace", lambda module, about, make: make())
+    monkeypatch.setattr(trace, "cached_trace", lambda module, about, make: make())
 
     def traced(family: str) -> ir.Model:
         checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / family, family, num_hidden_layers=1)))

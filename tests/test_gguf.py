@@ -287,10 +287,10 @@ def test_attention_is_that_of_the_file(
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.block_count": 5}, r"llama.block_count is 5; expected 1 to 2, of which it has tensors"),
+        ({"llama.block_count": 5}, r"llama.block_count is 5; expected 1 to 2, the layers in it"),
         ({"llama.attention.head_count_kv": 0}, r"llama.attention.head_count_kv is 0; expected at least 1"),
         ({"llama.embedding_length": 1 << 30}, r"hidden_size is 1073741824; expected at most"),
-        ({"llama.feed_forward_length": 128}, r"tensor 'blk.0.ffn_down.weight' \[64, 96\] fits no \[64, 128\]"),
+        ({"llama.feed_forward_length": 128}, r"tensor 'blk.0.ffn_down.weight' \[64, 96\] does not fit \[64, 128\]"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type is 'yarn'; expected none, linear, or yarn or"),
         (
             {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.original_context_length": 8},

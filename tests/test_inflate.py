@@ -27,7 +27,7 @@ from specexport.contract.methods import method_type, part
 from specexport.exporter.checkpoints.checkpoint import reference_states
 from specexport.graphs.layers import recorded_states
 from specexport.methods.hidden_states.checkpoint import load_draft
-from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator
+from specexport.methods.mlp_speculator.export import read_speculator
 from tests.checkpoints import make_dflash, make_eagle3, make_speculator
 
 pytestmark = pytest.mark.exporter
@@ -99,7 +99,7 @@ def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied
     for model, speculator in ((source, "small"), (large, "grown")):
         loaded = LlamaForCausalLM.from_pretrained(model).eval()
         _, hidden = reference_states(loaded, np.array(PROMPTS[0]))
-        stages = load_speculator(read_speculator(str(tmp_path / speculator)))
+        stages = read_speculator(str(tmp_path / speculator)).load()
         texts.append(stages.logits(hidden[-1], torch.tensor([5, 9, 2])))
     torch.testing.assert_close(texts[1], texts[0], atol=2e-3, rtol=1e-3)
     assert stages.logits(torch.randn(96), torch.tensor([1])).shape == (1, 64)

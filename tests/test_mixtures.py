@@ -17,7 +17,7 @@ from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
-from specexport.exporter import kept_traces, trace
+from specexport.exporter import trace, trace_cache
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import sizes_of
@@ -94,7 +94,7 @@ def _step_graph(loaded: Checkpoint, *, branches: bool) -> ir.Model:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_step_graph_equals_transformers(family: Family, form: str) -> None:
-    parity.same_as_eager(family.checkpoint, "portable")
+    parity.require_parity(family.checkpoint, "portable")
     worst = differences(family, family.folder / form, (2 * WINDOW + 5, WINDOW + 3), 8, 40)
     assert max(worst.values()) < TOLERANCE, worst
 
@@ -211,7 +211,7 @@ def test_a_graph_that_is_not_finite_is_not_built(
     building.build(options)
     with monkeypatch.context() as patched:
         patched.setattr(simplify, "keep_epsilons", lambda model: None)
-        patched.setattr(kept_traces, "cache_folder", lambda: tmp_path_factory.mktemp("cache"))
+        patched.setattr(trace_cache, "cache_folder", lambda: tmp_path_factory.mktemp("cache"))
         refused = BuildOptions(target=options.target, output=tmp_path / "refused", methods=(), precision="fp32")
         with pytest.raises(BuildError, match=r"'helium': target/step.onnx: \d+ of \d+ numbers .* not finite"):
             building.build(refused)

@@ -152,13 +152,17 @@ B = "model.layers.1."
     ("family", "change", "reason"),
     [
         ("glm4_moe", {f"{B}eh_proj.weight": None}, "no tensor 'fc.weight' or 'model.layers.1.eh_proj.weight'"),
-        ("glm4_moe", {f"{B}enorm.weight": torch.zeros(9)}, r"enorm.weight' is \[9\], expected \[64\] by config.json"),
-        ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": None}, "experts.3.up_proj.weight'; config.json asks for it"),
+        ("glm4_moe", {f"{B}enorm.weight": torch.zeros(9)}, r"enorm.weight' is \[9\], expected \[64\] in "),
+        (
+            "glm4_moe",
+            {f"{B}mlp.experts.3.up_proj.weight": None},
+            "experts.3.up_proj.weight'; expected it in the MTP",
+        ),
         ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": torch.zeros(31, H)}, r"3.up_proj.weight' is \[31, 64\]"),
-        ("glm4_moe", {f"{B}mlp.experts.8.up_proj.weight": torch.zeros(32, H)}, "is no part of the MTP layer"),
+        ("glm4_moe", {f"{B}mlp.experts.8.up_proj.weight": torch.zeros(32, H)}, "is not part of the MTP layer"),
         ("deepseek_v3", {f"{B}self_attn.kv_b_proj.weight": None}, "no tensor 'layers.0.self_attn.kv_b_proj.weight'"),
-        ("qwen3_next", {"mtp.pre_fc_norm_hidden.weight": None}, "'mtp.pre_fc_norm_hidden.weight'; config.json asks"),
-        ("qwen3_next", {"mtp.layers.1.mlp.gate.weight": torch.zeros(8, H)}, "is no part of the MTP layer"),
+        ("qwen3_next", {"mtp.pre_fc_norm_hidden.weight": None}, "'mtp.pre_fc_norm_hidden.weight'; expected it in"),
+        ("qwen3_next", {"mtp.layers.1.mlp.gate.weight": torch.zeros(8, H)}, "is not part of the MTP layer"),
         ("qwen3_next", {"mtp.fc.weight": torch.zeros(H, H)}, r"'mtp.fc.weight' is \[64, 64\], expected \[64, 128\]"),
     ],
 )

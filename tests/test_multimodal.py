@@ -136,6 +136,6 @@ def test_a_language_model_that_transformers_cannot_run_alone_is_refused_by_name(
     document |= {"model_type": "qwen3_vl", "text_config": {**TEXT, "model_type": "qwen3_vl_text"}}
     document["vision_config"] = PATCHES
     config.write_text(json.dumps(document))
-    with pytest.raises(BuildError, match=r"config.json: text_config is of the family 'qwen3_vl_text', of which transf"):
+    with pytest.raises(BuildError, match=r"config.json: text_config is of the family 'qwen3_vl_text', for which trans"):
         build(BuildOptions(str(tmp_path / "model"), tmp_path / "bundle"))
     assert not (tmp_path / "bundle").exists()

@@ -383,5 +383,5 @@ def test_building_for_it(
 def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     put(folder, "target.precision.weights", "int8")
-    with pytest.raises(BuildError, match=r"bf16 is computed in with int8 matrices.*pass --compute fp16 or fp32"):
+    with pytest.raises(BuildError, match=r"compute is bf16, and .* for int8 matrices.*pass --compute fp16 or fp32"):
         compile_bundle(folder, CompileOptions("onnxruntime-cuda", compute="bf16"))

@@ -25,7 +25,7 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.exporter.checkpoints.split import same_when_split
+from specexport.exporter.checkpoints.split import require_split_parity
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends import ranks as runtime_ranks
@@ -110,7 +110,7 @@ def test_verify_runs_every_rank(
 def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     make_checkpoint(tmp_path / "mixture", "qwen3_moe", **GROUPED, head_dim=16, **experts)
-    same_when_split(load_checkpoint(str(tmp_path / "mixture")), 2)
+    require_split_parity(load_checkpoint(str(tmp_path / "mixture")), 2)
     options = {"max_seq_len": 128, "max_batch_size": 1}
     texts = []
     for ranks in (1, 2):

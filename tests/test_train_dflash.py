@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from specexport.graphs.layers import recorded_states
 from specexport.methods.dflash.export import save_dflash
+from specexport.methods.dflash.spec import DFlashTraining
 from specexport.methods.dflash.train import draft_losses, new_draft, random_anchors
-from specexport.methods.dflash.train_options import DFlashTraining
 from specexport.training.data import Windows
 from specexport.training.predictions import Losses, measure_accuracy, weighted_loss
 from specexport.training.run import load_model

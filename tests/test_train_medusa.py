@@ -17,9 +17,9 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.graphs.layers import hidden_and_logits
-from specexport.methods.medusa.export import COMPATIBLE, load_medusa, read_outline
+from specexport.methods.medusa.export import COMPATIBLE, read_medusa
+from specexport.methods.medusa.spec import MedusaTraining
 from specexport.methods.medusa.train import head_accuracy, head_losses, new_heads, train_medusa
-from specexport.methods.medusa.train_options import MedusaTraining
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 
@@ -108,12 +108,12 @@ def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_for
     assert (streamed.output / name).read_bytes() == (cached.output / name).read_bytes()
 
     base = load_checkpoint(streamed.target)
-    native = load_medusa(streamed.output, hidden=64, vocab=VOCAB)
-    theirs = load_medusa(streamed.output / COMPATIBLE, hidden=64, vocab=VOCAB)
+    native = read_medusa(streamed.output).load(hidden=64, vocab=VOCAB)
+    theirs = read_medusa(streamed.output / COMPATIBLE).load(hidden=64, vocab=VOCAB)
     assert (native.tied, theirs.tied) == (tied, False)
     hidden, head = torch.randn(5, 64), base.model.get_output_embeddings()
     torch.testing.assert_close(native.logits(hidden, head), theirs.logits(hidden, head), rtol=1e-2, atol=2e-2)
-    outline = read_outline(streamed.output)
+    outline = read_medusa(streamed.output)
     torch.testing.assert_close(
         torch.tensor(outline.accuracy.ranks), torch.tensor(record["head_accuracy"]), atol=1e-5, rtol=0
     )
@@ -135,7 +135,7 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
     # The model is held to what it said before.
     divergences = [entry["lm kl"][0] for entry in record["joint"]["history"]]
     assert all(0 <= value < 0.05 for value in divergences), divergences
-    heads = load_medusa(changed_options.output, hidden=64, vocab=VOCAB)
+    heads = read_medusa(changed_options.output).load(hidden=64, vocab=VOCAB)
     assert len(heads) == 2
     assert heads.tied is tied
     assert (changed_options.output / COMPATIBLE).exists() is tied
@@ -163,4 +163,4 @@ def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., Medus
     file = settings.output / "medusa_lm_head.safetensors"
     save_file(load_file(file) | {"1.0.linear.bias": torch.zeros(7)}, file)
     with pytest.raises(SpecExportError, match=r"medusa_lm_head\.safetensors: tensor '1\.0\.linear\.bias' is \[7\]"):
-        load_medusa(settings.output, hidden=64, vocab=VOCAB)
+        read_medusa(settings.output).load(hidden=64, vocab=VOCAB)

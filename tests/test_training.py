@@ -16,7 +16,7 @@ from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.dflash.export import read_dflash
 from specexport.methods.eagle3.export import read_eagle3
-from specexport.methods.mlp_speculator.checkpoint import read_speculator
+from specexport.methods.mlp_speculator.export import read_speculator
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import VOCAB

@@ -85,10 +85,10 @@ def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("[[0], [0, 0, 1]]", r"\[0, 0, 1\] is there, but not \[0, 0\]"),
+        ("[[0], [0, 0, 1]]", r"\[0, 0, 1\] is listed without \[0, 0\]"),
         ("[[0], [0]]", r"\[0\] is given twice"),
-        ("[[0], []]", r"\[\] is no path"),
-        ("[[-1]]", r"\[-1\] is no path"),
+        ("[[0], []]", r"\[\] is not a path"),
+        ("[[-1]]", r"\[-1\] is not a path"),
         ('[["a"]]', "is a text; expected a whole number"),
         ('{"nodes": []}', "it is an object; expected a list"),
         ('{"parents": [-1, 2, 0]}', "node 1 .* parent 2"),

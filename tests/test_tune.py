@@ -161,7 +161,7 @@ def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> N
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 128, 10, 3)
     before = (folder / "specexport.json").read_bytes()
-    with pytest.raises(BuildError, match="a step of 128 tokens does not fit behind a context of 512"):
+    with pytest.raises(BuildError, match="a step of 128 tokens does not fit after a context of 512"):
         set_default_tree(folder, "medusa", wide)
     with pytest.raises(BuildError, match="has no method 'draft_model'"):
         set_default_tree(folder, "draft_model", TokenTree.chain(2))

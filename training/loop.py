@@ -20,10 +20,6 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar to minimize, and named figures to show, each a vector, such as one number per head."""
 Log = Callable[[str], None]
 """Receives lines about the progress of a training."""
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration that moves singular values towards 1 fastest, and leaves them between 0.7 and 1.2."""
-_ITERATIONS = 5
-_EPSILON = 1e-7
 _HINT = "delete it to train from the start"
 
 
@@ -56,52 +52,6 @@ class Schedule:
         return min(rising, 0.5 * (1 + math.cos(math.pi * max(0.0, done))))
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update of a matrix is orthogonalized (Jordan et al., https://kellerjordan.github.io/posts/muon/).
-
-    Learning rates are those of AdamW: an update's root mean square is 0.2 (Liu et al., arXiv 2502.16982, section 2.2).
-
-    Args:
-        matrices: parameters ``[A,B]``.
-        lr: learning rate.
-        weight_decay: decoupled, as a share of the learning rate.
-        momentum: share of the momentum that a step keeps, with Nesterov's look-ahead.
-    """
-
-    def __init__(
-        self, matrices: Iterable[torch.nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
-    ) -> None:
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates the matrices that have gradients."""
-        assert closure is None
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-                average = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonalized(matrix.grad.lerp(average, group["momentum"]))
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
-
-
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximates U·Vᵀ of a matrix U·S·Vᵀ by the Newton-Schulz iteration."""
-    a, b, c = _COEFFICIENTS
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = wide.float() if matrix.device.type == "cpu" else wide.bfloat16()
-    wide = wide / wide.norm().clamp(min=_EPSILON)
-    for _ in range(_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).to(matrix.dtype)
-
-
 def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
     """AdamW without weight decay, over groups of parameters, each with a learning rate."""
     return torch.optim.AdamW(
@@ -114,7 +64,8 @@ def optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW; or Muon for matrices, and AdamW for norms, biases and the ``outer`` modules (embedding and head).
 
-    A rate of None is the optimizer's default.
+    A rate of None is the optimizer's default. Muon's rates are those of AdamW: an update's root mean square is 0.2 (Liu
+    et al., arXiv 2502.16982, section 2.2).
     """
     rate = rate or LEARNING_RATES[name]
     if name == "adamw":
@@ -123,7 +74,8 @@ def optimizers(
     matrices = [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outside]
     inner = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in parameters if id(parameter) not in inner]
-    return [Muon(matrices, lr=rate, weight_decay=0.05), adamw([(others, rate)])]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw([(others, rate)])]
 
 
 @dataclass(frozen=True)

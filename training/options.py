@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
 from specexport.contract.errors import TrainError
 from specexport.contract.options import Options, option, options
-from specexport.tables import Table
+
+if TYPE_CHECKING:
+    from specexport.tables import Table
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
@@ -205,12 +207,12 @@ def _unused_without_texts(texts: int) -> Iterator[tuple[str, str]]:
 
 
 O = TypeVar("O", bound=RunOptions)
-Report = Iterator[Table | str]
+Report = Iterator[Union["Table", str]]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A method's command of ``specexport train``: ``TRAINING`` in its module ``train_options``.
+    """A method's command of ``specexport train``: ``TRAINING`` in its module ``spec``.
 
     Its module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the output and
     returns the record of ``training.json``. An interrupted run resumes from its last checkpoint when it is started
@@ -246,8 +248,10 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def shares(label: str, accuracy: list[list[float]]) -> Table:
+def accuracy_table(label: str, accuracy: list[list[float]]) -> Table:
     """A table of how often the true token is among the best candidates."""
+    from specexport.tables import Table  # running a bundle needs none
+
     ranks = (1, 2, 3, 5, 10)
     table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
     for number, row in enumerate(accuracy):
@@ -260,5 +264,5 @@ def report_chain(key: str, record: dict[str, Any]) -> Report:
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
     yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"
-    yield shares("token", accuracy)
+    yield accuracy_table("token", accuracy)
     yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts"

@@ -21,9 +21,7 @@ import msgspec
 from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
-    Flag,
     Method,
-    MethodOptions,
     RankedMethod,
     TextMethod,
     for_bundle,
@@ -33,30 +31,20 @@ from specexport.contract.methods.base import (
     with_draft,
     with_trees,
 )
+from specexport.contract.methods.options import Flag, MethodOptions
 from specexport.contract.plugins import load, offered
 from specexport.contract.tree import TokenTree
 
-__all__ = [
+__all__ = [  # of the modules beside this one
     "BuiltMethod",
     "Flag",
     "Method",
     "MethodOptions",
     "RankedMethod",
-    "SpeculativeConfig",
     "TextMethod",
-    "decode_hook",
     "for_bundle",
-    "known",
-    "listed",
     "method_name",
-    "method_type",
     "not_a_chain",
-    "options_type",
-    "parse_method",
-    "part",
-    "read_method",
-    "read_methods",
-    "text_methods",
     "verified_widths",
     "with_draft",
     "with_trees",
@@ -79,7 +67,7 @@ def method_type(name: str) -> type[Method]:
     """The struct of a method's entry in a bundle; :func:`options_type` is that of its options.
 
     Raises:
-        SpecExportError: it is unknown, or a package's entry point of that name is no method.
+        SpecExportError: it is unknown, or a package's entry point of that name is not a method.
     """
     if name not in known():
         raise SpecExportError(
@@ -130,14 +118,11 @@ def decode_hook(kind: type, content: Any) -> Any:
     if not isinstance(name, str):
         raise ValueError("expected an object with the key method")
     try:
-        entry: Any = method_type(name)
-        # Bundles of older versions have a method's options too, as nulls.
-        keys = {key for key, value in content.items() if value is not None} | set(entry.__struct_fields__)
-        return msgspec.convert({key: value for key, value in content.items() if key in keys}, entry)
+        return msgspec.convert(content, method_type(name))
     except SpecExportError as error:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
-        # msgspec adds where the entry is; a ValidationError it would hand on as it is.
+        # msgspec adds the entry's place to a ValueError, but not to a ValidationError.
         raise ValueError(explained(error)) from error
 
 
@@ -170,7 +155,7 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
     if not isinstance(several, Sequence) or not all(
         isinstance(entry, (str, Mapping, MethodOptions)) for entry in several
     ):
-        raise BuildError(f"speculative_config: {config!r} is no object with the key method, nor a list of such")
+        raise BuildError(f"speculative_config: {config!r} is not an object with the key method, or a list of them")
     return tuple(several)
 
 
@@ -235,21 +220,13 @@ def read_method(
         kind = options_type(method_type(str(mapping["method"])))
     except SpecExportError as error:
         raise BuildError(f"{where}: {error}") from error
-    keys = kind.__struct_fields__
-    unknown = next((key for key in mapping if key not in ("method", *keys)), None)
-    if unknown is not None:
-        raise BuildError(
-            f"{where}: {unknown!r} is no key of method {method_name(kind)!r}; expected some of {', '.join(keys)}"
-        )
-    missing = next((f.name for f in msgspec.structs.fields(kind) if f.required and f.name not in mapping), None)
-    if missing is not None:
-        raise BuildError(f"{where}: method {method_name(kind)!r} needs the key {missing!r}, which is missing")
     if "trees" in mapping:
         mapping["trees"] = _choices(mapping["trees"], where)
     try:
         return msgspec.convert(mapping, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{where}: {explained(error)}") from error
+        keys = ", ".join(kind.__struct_fields__)
+        raise BuildError(f"{where}: {explained(error)}; the keys of {method_name(kind)!r} are {keys}") from error
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:

@@ -1,134 +1,20 @@
-"""The base of every method: its options, and its entry in the manifest with its capabilities."""
+"""The base of every method: its entry in the manifest, with its capabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
-from msgspec import Meta
 
-from specexport.contract.model import Model, Size, StoredAs, Strict
-from specexport.contract.shapes import CATCH_UP_TOKENS
+from specexport.contract.methods.advice import Suggestion, TargetProfile
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Choices, MethodOptions, SourceKind
+from specexport.contract.model import Model, StoredAs
+from specexport.contract.shapes import CATCH_UP_TOKENS, Size, Strict
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import DRAFT_TOKENS, Tensor
-from specexport.contract.tree import MAX_NODES, TokenTree
-
-Device = Literal["cpu", "gpu"]
-SMALLER = (5.0, 10.0)
-"""How many times smaller a draft should be: a larger one costs what it gains, a smaller one guesses badly."""
-Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
-"""A token tree as Medusa choices: the ranks on the path from the root, for each node but the root."""
-DraftTokens = Annotated[int, Meta(ge=1, le=32)]
-DEFAULT_DRAFT_TOKENS = 4
-"""Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
-BYTES: dict[StoredAs, float] = {
-    "fp32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "fp8": 1.0,
-    "int8": 1.125,
-    "int4": 0.625,
-    "stored": 1.125,
-}
-"""Bytes a weight takes, for quantized ones with their share of a scale."""
-SourceKind = Literal["checkpoint", "folder"]
-"""A model's folder or hub id, or a folder alone."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A method that ``specexport suggest`` names before anything is built.
-
-    Attributes:
-        settings: what to build it with, in words.
-        rank: its place, the best first.
-        flags: those of ``specexport build``; empty if a model has to be downloaded or trained first.
-    """
-
-    method: str
-    settings: str
-    why: str
-    rank: int
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The target that a method is suggested for.
-
-    Attributes:
-        device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every node costs.
-        drafts: available smaller models, with how many times smaller they are, the best first.
-        has_mtp: whether the target's checkpoint holds a layer that drafts.
-    """
-
-    parameters: int
-    device: Device
-    drafts: tuple[tuple[str, float], ...] = ()
-    has_mtp: bool = False
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag of ``specexport build`` that is short for a method.
-
-    Attributes:
-        name: such as ``--ngram``.
-        key: the key whose value it takes; None for one that takes no value.
-        metavar: the value's name in ``--help``.
-        const: the value if the flag is given without one; None if it needs one.
-        claims: flags of other methods that set keys of this method when both are given: the key of each.
-    """
-
-    name: str
-    key: str | None
-    help: str
-    metavar: str | None = None
-    const: str | None = None
-    claims: Mapping[str, str] | None = None
-
-
-class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
-    """A user's options of a method: the keys of ``build --method``, of ``speculative_config`` and of a request.
-
-    Attributes:
-        num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
-            others. None for the method's default, and where ``trees`` is given.
-        trees: the trees a step may verify, the default first, each of a different size, so that a request can choose
-            one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
-    """
-
-    num_speculative_tokens: DraftTokens | tuple[DraftTokens, ...] | None = None
-    trees: tuple[Choices, ...] = ()
-
-    main: ClassVar[str] = "num_speculative_tokens"
-    """The key that VALUE sets in ``--method NAME:VALUE``."""
-    flags: ClassVar[tuple[Flag, ...]] = ()
-
-    @property
-    def name(self) -> str:
-        return method_name(type(self))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of draft tokens that were chosen, the default first; empty if none were."""
-        sizes = self.num_speculative_tokens
-        return () if sizes is None else sizes if isinstance(sizes, tuple) else (sizes,)
-
-
-class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
-    """Options of a method with a checkpoint of its own.
-
-    Attributes:
-        model: its folder or hub id.
-    """
-
-    model: str
-
-    main: ClassVar[str] = "model"
+from specexport.contract.tree import TokenTree
 
 
 class Method:
@@ -148,6 +34,10 @@ class Method:
     """The struct of its options for users; a :class:`TextMethod` is its own."""
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
+    role: ClassVar[str] = ""
+    """The folder of its own model in a bundle; empty if it has none."""
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
+    """Draft tokens of its trees if none are chosen, the default first."""
 
     # --- capabilities, which others ask for instead of the method's name or type --------------------------------------
     needs_graph: ClassVar[bool] = True
@@ -171,14 +61,24 @@ class Method:
         return method_name(type(self))
 
     @property
+    def draft(self) -> Model | None:
+        """Its own model; a field of a :class:`DraftingMethod`."""
+        return None
+
+    @property
+    def signature(self) -> GraphSignature | None:
+        """The signature of its model's graph; None if it has none."""
+        return None
+
+    @property
     def models(self) -> dict[str, Model]:
-        """Models of its own by role, which is also the folder's name; at most one."""
-        return {}
+        """Its own model by role, once it is written."""
+        return {} if self.draft is None else {self.role: self.draft}
 
     @property
     def signatures(self) -> dict[str, GraphSignature]:
-        """Signatures of its models' graphs, by role."""
-        return {}
+        """The signature of its model's graph, by role."""
+        return {} if self.signature is None else {self.role: self.signature}
 
     @property
     def target_outputs(self) -> tuple[Tensor, ...]:
@@ -228,8 +128,8 @@ class Method:
     @property
     def drafted_stages(self) -> int:
         """Number of outputs with draft tokens, one a level of the tree; 0 if one output has a row for each token."""
-        outputs = [str(output) for signature in self.signatures.values() for output in signature.outputs]
-        return sum(name.startswith(f"{DRAFT_TOKENS}.") for name in outputs)
+        outputs = () if self.signature is None else self.signature.outputs
+        return sum(output.startswith(f"{DRAFT_TOKENS}.") for output in outputs)
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
         """T and K of its model's run for a tree in a device's step, whose fill graph lays out branching trees; None if
@@ -241,13 +141,8 @@ class Method:
         """A short description for users."""
         return self.name
 
-    def with_models(self, models: Mapping[str, Model]) -> Method:
-        """The method with other models instead of its own (the field ``draft``), such as compiled ones."""
-        ours = [models[role] for role in self.models]
-        return with_draft(self, ours[0]) if ours else self
-
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
         """What to build for a target, where the method may suit it."""
         return None
 
@@ -317,7 +212,7 @@ def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
 
 
 def with_draft(method: M, model: Model) -> M:
-    """The method with the model of its own."""
+    """The method with this model of its own."""
     return _replaced(method, draft=model)
 
 
@@ -361,6 +256,16 @@ class RankedMethod(BuiltMethod, frozen=True, kw_only=True):
         return f"rank {most}, with {self.candidates} candidates" if most >= self.candidates else None
 
 
+class DraftingMethod(RankedMethod, frozen=True, kw_only=True):
+    """A method with a model of its own, which the class names by its ``role``.
+
+    Attributes:
+        draft: the model; None until it is written.
+    """
+
+    draft: Model | None = None
+
+
 class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
     """A method that only reads text and proposes chains, shorter ones where it finds less.
 
@@ -371,17 +276,12 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
     suits: ClassVar[str] = ""
     """When it pays, for ``specexport suggest``; empty to leave it out."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
-    """Draft tokens of its chains if none are chosen."""
 
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
         """See :meth:`Method.suggest`; needs no flags, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
-
-    def default_trees(self) -> tuple[TokenTree, ...]:
-        """The chains it proposes where no trees are chosen."""
-        return tuple(TokenTree.chain(size + 1) for size in self.sizes or self.default_sizes)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         return not_a_chain(tree)
@@ -394,4 +294,5 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
 def for_bundle(method: TextMethod, target: Model) -> TextMethod:
     """A method that needs no graph, for a bundle built without it: its chains that fit the target's steps."""
     widest = max(verified_widths(target))
-    return with_trees(method, tuple(tree for tree in method.default_trees() if len(tree) <= widest))
+    chains = (TokenTree.chain(size + 1) for size in method.sizes or method.default_sizes)
+    return with_trees(method, tuple(chain for chain in chains if len(chain) <= widest))

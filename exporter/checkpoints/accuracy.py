@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from specexport.contract.errors import BuildError
-
-_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-_Rank = Annotated[int, msgspec.Meta(ge=0)]
+from specexport.contract.model import Count, Probability
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class HeadAccuracy:
 class MeasuredConfig(msgspec.Struct, kw_only=True):
     """The fields of a ``config.json`` with the accuracy of heads or stages."""
 
-    head_accuracy: list[list[_Share]] | None = None
-    path_accuracy: list[tuple[list[_Rank], _Share]] | None = None
+    head_accuracy: list[list[Probability]] | None = None
+    path_accuracy: list[tuple[list[Count], Probability]] | None = None
 
     def accuracy(self, path: Path, count: int, parts: str) -> HeadAccuracy | None:
         """The accuracy of ``count`` heads or stages; None if not stored.

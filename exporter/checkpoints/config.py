@@ -30,7 +30,7 @@ from specexport.exporter.checkpoints.documents import (
 )
 from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
-from specexport.exporter.checkpoints.locate import locate, unreadable
+from specexport.exporter.checkpoints.locate import unreadable
 from specexport.exporter.checkpoints.quantized import dequantize_tensors, quantization
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter
@@ -41,17 +41,12 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_
 """Prefixes of the language model's tensors in multimodal checkpoints, and in text-only ones."""
 
 
-def meta_model(source: str | Path) -> Any:
+def meta_model(folder: Path) -> Any:
     """A checkpoint's model on torch's meta device, from its configuration only; for an adapter, its base model.
 
     Raises:
         BuildError: the configuration cannot be read.
     """
-    return _local_meta_model(locate(str(source), weights=False))
-
-
-def _local_meta_model(folder: Path) -> Any:
-    """:func:`meta_model` for a local folder."""
     return _create_meta_model(folder, read_model_config(folder))
 
 
@@ -132,7 +127,7 @@ def _language_model(config: Any, document: dict[str, Any]) -> Any:
         return config
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', of which transformers has no causal LM")
+        raise ValueError(f"{_TEXT_PART} is of the family '{text.model_type}', for which transformers has no causal LM")
     for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
         if {name, f"torch_{name}"} & document.keys():  # the whole model's setting holds for its parts
             setattr(text, name, getattr(config, name))
@@ -196,7 +191,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     Raises:
         BuildError: the weights have none.
     """
-    model = _local_meta_model(folder)
+    model = meta_model(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
@@ -260,7 +255,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
     For a multimodal model, only those of the language model, named as in a text-only checkpoint.
     """
     if (header := header_of(folder)) is not None:
-        return tensors_of(header, _local_meta_model(folder))
+        return tensors_of(header, meta_model(folder))
     path = folder / CONFIG
     document = read_object(path)
     tensors = dequantize_tensors(path, document, _files(folder))
@@ -271,7 +266,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:
                 f"{folder / ADAPTER}: an adapter of a model that is quantized or reads more than text; merge it with "
                 "peft (merge_and_unload) into the model as it was trained, and build from what save_pretrained writes"
             )
-        return merge_adapter(folder, _local_meta_model, tensors)
+        return merge_adapter(folder, meta_model, tensors)
     if text_alone:
         return tensors
     return (replace(tensor, name=name) for tensor in tensors if (name := _name_in_text(tensor.name)) is not None)
@@ -297,7 +292,7 @@ def _files(folder: Path) -> Iterator[StoredTensor]:
     placed = read_index(path)
     for file in sorted(set(placed.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise BuildError(f"{path}: weight_map: {file!r} is no safetensors file of the folder; refusing to read it")
+            raise BuildError(f"{path}: weight_map: {file!r} is not a safetensors file in the folder; refusing it")
         if not (folder / file).is_file():
             raise BuildError(f"{folder / file}: missing, and {INDEX} names it; fetch the checkpoint again")
         # A file may also have older copies of tensors that the index places in another.

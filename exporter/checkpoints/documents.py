@@ -61,7 +61,7 @@ def read_index(index: Path) -> dict[str, str]:
     """
     placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-        raise BuildError(f"{index}: weight_map is no object of file names by tensors; fetch the checkpoint again")
+        raise BuildError(f"{index}: weight_map is not an object that maps tensors to files; fetch the checkpoint again")
     return placed
 
 

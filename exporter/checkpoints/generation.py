@@ -11,12 +11,11 @@ import numpy as np
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError, explained
-from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Whole
-from specexport.contract.model import Probability
+from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Share, Whole
+from specexport.contract.model import Count, Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 
-Token = Annotated[int, Meta(ge=0)]
-Tokens = Token | list[Token] | None
+Tokens = Count | list[Count] | None
 _Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 _MAX_VOCABULARY = 1 << 24
 _MAX_BIAS = 1e30
@@ -31,10 +30,10 @@ class _GenerationConfig(msgspec.Struct):
 
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Share | None = None
     top_k: Whole | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    repetition_penalty: Penalty | None = None
     max_new_tokens: Length | None = None
     min_new_tokens: Whole | None = None
     stop_strings: _Text | tuple[_Text, ...] | None = None

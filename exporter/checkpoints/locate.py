@@ -114,7 +114,7 @@ def only_model(source: str, names: list[str]) -> list[str]:
     """
     models = [name for name in names if not PurePath(name).name.startswith("mmproj")]
     if not models:
-        raise BuildError(f"{source}: found {', '.join(names)}, which is no language model; expected one")
+        raise BuildError(f"{source}: found {', '.join(names)}, which is not a language model; expected one")
     splits = {_SPLIT.sub("", name): name for name in reversed(models)}
     if len(splits) > 1:
         listed = ", ".join(sorted(splits.values()))

@@ -33,7 +33,7 @@ _POISON = 1e3
 """Value of embeddings that the mask hides, so that reading one shows in the logits."""
 
 
-def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
+def require_parity(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
     With ``embeds``, every other token is replaced by the model's own embedding of it.
@@ -47,9 +47,9 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
     try:
         with torch.no_grad(), quiet(), read_weights(model):
             with fused_rotary(model) if lowering == "native" else contextlib.nullcontext():
-                ours = _through_lowering(checkpoint, lowering, embeds, parts)
+                ours = _lowered_logits(checkpoint, lowering, embeds, parts)
             with plain_transformers(model):
-                theirs = _through_eager(model, parts, _compared(checkpoint))
+                theirs = _eager_logits(model, parts, _compared_tree(checkpoint))
     except BuildError as error:
         raise BuildError(f"{checkpoint.source}: model family '{checkpoint.family}': {error}") from error
     except Exception as error:  # model code raises exceptions of any kind
@@ -71,7 +71,7 @@ def same_as_eager(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, emb
         )
 
 
-def _through_lowering(
+def _lowered_logits(
     checkpoint: Checkpoint, lowering: LoweredAs, embeds: bool, parts: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Logits of the prompt's last token, the chain and the tree, ``[1 + 2 + nodes, V]``; ``parts`` are their tokens."""
@@ -81,7 +81,7 @@ def _through_lowering(
     kept, slot = KeptStates(layers, 1), range(1)
     past = [torch.zeros(1, c.heads, _ROWS, size) for c in checkpoint.cache for size in (c.key_size, c.value_size)]
     done, logits = 0, []
-    shapes = (TokenTree.chain(_PROMPT), TokenTree.chain(_CHAIN), _compared(checkpoint))
+    shapes = (TokenTree.chain(_PROMPT), TokenTree.chain(_CHAIN), _compared_tree(checkpoint))
     for tokens, shape, first_row in zip(parts, shapes, (_PROMPT - 1, 0, 0), strict=True):
         ids, *embeds_inputs = _half_embedded(checkpoint.model, tokens) if embeds else (tokens,)
         count = tokens.shape[1]
@@ -125,12 +125,12 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
     ]
 
 
-def _compared(checkpoint: Checkpoint) -> TokenTree:
+def _compared_tree(checkpoint: Checkpoint) -> TokenTree:
     """The tree to compare: a chain for models with layers without attention, which support nothing else."""
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 
-def _through_eager(model: torch.nn.Module, parts: Sequence[torch.Tensor], shape: TokenTree) -> torch.Tensor:
+def _eager_logits(model: torch.nn.Module, parts: Sequence[torch.Tensor], shape: TokenTree) -> torch.Tensor:
     """The same logits, from one run over a batch with a text for each path from the tree's root to a leaf."""
     *start_parts, tree = parts
     start, paths = torch.cat(start_parts, dim=1), shape.leaf_paths

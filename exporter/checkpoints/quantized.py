@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import Meta
 
 from specexport.contract.errors import BuildError, explained
+from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
 QUANTIZATION = "quantization_config"
-_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
@@ -34,7 +33,7 @@ _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 
 class _Weights(msgspec.Struct):
     num_bits: int | None = None
-    block_structure: tuple[_Size, _Size] | None = None
+    block_structure: tuple[Size, Size] | None = None
 
 
 class _Group(msgspec.Struct):
@@ -52,7 +51,7 @@ class _Config(msgspec.Struct):
     format: str | None = None
     config_groups: dict[str, _Group] = {}
     transform_config: dict[str, Any] | None = None
-    weight_block_size: tuple[_Size, _Size] | None = None
+    weight_block_size: tuple[Size, Size] | None = None
 
     @property
     def blocks(self) -> set[tuple[int, int]]:
@@ -101,9 +100,9 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
         f"{name} {value}" for name, value in msgspec.structs.asdict(config).items() if isinstance(value, str | int)
     ]
     raise BuildError(
-        f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not read; expected AWQ (gemm), GPTQ "
-        "of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from the "
-        "checkpoint that it was quantized from, with --precision"
+        f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not supported; expected AWQ (gemm), "
+        "GPTQ of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from "
+        "the checkpoint that it was quantized from, with --precision"
     )
 
 
@@ -338,7 +337,7 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
     def read() -> _Read:
         packed, exponents = blocks.read().numpy(), scales.read().numpy()
         if exponents.max() == 0xFF:
-            raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is no number in E8M0")
+            raise BuildError(f"{parts.folder}: tensor {scales.name!r} holds 255, which is not a number in E8M0")
         four = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(experts, columns, groups * 32)
         doubled = np.array([*_DOUBLED_E2M1, *(-value for value in _DOUBLED_E2M1)], np.int8)[four]
         scale = np.exp2(exponents.astype(np.float32) - np.float32(128))  # halved, as the numbers are doubled

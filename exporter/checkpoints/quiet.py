@@ -24,7 +24,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pauses the garbage collector, which would take up to a quarter of the time: imports and traces create millions of
     objects, few of them garbage.
     """

@@ -22,7 +22,7 @@ from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.parity import TOLERANCE
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import read_weights, stand_for, stored_tensor
+from specexport.exporter.checkpoints.stored import attach_stored, read_weights, stored_tensor
 from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
 
@@ -92,7 +92,7 @@ class _Splitter:
             shape = torch.Size(cut(parameter.detach()).shape)
             stand_in = torch.full((), torch.nan).expand(shape)
             part = torch.nn.Parameter(stand_in, requires_grad=False)
-            stand_for(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
+            attach_stored(part, dataclasses.replace(stored, shape=tuple(shape), read=lambda: cut(stored.read())))
         self._shares[id(parameter), axis, packed] = part
         return part
 
@@ -121,7 +121,7 @@ class _Splitter:
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
-                raise BuildError(f"its experts have {key}, of which transformers does not say how to split it")
+                raise BuildError(f"its experts have {key}, which transformers does not say how to split")
             axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
                 axis = 2 * parameter.dim() - 3 - axis
@@ -199,7 +199,7 @@ def _error_prefix(checkpoint: Checkpoint, ranks: int) -> str:
     return f"{checkpoint.source}: model family '{checkpoint.family}' cannot be split among {ranks} ranks: "
 
 
-def same_when_split(checkpoint: Checkpoint, ranks: int) -> None:
+def require_split_parity(checkpoint: Checkpoint, ranks: int) -> None:
     """Compares the logits of a model with those of its ranks, each in a thread.
 
     Raises:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -170,7 +171,7 @@ class QuantizedTensor(StoredTensor):
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, of which only the header is read.
+    """The tensors of a safetensors file, from its header.
 
     Raises:
         BuildError: it is not a safetensors file.
@@ -201,6 +202,43 @@ def head_tensors(folder: Path) -> list[StoredTensor]:
     return pickled_tensors(folder / "pytorch_model.bin")
 
 
+def require_tensors(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    optional: AbstractSet[str] = frozenset(),
+    spelled: Callable[[str], str] = repr,
+) -> None:
+    """Checks that a checkpoint has tensors of these shapes and no others, by the headers of its files.
+
+    Args:
+        path: the checkpoint.
+        stored: its tensors by name.
+        shapes: the expected ones, by the same names.
+        what: the checkpoint as its configuration describes it, for errors.
+        optional: names that may be missing.
+        spelled: returns the names of a missing tensor in files, for errors.
+
+    Raises:
+        BuildError: a tensor is unknown, missing or of another shape; names it.
+    """
+    for name, tensor in stored.items():
+        if name not in shapes:
+            raise BuildError(f"{path}: tensor {tensor.name!r} is not part of {what}")
+        if tensor.shape != shapes[name]:
+            raise BuildError(
+                f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {what}"
+            )
+    for name in sorted(shapes.keys() - stored.keys() - optional):
+        raise BuildError(f"{path}: no tensor {spelled(name)}; expected it in {what}")
+
+
+def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's tensors by name; the meta device is enough."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
 def save_head_tensors(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str = SINGLE
 ) -> None:
@@ -212,7 +250,7 @@ def save_head_tensors(
 
 
 def share_weights(folder: Path) -> None:
-    """Lets those read a checkpoint's weights who may read its ``config.json``: safetensors lets the owner alone."""
+    """Gives a checkpoint's weights the permissions of its ``config.json``; safetensors' are for the owner alone."""
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / CONFIG).stat().st_mode)
 
@@ -272,13 +310,13 @@ class StandIns:
         """Attaches its stored tensor to each stand-in, and the stored tensor's form to every parameter."""
         for name, parameter in model.named_parameters():
             if not any(parameter.stride()) and parameter.data_ptr() in self._stored:
-                stand_for(parameter, self._stored[parameter.data_ptr()])
+                attach_stored(parameter, self._stored[parameter.data_ptr()])
             tensor = tensors.get(name) or tensors.get(name.removeprefix(self._prefix))
             if tensor is not None and tensor.form:
                 setattr(parameter, _FORM, tensor.form)
 
 
-def stand_for(parameter: torch.Tensor, tensor: StoredTensor) -> None:
+def attach_stored(parameter: torch.Tensor, tensor: StoredTensor) -> None:
     """Attaches the stored tensor to a stand-in."""
     setattr(parameter, _STORED, tensor)
 

@@ -12,6 +12,7 @@ import onnx
 from specexport.contract.engines import COMPILERS, Commit, CompiledEngine, ComputedIn, EngineRuntime, ProgramGraph
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import Manifest
+from specexport.contract.methods import with_draft
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
 from specexport.exporter.build_state import Progress, during
@@ -64,11 +65,11 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     check_files(folder, manifest, hashes=False)
     if manifest.target.embedding_size is not None and options.backend in COMPILERS:
         raise BuildError(
-            f"{folder}: was built with --inputs-embeds, and engines read tokens alone; build it without to compile it"
+            f"{folder}: was built with --inputs-embeds, and engines read only tokens; build it without to compile it"
         )
     if manifest.has_states:
         raise BuildError(
-            f"{folder}: a model has layers without attention, which run on the CPU alone yet; build it with "
+            f"{folder}: a model has layers without attention, which run only on CPUs so far; build it with "
             "--backend onnxruntime"
         )
     check_batches(options.engine_batch_sizes, manifest.batch_sizes)
@@ -98,7 +99,10 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
         manifest,
         backend=options.backend,
         target=models["target"],
-        methods=tuple(method.with_models(models) for method in manifest.methods),
+        methods=tuple(
+            with_draft(method, models[method.role]) if method.draft is not None else method
+            for method in manifest.methods
+        ),
         program=program,
     )
     new = _with_files(folder, manifest, new)
@@ -232,15 +236,15 @@ def default_compute(weights: StoredAs) -> ComputedIn:
 
 
 def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
-    """Refuses bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
+    """Refuses to compute in bf16 with quantized matrices, for which onnxruntime has no kernels on GPUs."""
     weights = manifest.target.precision.weights
     # By default, a method's own model computes in the type that its own matrices suggest.
-    in_target = {kind for method in manifest.methods if not method.models for kind in method.stored}
+    in_target = {kind for method in manifest.methods if method.draft is None for kind in method.stored}
     stored = _stored(manifest) if compute else {weights, *in_target}
     blocks = stored & {"int8", "int4"}
     if (compute or default_compute(weights)) == "bf16" and blocks:
         raise BuildError(
-            f"bf16 is computed in with {min(blocks)} matrices, for which onnxruntime has no kernels on GPUs; pass "
+            f"compute is bf16, and onnxruntime has no bf16 kernels for {min(blocks)} matrices on GPUs; pass "
             "--compute fp16 or fp32"
         )
 

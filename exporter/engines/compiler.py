@@ -77,15 +77,14 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
     """
     if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
-            f"compute_capability is {dotted(older[0])}, and the collective layers by which the ranks of a split target "
-            f"meet need {dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
+            f"compute_capability is {dotted(older[0])}, and the collective layers of a split target need "
+            f"{dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
             "--tensor-parallel"
         )
     if not hasattr(library.trt, "IDistCollectiveLayer"):
         raise BuildError(
-            f"{library.runtime} {library.version} has no collective layers (IDistCollectiveLayer), by which the ranks "
-            f"of a split target meet; install {_COLLECTIVES[library.runtime]} or newer, or build without "
-            "--tensor-parallel"
+            f"{library.runtime} {library.version} has no collective layers (IDistCollectiveLayer), which split targets "
+            f"need; install {_COLLECTIVES[library.runtime]} or newer, or build without --tensor-parallel"
         )
 
 
@@ -184,7 +183,7 @@ def _attempt(
         try:
             builder, network, parser = library.polygraphy.network_from_onnx_path(str(source), strongly_typed=True)
             _require_same(source, graph, network, library)
-            attentions = _mark(network, library.trt, decompose)
+            attentions = _allow_decomposition(network, library.trt, decompose)
             serialized = library.polygraphy.engine_bytes_from_network((builder, network, parser), config)
         except PolygraphyException as error:
             raise _RefusedError(reason(errors)) from error
@@ -223,7 +222,7 @@ def _layers(network: Any, kind: str) -> list[Any]:
     return [layer for layer in layers if str(layer.type).endswith(kind)]
 
 
-def _mark(network: Any, trt: Any, decompose: bool) -> int:
+def _allow_decomposition(network: Any, trt: Any, decompose: bool) -> int:
     """Counts the Attention operators, and allows the compiler to decompose them if asked to."""
     layers = _layers(network, "ATTENTION_INPUT")
     for layer in layers:

@@ -1,6 +1,6 @@
 """The engines that a bundle needs, their shapes, and the source graphs that they are compiled from.
 
-A source graph is a master graph with its types decided; onnxruntime runs it on GPUs as it is.
+A source graph is a master graph with fixed types; onnxruntime runs it unchanged on GPUs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
         wide = [point for point in points if point.rows == point.tokens > 1]
         kept = points if plain or not wide else [point for point in points if point.tokens > 1]
         return [CompileJob(tuple(kept))]
-    owner = next((method for method in manifest.methods if model in method.models.values()), None)
+    owner = next((method for method in manifest.methods if method.draft == model), None)
     tokens = frozenset({CATCH_UP_TOKENS}) if owner is None else owner.call_widths
     if not tokens:
         return [CompileJob(tuple(points))]

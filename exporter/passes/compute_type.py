@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract.errors import BuildError
-from specexport.contract.tensors import CACHES, MEETING_DOMAIN
+from specexport.contract.tensors import CACHES, COLLECTIVE_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
@@ -50,7 +50,7 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
     interface = (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs))
     narrowing.run({name for name in interface if name.startswith(CACHES)})
     passes.RemoveUnusedNodesPass()(model)
-    split = any(node.domain == MEETING_DOMAIN for node in model.graph)
+    split = any(node.domain == COLLECTIVE_DOMAIN for node in model.graph)
     for node in model.graph:
         for value in node.outputs:
             if split and value in narrowing.is_narrow:  # shape inference stops where ranks combine their parts

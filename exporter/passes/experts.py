@@ -36,7 +36,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Adds an If per expert, which adds its output to the running sum ``[N,H]``; returns the last sum."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
-    region = _between(hidden, rows, products)
+    region = _nodes_between(hidden, rows, products)
     gathered = [value for source in region for value in source.inputs if _stack(value) is not None]
     stacks = {value: _required(_stack(value)) for value in gathered if value is not None}
     tensors = {stack: _required(stack.const_value) for stack in stacks.values()}
@@ -123,7 +123,7 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
     return ir.val(name, shape=shape, const_value=ir.LazyTensor(slice_of, dtype=tensor.dtype, shape=shape, name=name))
 
 
-def _between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
+def _nodes_between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
     """The nodes, in order, that compute ``outputs`` from ``rows`` and from values gathered from stacks."""
     nodes: dict[ir.Node, None] = {}
     depends_on_rows = {**dict.fromkeys(ancestors([hidden]), False), rows: True}

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnx_ir.convenience import extract
 
-from specexport.contract.tensors import CARRIED, COLLECTIVES, MEETING_DOMAIN
+from specexport.contract.tensors import CARRIED, COLLECTIVE_DOMAIN, COLLECTIVES
 from specexport.exporter.passes.editing import constant, op
 
 _KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), COLLECTIVES, strict=True))
@@ -26,17 +26,17 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     """
     passes.ShapeInferencePass()(model)  # segments' inputs need types, which rewrites leave out
     graph = model.graph
-    _copy_returned_wholes(graph)
-    repeated, stages = _repeated(graph, repeat_sizes), _meetings_before(graph)
+    _copy_returned_results(graph)
+    repeated, stages = _repeated(graph, repeat_sizes), _collectives_before(graph)
     segments: list[dict[ir.Node, None]] = [{} for _ in range(1 + max(stages.values()))]
     outputs: list[list[ir.Value]] = [[] for _ in segments]
-    meetings = 0
+    collectives = 0
     for node, stage in stages.items():
-        if node.domain == MEETING_DOMAIN:
+        if node.domain == COLLECTIVE_DOMAIN:
             part, whole = _part(node), node.outputs[0]
-            whole.name = part.name = f"{_KINDS[node.op_type]}{meetings}"
+            whole.name = part.name = f"{_KINDS[node.op_type]}{collectives}"
             outputs[stage].append(part)
-            meetings += 1
+            collectives += 1
         elif not all(value in repeated for value in node.outputs):
             segments[stage][node] = None
     inputs = []
@@ -47,7 +47,7 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
         inputs.append(list(dict.fromkeys(source for value in read for source in repeated.get(value, (value,)))))
     for value in dict.fromkeys([*(value for read in inputs for value in read), *graph.outputs]):
         producer = value.producer()
-        if producer is not None and producer.domain != MEETING_DOMAIN:
+        if producer is not None and producer.domain != COLLECTIVE_DOMAIN:
             outputs[stages[producer]].append(value)
             if not value.is_graph_output():
                 value.name = f"{CARRIED}{value.name}"
@@ -55,15 +55,15 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     for at, (needed, returned) in enumerate(zip(inputs, outputs, strict=True)):
         segment = extract(graph, needed, returned)
         segment.name = f"segment_{at}"
-        segment.opset_imports.pop(MEETING_DOMAIN, None)
+        segment.opset_imports.pop(COLLECTIVE_DOMAIN, None)
         models.append(ir.Model(segment, ir_version=model.ir_version, producer_name="specexport"))
     return models
 
 
-def _copy_returned_wholes(graph: ir.Graph) -> None:
-    """Puts an Identity behind each output that ranks combine, so that a segment follows to return it."""
+def _copy_returned_results(graph: ir.Graph) -> None:
+    """Puts an Identity after each output that ranks combine, so that a last segment returns it."""
     for at, value in enumerate(graph.outputs):
-        if (producer := value.producer()) is not None and producer.domain == MEETING_DOMAIN:
+        if (producer := value.producer()) is not None and producer.domain == COLLECTIVE_DOMAIN:
             last = op("Identity", [value], str(value.name))
             last.outputs[0].shape, last.outputs[0].type = value.shape, value.type
             graph.append(last)
@@ -88,13 +88,13 @@ def _may_hold_sizes(value: ir.Value) -> bool:
     return value.dtype == ir.DataType.INT64 and value.shape is not None and value.shape.is_static()
 
 
-def _meetings_before(graph: ir.Graph) -> dict[ir.Node, int]:
-    """The nodes, in order, each with how many meetings of the ranks, one after another, its inputs depend on."""
+def _collectives_before(graph: ir.Graph) -> dict[ir.Node, int]:
+    """The nodes, in order, each with how many collectives of the ranks, one after another, its inputs depend on."""
     stages: dict[ir.Node, int] = {}
     reached: dict[ir.Value, int] = {}
     for node in graph:
         stages[node] = max((reached.get(value, 0) for value in node.inputs if value is not None), default=0)
-        reached |= dict.fromkeys(node.outputs, stages[node] + (node.domain == MEETING_DOMAIN))
+        reached |= dict.fromkeys(node.outputs, stages[node] + (node.domain == COLLECTIVE_DOMAIN))
     return stages
 
 
@@ -106,13 +106,13 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
     """
     passes.ShapeInferencePass()(model)  # later rewrites read the types and ranks of the new nodes
     graph = model.graph
-    meetings: dict[int, list[ir.Node]] = {}
-    for node, stage in _meetings_before(graph).items():
-        if node.domain == MEETING_DOMAIN:
-            meetings.setdefault(stage, []).append(node)
-    for nodes_met in meetings.values():
-        parts, wholes = [_part(node) for node in nodes_met], [node.outputs[0] for node in nodes_met]
-        (kind,) = {node.op_type for node in nodes_met}
+    collectives: dict[int, list[ir.Node]] = {}
+    for node, stage in _collectives_before(graph).items():
+        if node.domain == COLLECTIVE_DOMAIN:
+            collectives.setdefault(stage, []).append(node)
+    for nodes_at_stage in collectives.values():
+        parts, wholes = [_part(node) for node in nodes_at_stage], [node.outputs[0] for node in nodes_at_stage]
+        (kind,) = {node.op_type for node in nodes_at_stage}
         if kind == "JoinOfRanks":
             (part,) = parts
             nodes, results = _joined(graph, part, f"{wholes[0].name}.joined", ranks)
@@ -120,9 +120,9 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
             nodes, results = _summed(graph, parts, f"{wholes[0].name}.summed", ranks)
         for value, whole in zip(results, wholes, strict=True):
             value.shape, value.type = whole.shape, whole.type
-        ir.convenience.replace_nodes_and_values(graph, nodes_met[-1], nodes_met, nodes, wholes, results)
+        ir.convenience.replace_nodes_and_values(graph, nodes_at_stage[-1], nodes_at_stage, nodes, wholes, results)
     graph.sort()  # a reader of a sum may have preceded the last of its parts
-    graph.opset_imports.pop(MEETING_DOMAIN, None)
+    graph.opset_imports.pop(COLLECTIVE_DOMAIN, None)
 
 
 def join_along_first(model: ir.Model, ranks: int) -> None:
@@ -132,9 +132,9 @@ def join_along_first(model: ir.Model, ranks: int) -> None:
     for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
         part, whole = _part(node), node.outputs[0]
         assert part.shape is not None
-        combined = ir.node(node.op_type, [part], domain=MEETING_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
+        combined = ir.node(node.op_type, [part], domain=COLLECTIVE_DOMAIN, outputs=[ir.val(f"{whole.name}.parts")])
         combined.outputs[0].shape = ir.Shape([ranks, *part.shape])
-        nodes, results = _beside(graph, combined.outputs[0], part, f"{whole.name}.joined")
+        nodes, results = _side_by_side(graph, combined.outputs[0], part, f"{whole.name}.joined")
         results[0].shape, results[0].type = whole.shape, whole.type
         ir.convenience.replace_nodes_and_values(graph, node, [node], [combined, *nodes], [whole], results)
 
@@ -181,11 +181,13 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
     combined = _collective(first.outputs[0], f"{name}.parts", "all_gather", "none", ranks)
-    nodes, results = _beside(graph, combined.outputs[0], part, name)
+    nodes, results = _side_by_side(graph, combined.outputs[0], part, name)
     return [first, combined, *nodes], results
 
 
-def _beside(graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str) -> tuple[list[ir.Node], list[ir.Value]]:
+def _side_by_side(
+    graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str
+) -> tuple[list[ir.Node], list[ir.Value]]:
     """All ranks' parts, stacked along the first axis, concatenated along the last one."""
     assert part.shape is not None
     last = len(part.shape) - 1

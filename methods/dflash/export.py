@@ -21,7 +21,6 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
@@ -37,8 +36,8 @@ from specexport.methods.dflash.spec import MAX_BLOCK, DFlash, DFlashOptions, blo
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
+    CheckpointOutline,
     Layer,
-    OwnFilesOutline,
     States,
     layer_config,
     read_draft,
@@ -82,12 +81,11 @@ class _Config(_Drafting, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DFlashOutline(BlockSettings, OwnFilesOutline):
+class DFlashOutline(BlockSettings, CheckpointOutline):
     """A DFlash checkpoint's configuration."""
 
     what: ClassVar[str] = (
-        f"a DFlash draft as {CONFIG} describes it; expected names such as 'fc.weight' or "
-        "'layers.0.self_attn.q_proj.weight'"
+        f"a DFlash draft as {CONFIG} describes it, with names such as 'fc.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
     keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
 
@@ -194,17 +192,14 @@ def save_dflash(
 class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     """Exports a few layers that draft a block in one pass."""
 
-    stage: ClassVar[str | None] = "dflash"
     title: ClassVar[str] = "DFlash draft"
-    # Up to its block size; measured costs decide among them.
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)
     read = staticmethod(read_dflash)
 
     def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
         return DFlash(model=options.model, block_size=outline.block_size, **fields)
 
     def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
-        sizes = [size for size in self.default_sizes if size < method.block_size] or [method.block_size - 1]
+        sizes = [size for size in method.default_sizes if size < method.block_size] or [method.block_size - 1]
         return tuple(TokenTree.chain(size + 1) for size in sizes)
 
     def meta_draft(self, options: DFlashOptions, target: str, sizes: ModelSizes) -> MetaDraft:

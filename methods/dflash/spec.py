@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import (
-    DEFAULT_DRAFT_TOKENS,
-    Flag,
-    MethodOptions,
-    RankedMethod,
-    SourceKind,
-    Suggestion,
-    Wanted,
-)
+from specexport.contract.methods.advice import Suggestion, TargetProfile
+from specexport.contract.methods.base import RankedMethod
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.hidden_states.spec import StatesCheckpointOptions, StatesDraft
+from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain
 
 MAX_BLOCK = 33
 
@@ -27,8 +24,8 @@ MAX_BLOCK = 33
 class DFlashOptions(StatesCheckpointOptions, frozen=True, kw_only=True, tag="dflash"):
     """Options of a DFlash draft."""
 
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"),
+    flag: ClassVar[Flag | None] = Flag(
+        "--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"
     )
 
 
@@ -47,10 +44,11 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a DFlash draft"
     role: ClassVar[str] = "dflash"
+    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block size
     branching: ClassVar[Literal[0, 1, 2]] = 2
 
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
         why = (
             "a few layers over the target's own states draft a whole block in one pass; published for many targets "
             "(z-lab, speculators)"
@@ -62,11 +60,10 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
         return frozenset()
 
     @property
-    def signatures(self) -> dict[str, GraphSignature]:
+    def signature(self) -> GraphSignature:
         """See :class:`Method`: the propose graph, rows of T tokens and a block of 1 + K."""
-        (chain,) = super().signatures.values()
         inputs = (*block_inputs(len(self.states) * self.hidden), *tensors.SAMPLING)
-        return {self.role: GraphSignature(inputs, chain.outputs, chain.fed)}
+        return replace(super().signature, inputs=inputs)
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         # Its candidates at a depth do not depend on the tokens before, so any node may have children.
@@ -85,3 +82,22 @@ def block_inputs(states: Dim) -> tuple[Tensor, ...]:
         tensors.BLOCK_ROWS,
         tensors.UNIFORM,
     )
+
+
+class DFlashTraining(StatesDraftTraining, frozen=True, kw_only=True):
+    """Options of ``specexport train dflash``.
+
+    Attributes:
+        layers: layers of the draft.
+        draft_block: tokens of a block; all but the first are drafted.
+        mask_token_id: token that marks positions to draft (default: the tokenizer's mask, padding or end).
+        anchors: blocks trained in each window, drawn anew for each batch.
+    """
+
+    layers: Annotated[int, draft_option("N", ge=1, le=16)] = 5
+    draft_block: Annotated[int, draft_option("N", ge=2, le=MAX_BLOCK)] = 16
+    mask_token_id: Annotated[int | None, draft_option("ID", ge=0)] = None
+    anchors: Annotated[int, draft_option("N", ge=1)] = 32
+
+
+TRAINING = Training("dflash", "Train a DFlash draft for a target.", DFlashTraining, partial(report_chain, "accuracy"))

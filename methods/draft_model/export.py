@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
-import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, MethodOptions
 from specexport.contract.model import Model, with_rows
-from specexport.contract.shapes import ShapePoint
 from specexport.exporter import compose, trace
-from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import (
     Checkpoint,
@@ -28,49 +24,13 @@ from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
 
-O = TypeVar("O", bound=MethodOptions)
-C = TypeVar("C", bound=ChainDraft)
 
-
-class ChainDraftExporter(MethodExporter[O, C]):
-    """Base of drafts that propose a chain, one pass per token."""
-
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
-
-    def points(self, method: C, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        return plan.propose_points(method)
-
-    def compare_with(
-        self,
-        method: ChainDraft,
-        run: Verification,
-        checkpoint: Path,
-        *,
-        texts: list[list[int]],
-        vocab: int,
-        layers: int | None,
-    ) -> tuple[str, Agreement] | None:
-        """Checks that each draft token is the original model's most probable token after the earlier ones."""
-        (draft,) = method.models.values()
-        drafts = run.drafted(method, texts)
-        if not drafts:
-            return None
-        model = load_reference(checkpoint, draft, layers)
-        agreement = run.agreement(draft.precision.weights)
-        for text, drafted in drafts:
-            tokens = clamp_tokens([*text, *drafted[:-1]], model)
-            agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
-        return "the draft graph proposes the draft model's own token", agreement
-
-
-class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
+class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
     """Exports a smaller model with the target's tokenizer."""
-
-    stage: ClassVar[str | None] = "draft"
 
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, target, tokenizer)
@@ -88,7 +48,7 @@ class DraftModelExporter(ChainDraftExporter[DraftModelOptions, DraftModel]):
     def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()
         vocab = vocabulary(run.bundle.manifest, draft)
-        return self.compare_with(method, run, run.source(method), texts=run.texts, vocab=vocab, layers=None)
+        return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
 def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
@@ -122,12 +82,12 @@ def load_draft(source: str, build: Build) -> Checkpoint:
         draft = load_checkpoint(source)
     if draft.states and build.options.backend != "onnxruntime":
         raise BuildError(
-            f"{draft.source}: model family '{draft.family}' has layers without attention, which run on the CPU alone "
-            "yet; choose another draft, or build it with --backend onnxruntime"
+            f"{draft.source}: model family '{draft.family}' has layers without attention, which run only on CPUs "
+            "so far; choose another draft, or build it with --backend onnxruntime"
         )
     _require_positions(source, draft.max_positions, build.plan.max_seq_len)
     with build.during("checking the draft's lowering"):
-        parity.same_as_eager(draft, build.options.lowering)
+        parity.require_parity(draft, build.options.lowering)
     return draft
 
 
@@ -137,13 +97,36 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     # At the next call the text is at least one token longer; even if it is not, nothing is read twice.
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
+    states = dict(zip(draft.states, layers, strict=True))
+    one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
+    with build.during("tracing the draft"), tracing(draft):
+        graph = compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
+    return msgspec.structs.replace(write_draft(draft, build, graph, points, method.role), states=layers)
 
-    def tracer() -> ir.Model:
-        states = dict(zip(draft.states, layers, strict=True))
-        one_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
-        return compose.propose_graph(trace.trace_draft_pass(one_pass, draft.cache, lowering), draft.cache, lowering)
 
-    return msgspec.structs.replace(write_draft(draft, build, tracer, points), states=layers)
+def compare_chain(
+    method: ChainDraft,
+    run: Verification,
+    checkpoint: Path,
+    texts: list[list[int]],
+    vocab: int,
+    layers: int | None = None,
+) -> tuple[str, Agreement] | None:
+    """Checks that each draft token is the most probable one after those before it, by the model in ``checkpoint``.
+
+    ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
+    for all. See :meth:`MethodExporter.compare`.
+    """
+    (draft,) = method.models.values()
+    drafts = run.drafted(method, texts)
+    if not drafts:
+        return None
+    model = load_reference(checkpoint, draft, layers)
+    agreement = run.agreement(draft.precision.weights)
+    for text, drafted in drafts:
+        tokens = clamp_tokens([*text, *drafted[:-1]], model)
+        agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
+    return "the draft graph proposes the draft model's own token", agreement
 
 
 EXPORTER = DraftModelExporter()

@@ -24,7 +24,7 @@ from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
     T2D,
-    OwnFilesOutline,
+    CheckpointOutline,
     States,
     layer_config,
     read_draft,
@@ -59,7 +59,7 @@ class _Config(_Switches, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Eagle3Outline(OwnFilesOutline):
+class Eagle3Outline(CheckpointOutline):
     """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
@@ -69,7 +69,7 @@ class Eagle3Outline(OwnFilesOutline):
     switches: dict[str, bool]
 
     what: ClassVar[str] = (
-        f"an EAGLE-3 draft as {CONFIG} describes it; expected names such as 'fc.weight', "
+        f"an EAGLE-3 draft as {CONFIG} describes it, with names such as 'fc.weight', "
         "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
     keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
@@ -157,7 +157,6 @@ def save_eagle3(
 class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
     """Exports a layer that drafts from states between the target's layers."""
 
-    stage: ClassVar[str | None] = "eagle3"
     title: ClassVar[str] = "EAGLE-3 draft"
     read = staticmethod(read_eagle3)
 

@@ -22,13 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
+from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import layers_in, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
 from specexport.exporter.checkpoints.quiet import quiet
-from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors
+from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, require_tensors, shapes_of
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
 from specexport.methods.hidden_states.spec import MAX_STATES
@@ -40,7 +41,6 @@ _MAX_LAYERS = 16
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Suffixes of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
-Size = Annotated[int, Meta(ge=1, le=2**24)]
 States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
 
 
@@ -90,7 +90,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
 
     Returns:
         The configuration of the layers, whether it has the layout of the ``speculators`` library, and the fields of
-        :class:`OwnFilesOutline` that all such drafts share.
+        :class:`CheckpointOutline` that all such drafts share.
 
     Raises:
         BuildError: a field is missing or malformed; names the file and the field.
@@ -188,29 +188,24 @@ class DraftOutline(ABC):
         shared: AbstractSet[str],
         description: str,
     ) -> None:
-        """Checks that the draft has tensors of these shapes and no others, by the headers of its files.
+        """Checks the draft's tensors; see :func:`~specexport.exporter.checkpoints.stored.require_tensors`.
 
         Tensors in ``shared`` may be left out, as the target has them; ``description`` is for error messages.
         """
         maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
-        for name, tensor in stored.items():
-            if name not in shapes and name not in maps:
-                raise BuildError(f"{self.path}: tensor {tensor.name!r} is no part of {description}")
-            shape = shapes.get(name) or maps[name]
-            if tensor.shape != shape:
+        optional = {T2D, *shared} if self.draft_vocab != self.vocab else {*maps, *shared}
+
+        def spelled(name: str) -> str:
+            others = (start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to))
+            return " or ".join(map(repr, (name, *others)))
+
+        require_tensors(self.path, stored, {**shapes, **maps}, description, optional, spelled)
+        for name in stored.keys() - maps:
+            if not stored[name].floating:
                 raise BuildError(
-                    f"{self.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shape)} by {CONFIG}"
+                    f"{self.path}: tensor {stored[name].name!r} holds no floating-point numbers; expected weights, or "
+                    f"a quantization_config in {CONFIG}"
                 )
-            if name in shapes and not tensor.floating:
-                raise BuildError(
-                    f"{self.path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights, or a "
-                    f"quantization_config in {CONFIG}"
-                )
-        needed = (shapes.keys() - shared) | ({D2T} if self.draft_vocab != self.vocab else set())
-        for name in sorted(needed - stored.keys()):
-            stored_names = [start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to)]
-            names = " or ".join(map(repr, (name, *stored_names)))
-            raise BuildError(f"{self.path}: no tensor {names}; {CONFIG} asks for it")
         self._target_ids(stored)
 
     def _target_ids(self, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
@@ -223,13 +218,13 @@ class DraftOutline(ABC):
         ids = torch.arange(self.draft_vocab) + offsets
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab or len(set(ids.tolist())) != len(ids):
             raise BuildError(
-                f"{self.path}: tensor {D2T!r} leads to tokens that are not there, or to one twice; expected "
+                f"{self.path}: tensor {D2T!r} maps to tokens that do not exist, or several to one; expected "
                 f"{self.draft_vocab} different ones below {self.vocab}"
             )
         if T2D in stored:
             in_draft_vocab = stored[T2D].read()
             if in_draft_vocab.dtype != torch.bool or not torch.equal(in_draft_vocab.nonzero()[:, 0], ids.sort().values):
-                raise BuildError(f"{self.path}: tensor {T2D!r} is no mask (bool) of the tokens that {D2T!r} leads to")
+                raise BuildError(f"{self.path}: tensor {T2D!r} is not a boolean mask of the tokens in {D2T!r}")
         return ids
 
     def _fill(
@@ -267,7 +262,7 @@ class DraftOutline(ABC):
 
 
 @dataclass(frozen=True)
-class OwnFilesOutline(DraftOutline):
+class CheckpointOutline(DraftOutline):
     """The configuration of a draft in a separate checkpoint.
 
     Attributes:
@@ -329,11 +324,6 @@ class OwnFilesOutline(DraftOutline):
                 )
             parts[name] = tensor
         return parts
-
-
-def shapes_of(draft: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a draft's tensors by name; the meta device is enough."""
-    return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
 
 
 def layer_config(

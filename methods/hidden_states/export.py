@@ -22,12 +22,11 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_referenc
 from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.method import Agreement, MetaDraft, TargetInfo, Verification
-from specexport.exporter.writing import write_draft
+from specexport.exporter.method import Agreement, MetaDraft, MethodExporter, TargetInfo, Verification
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.draft_model.export import ChainDraftExporter
 from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
@@ -37,7 +36,7 @@ S = TypeVar("S", bound=StatesDraft)
 O = TypeVar("O", bound=OwnStateDraft)
 
 
-class StatesDraftExporter(ChainDraftExporter[P, S]):
+class StatesDraftExporter(MethodExporter[P, S]):
     """Exports a draft whose rows are computed from states between the target's layers."""
 
     title: ClassVar[str]
@@ -95,14 +94,9 @@ class StatesDraftExporter(ChainDraftExporter[P, S]):
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {self.title}"):
             draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
-        model = write_draft(
-            draft,
-            build,
-            lambda: self.trace(method, draft.model, draft.cache, build.options.lowering),
-            self.points(method, build.plan),
-            role=method.role,
-            title=self.title,
-        )
+        with build.during(f"tracing the {self.title}"), tracing(draft):
+            graph = self.trace(method, draft.model, draft.cache, build.options.lowering)
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role)
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 
@@ -178,7 +172,7 @@ def trace_own_state(
     states = own_state_inputs(draft.states_width, draft.hidden)
     first = trace.trace_module(OwnStateStart(draft), states, ["hidden", "real"], lowering)
     hidden = Tensor("hidden", "float32", ("B", "T", draft.hidden), "states that a pass reads")
-    real = Tensor("real", "float32", ("B", "R"), "which earlier rows are no padding")
+    real = Tensor("real", "float32", ("B", "R"), "which earlier rows are not padding")
     rows = trace.row_inputs(shapes)
     inputs: trace.Inputs = [*trace.PASS_INPUTS, hidden, real, tensors.SAMPLING, caches(shapes), rows]
     outputs = [*tensors.DRAFTED, "hidden.next", "real.next", *(f"{name}.grown" for name in rows)]

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import MethodOptions
-from specexport.contract.model import Size
+from specexport.contract.methods.options import MethodOptions
+from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.methods.draft_model.spec import ChainDraft
@@ -87,11 +87,10 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
         return frozenset({self.rows, 1})  # it continues from its own state, without reading tokens again
 
     @property
-    def signatures(self) -> dict[str, GraphSignature]:
-        (chain,) = super().signatures.values()
-        inputs = own_state_inputs(len(self.states) * self.hidden, self.draft_hidden)
+    def signature(self) -> GraphSignature:
+        chain, inputs = super().signature, own_state_inputs(len(self.states) * self.hidden, self.draft_hidden)
         outputs = (*chain.outputs, tensors.NEXT_STATE.sized(H=self.draft_hidden))
-        return {self.role: GraphSignature((*chain.inputs, *inputs), outputs, chain.fed)}
+        return GraphSignature((*chain.inputs, *inputs), outputs, chain.fed)
 
 
 def own_state_inputs(states: Dim, hidden: Dim) -> tuple[Tensor, ...]:

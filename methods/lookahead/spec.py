@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions, Suggestion, Wanted
+from specexport.contract.methods.advice import Suggestion, TargetProfile
+from specexport.contract.methods.base import BuiltMethod
+from specexport.contract.methods.options import Flag, MethodOptions
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Window = Annotated[int, Meta(ge=1, le=MAX_NODES)]
@@ -36,15 +38,13 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
     prompt_seeding: bool = True
 
     main: ClassVar[str] = "preset"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag(
-            "--lookahead",
-            "preset",
-            "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's "
-            "sizes (alone: 4,3,4, for CPUs)",
-            "W,N,G",
-            const="cpu",
-        ),
+    flag: ClassVar[Flag | None] = Flag(
+        "--lookahead",
+        "preset",
+        "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's sizes "
+        "(alone: 4,3,4, for CPUs)",
+        "W,N,G",
+        const="cpu",
     )
 
     def __post_init__(self) -> None:
@@ -80,9 +80,9 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
     own_widths: ClassVar[bool] = True
 
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
-        gpu = wanted.device == "gpu"
-        W, N, G = PRESETS[gpu_preset(wanted.parameters) if gpu else "cpu"]
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
+        gpu = target.device == "gpu"
+        W, N, G = PRESETS[gpu_preset(target.parameters) if gpu else "cpu"]
         return Suggestion(
             "lookahead",
             f"W,N,G = {W},{N},{G}: {(N - 1) * (W + G)} nodes a step",
@@ -108,7 +108,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
         W, N = self.window, self.ngram
         guesses = (len(tree) - 1) // (N - 1)
         if tree.choices != guess_tree(guesses, N).choices:
-            return f"the one of {len(tree) - 1} draft tokens is not made of chains of {N - 1} off the root"
+            return f"the one of {len(tree) - 1} draft tokens does not consist of chains of {N - 1} below the root"
         if W < N - 2:
             return f"window {W}, with n-grams of {N}; the window fills only with {N - 2}"
         if self.window_nodes + len(tree) - 1 > MAX_NODES:

@@ -26,7 +26,14 @@ from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
-from specexport.exporter.checkpoints.stored import StoredTensor, pickled_tensors, save_head_tensors, stored_tensors
+from specexport.exporter.checkpoints.stored import (
+    StoredTensor,
+    pickled_tensors,
+    require_tensors,
+    save_head_tensors,
+    shapes_of,
+    stored_tensors,
+)
 from specexport.exporter.method import (
     Agreement,
     Array,
@@ -65,32 +72,63 @@ class _Config(MeasuredConfig, kw_only=True):
 
 @dataclass(frozen=True)
 class HeadsOutline:
-    """The configuration of a checkpoint's heads.
+    """A checkpoint's heads, without their weights.
 
     Attributes:
+        path: the folder.
+        file: with the heads; the folder, if several files hold them.
+        stored: the tensors by their names in ``MedusaHeads``.
         tied: whether heads end in the model's own head.
         tree: the checkpoint's tree, if it has one.
         accuracy: of the heads, if it was measured in training.
     """
 
     path: Path
+    file: Path
+    stored: Mapping[str, StoredTensor]
     count: int
     layers: int
     tied: bool
     tree: TokenTree | None
     accuracy: HeadAccuracy | None
 
+    def make(self, *, hidden: int, vocab: int) -> MedusaHeads:
+        """Heads for a model of this hidden size and vocabulary, on torch's meta device, checked by file headers.
 
-def read_outline(folder: Path) -> HeadsOutline:
+        Raises:
+            BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
+        """
+        with torch.device("meta"):
+            heads = MedusaHeads(self.count, self.layers, hidden, vocab, tied=self.tied)
+        tied = " that share the model's head" if self.tied else ""
+        what = (
+            f"{self.count} heads of {self.layers} layers{tied}, as {self.path / CONFIG} says, for a model of hidden "
+            f"size {hidden} and {vocab} tokens; heads of other sizes were trained for another model"
+        )
+        shapes = shapes_of(heads)
+        require_tensors(self.file, {name: self.stored[name] for name in self.stored if name in shapes}, shapes, what)
+        return heads
+
+    def load(self, *, hidden: int, vocab: int) -> MedusaHeads:
+        """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated.
+
+        Raises:
+            BuildError: see :meth:`make`; or numbers are not finite.
+        """
+        heads = self.make(hidden=hidden, vocab=vocab)
+        heads.load_state_dict({name: self.stored[name].finite(self.file) for name in heads.state_dict()}, assign=True)
+        return heads.eval().requires_grad_(False)
+
+
+def read_medusa(folder: Path) -> HeadsOutline:
     """Reads the configuration of a folder's heads, without their weights.
+
+    No code in the files runs: a ``.pt`` file is read with ``weights_only=True``.
 
     Raises:
         BuildError: a part is missing or malformed; names the file.
     """
-    return _outline(folder, *_open(folder))
-
-
-def _outline(folder: Path, stored: Mapping[str, StoredTensor], file: Path) -> HeadsOutline:
+    stored, file = _open(folder)
     path = folder / CONFIG
     if not path.is_file():
         raise BuildError(f"{folder}: no {CONFIG}; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
@@ -99,7 +137,7 @@ def _outline(folder: Path, stored: Mapping[str, StoredTensor], file: Path) -> He
     wrong = sorted(name for name, match in matches.items() if match is None)
     if wrong:
         raise BuildError(
-            f"{file}: tensor {wrong[0]!r} is no part of Medusa heads; expected names such as '0.0.linear.weight' and "
+            f"{file}: tensor {wrong[0]!r} is not part of Medusa heads; expected names such as '0.0.linear.weight' and "
             "'0.1.weight'"
         )
     in_file = 1 + max((int(match[1]) for match in matches.values() if match is not None), default=-1)
@@ -113,7 +151,7 @@ def _outline(folder: Path, stored: Mapping[str, StoredTensor], file: Path) -> He
     if heads > in_file:
         raise BuildError(f"{path}: medusa_num_heads is {heads}, but {file} holds {in_file} heads")
     tree, accuracy = _tree(path, config, heads), config.accuracy(path, heads, "heads")
-    return HeadsOutline(folder, heads, layers, config.tie_lm_head, tree, accuracy)
+    return HeadsOutline(folder, file, stored, heads, layers, config.tie_lm_head, tree, accuracy)
 
 
 def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
@@ -126,46 +164,6 @@ def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
     if tree.depth > heads:
         raise BuildError(f"{path}: medusa_choices go {tree.depth} deep, with {heads} heads")
     return tree
-
-
-def load_medusa(folder: Path, *, hidden: int, vocab: int) -> MedusaHeads:
-    """Loads heads for a model of this hidden size and vocabulary, in fp32 and evaluation mode.
-
-    No code in the files runs: a ``.pt`` file is read with ``weights_only=True``, and shapes are checked before memory
-    is allocated.
-
-    Raises:
-        BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
-    """
-    heads, stored, file = _fitting(folder, hidden, vocab)
-    heads.load_state_dict({name: stored[name].finite(file) for name in heads.state_dict()}, assign=True)
-    return heads.eval().requires_grad_(False)
-
-
-def count_parameters(folder: Path, *, hidden: int, vocab: int) -> int:
-    """The number of the heads' parameters, from file headers; see :func:`load_medusa` for errors."""
-    heads, *_ = _fitting(folder, hidden, vocab)
-    return sum(parameter.numel() for parameter in heads.parameters())
-
-
-def _fitting(folder: Path, hidden: int, vocab: int) -> tuple[MedusaHeads, dict[str, StoredTensor], Path]:
-    """Heads on the meta device, their stored tensors, and the file."""
-    stored, file = _open(folder)
-    outline = _outline(folder, stored, file)
-    with torch.device("meta"):
-        heads = MedusaHeads(outline.count, outline.layers, hidden, vocab, tied=outline.tied)
-    for name, parameter in heads.state_dict().items():
-        if name not in stored:
-            raise BuildError(
-                f"{file}: no tensor {name!r}; {folder / CONFIG} says {outline.count} heads of {outline.layers} layers"
-                + (" that share the model's head" if outline.tied else "")
-            )
-        if stored[name].shape != tuple(parameter.shape):
-            raise BuildError(
-                f"{file}: tensor {name!r} is {list(stored[name].shape)}, expected {list(parameter.shape)} for a model "
-                f"of hidden size {hidden} and {vocab} tokens; these heads were trained for another model"
-            )
-    return heads, stored, file
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
@@ -263,7 +261,7 @@ class HeadsExporter(MethodExporter[O, H]):
         return (published,) if published is not None else super().default_trees(method)
 
     def _heads(self, method: H) -> HeadsOutline:
-        return read_outline(expanded(getattr(method, self.heads_key)))
+        return read_medusa(expanded(getattr(method, self.heads_key)))
 
 
 class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
@@ -271,13 +269,14 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
 
     def resolve(self, options: MedusaOptions, target: TargetInfo) -> Medusa:
         folder = expanded(options.model)
-        heads = read_outline(folder)
+        heads = read_medusa(folder)
+        modules = heads.make(hidden=target.hidden, vocab=target.vocab)
         return Medusa(
             trees=(),
             model=str(folder.resolve()),
             heads=heads.count,
             candidates=min(MAX_TOP_K, target.vocab),
-            parameters=count_parameters(folder, hidden=target.hidden, vocab=target.vocab),
+            parameters=sum(parameter.numel() for parameter in modules.parameters()),
             weights=target.draft_storage,
         )
 
@@ -302,9 +301,8 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     Raises:
         BuildError: they are another model's.
     """
-    return load_medusa(
-        expanded(source), hidden=int(model.model.get_output_embeddings().weight.shape[1]), vocab=model.vocab_size
-    )
+    hidden = int(model.model.get_output_embeddings().weight.shape[1])
+    return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
 
 
 def path_weight(heads: HeadsOutline, base: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
@@ -331,7 +329,7 @@ def reference_heads(model: Any, heads: Path, text: Array) -> Array:
     """Logits of a model and of its Medusa heads after the last token of a text, float32 ``[1+N,V]``."""
     head = model.get_output_embeddings()
     base, hidden = reference_states(model, text)
-    loaded = load_medusa(heads, hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
+    loaded = read_medusa(heads).load(hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
     with torch.no_grad():
         logits: Array = torch.cat([base[-1:], loaded.logits(hidden[-1], head)]).numpy()
     return logits

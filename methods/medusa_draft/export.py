@@ -16,13 +16,14 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.checkpoints.config import meta_model
+from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.graphs.step import StepModule
 from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
-from specexport.methods.medusa.export import HeadsExporter, count_parameters, heads_of, read_outline, reference_heads
+from specexport.methods.medusa.export import HeadsExporter, heads_of, read_medusa, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
 from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 
@@ -30,7 +31,6 @@ from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
 class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     """Exports a draft whose own head proposes the first depth, and its Medusa heads the depths after it."""
 
-    stage: ClassVar[str | None] = "draft"
     earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
     heads_key: ClassVar[str] = "medusa"
 
@@ -40,13 +40,14 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     def resolve(self, options: MedusaDraftOptions, target: TargetInfo) -> MedusaDraft:
         require_length(options.model, target.max_seq_len)
         folder = expanded(options.medusa)
-        head = meta_model(options.model).get_output_embeddings().weight
-        count_parameters(folder, hidden=head.shape[1], vocab=head.shape[0])
+        head = meta_model(locate(options.model)).get_output_embeddings().weight
+        heads = read_medusa(folder)
+        heads.make(hidden=head.shape[1], vocab=head.shape[0])
         return MedusaDraft(
             trees=(),
             model=options.model,
             medusa=str(folder.resolve()),
-            heads=read_outline(folder).count,
+            heads=heads.count,
             candidates=min(MAX_TOP_K, target.vocab),
         )
 
@@ -59,17 +60,18 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         draft = load_draft(method.model, build)
         if draft.states:
             raise BuildError(
-                f"medusa_draft: {draft.source} has layers without attention, which go through chains alone; choose "
+                f"medusa_draft: {draft.source} has layers without attention, which read only chains; choose "
                 "another draft, or leave out its Medusa heads"
             )
         heads = heads_of(method.medusa, draft)
         vocab, lowering = min(draft.vocab_size, build.vocab_size), build.options.lowering
         count = min(MAX_TOP_K, vocab)
-        points = self.points(method, build.plan)
         candidates = HeadCandidates(heads, draft.model, count, vocab, depth_1=True)
         outputs = [tensors.CANDIDATES]
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
-        model = write_draft(draft, build, lambda: trace.trace_step(step, draft.cache), points, name="step")
+        with build.during("tracing the draft"), tracing(draft):
+            graph = trace.trace_step(step, draft.cache)
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role, name="step")
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:

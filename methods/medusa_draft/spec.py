@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, RankedMethod, SourceKind
-from specexport.contract.model import Model, Size
+from specexport.contract.methods.base import DraftingMethod
+from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature, step_signature
 from specexport.contract.tensors import CANDIDATES
 from specexport.contract.tree import TokenTree
@@ -20,44 +21,38 @@ class MedusaDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medu
 
     medusa: str
 
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag(
-            "--draft-medusa",
-            "medusa",
-            "Medusa heads of the draft, which then proposes a tree in one pass",
-            "DIR",
-            claims={"--draft": "model"},
-        ),
+    flag: ClassVar[Flag | None] = Flag(
+        "--draft-medusa",
+        "medusa",
+        "Medusa heads of the draft, which then proposes a tree in one pass",
+        "DIR",
+        claims={"--draft": "model"},
     )
 
 
-class MedusaDraft(RankedMethod, frozen=True, kw_only=True, tag="medusa_draft"):
+class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft"):
     """A smaller model with Medusa heads proposes a whole tree in one pass.
 
     Attributes:
         model: folder or hub id of a model with the target's tokenizer.
         medusa: folder of its heads.
         heads: their number; a tree is at most one level deeper, as the draft's own head comes first.
-        draft: the model, as a step graph that returns candidates instead of logits; None until it is written.
     """
 
     model: str
     medusa: str
     heads: Size
-    draft: Model | None = None
 
     options: ClassVar[type[MethodOptions]] = MedusaDraftOptions
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint", "medusa": "folder"}
     needs_training: ClassVar[str | None] = "a smaller model and its heads"
+    role: ClassVar[str] = "draft"
     branching: ClassVar[Literal[0, 1, 2]] = 1
 
     @property
-    def models(self) -> dict[str, Model]:
-        return {} if self.draft is None else {"draft": self.draft}
-
-    @property
-    def signatures(self) -> dict[str, GraphSignature]:
-        return {"draft": step_signature([CANDIDATES.sized(heads=self.heads + 1, M=self.candidates)])}
+    def signature(self) -> GraphSignature:
+        """See :class:`Method`: a step graph that returns candidates instead of logits."""
+        return step_signature([CANDIDATES.sized(heads=self.heads + 1, M=self.candidates)])
 
     @property
     def draft_width(self) -> int:

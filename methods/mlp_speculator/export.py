@@ -1,54 +1,243 @@
-"""Exports MLP speculators as propose graphs, and compares these with the stages."""
+"""MLP speculators in the layout of ``ibm-fms`` (``foundation-model-stack/fms-extras``, arXiv 2404.19124); their export.
+
+A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
+``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` for every stage; tensors that tied
+stages share may be stored once or for each stage.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import onnx_ir as ir
 import torch
+from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs
-from specexport.contract.shapes import ShapePoint
+from specexport.contract.shapes import ShapePoint, Size
 from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
+from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.stored import (
+    StoredTensor,
+    head_tensors,
+    require_tensors,
+    save_head_tensors,
+    shapes_of,
+)
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
-from specexport.exporter.writing import write_draft
+from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
-from specexport.methods.mlp_speculator.checkpoint import (
-    SpeculatorOutline,
-    load_speculator,
-    read_speculator,
-    require_fit,
-)
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
-from specexport.methods.mlp_speculator.spec import MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
+from specexport.methods.mlp_speculator.spec import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
+WIDTHS = (5, 4, 3)
+"""Default of ``top_k_tokens_per_head``, as in fms-extras; later stages repeat the last."""
+
+_PREFIX = "speculator."
+
+_Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
 _STAGE_ACCURACY = 0.6
 """Assumed accuracy of a stage after correct tokens."""
 _NEVER_SEEN = 1e-6
 """If accuracy was measured, the weight of a path that was never right, relative to its assumed probability."""
 
 
+class _Config(MeasuredConfig, kw_only=True):
+    """The fields read from ``config.json``; other keys are ignored.
+
+    Among those is ``n_candidates``, the number of paths that fms-extras keeps; here a tree determines them.
+    """
+
+    model_type: Literal["mlp_speculator"]
+    vocab_size: Size
+    emb_dim: Size
+    n_predict: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    inner_dim: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    top_k_tokens_per_head: list[_Width] | None = None
+    scale_input: bool = False
+    tie_weights: bool = False
+
+
+@dataclass(frozen=True)
+class SpeculatorOutline:
+    """A speculator checkpoint's configuration.
+
+    Attributes:
+        vocab: V.
+        hidden: H of the target that it was trained for.
+        inner: I.
+        widths: maximum number of a node's children at each stage, ``top_k_tokens_per_head``.
+        accuracy: of the stages after correct tokens, if it was measured in training.
+    """
+
+    path: Path
+    vocab: int
+    hidden: int
+    inner: int
+    stages: int
+    widths: tuple[int, ...]
+    scale_input: bool
+    tied: bool
+    accuracy: HeadAccuracy | None
+
+    def make(self) -> SpeculatorStages:
+        """Stages of these sizes with torch's default initialization."""
+        return SpeculatorStages(
+            self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
+        )
+
+    def require_fit(self, *, hidden: int, vocab: int) -> None:
+        """Checks a speculator against a target's hidden size and vocabulary by the headers of its files.
+
+        Raises:
+            BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another
+                target; names the file and the tensor or field.
+        """
+        for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
+            if value != expected:
+                raise BuildError(
+                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
+                    "trained for another model"
+                )
+        stored = self._stored()
+        with torch.device("meta"):
+            stages = self.make()
+        tied = " that share their weights" if self.tied else ""
+        what = (
+            f"a speculator of {self.stages} stages{tied}, as {CONFIG} says (n_predict), with names such as "
+            f"'{_PREFIX}emb.0.weight', vocab_size {self.vocab}, emb_dim {self.hidden} and inner_dim {self.inner}"
+        )
+        optional = {name for names in _shared(stages) for name in names[1:]}
+        optional |= {names[0] for names in _shared(stages) if stored.keys() & names[1:]}
+        require_tensors(self.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
+
+    def load(self) -> SpeculatorStages:
+        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode.
+
+        Raises:
+            BuildError: tied tensors differ, or numbers are not finite; names the tensor.
+        """
+        stored = self._stored()
+        with torch.device("meta"):
+            stages = self.make()
+        state: dict[str, torch.Tensor] = {}
+        for names in _shared(stages):
+            first, *others = [stored[name] for name in names if name in stored]
+            tensor = first.finite(self.path)
+            for other in others:
+                if not torch.equal(tensor, other.read().to(torch.float32)):
+                    raise BuildError(
+                        f"{self.path}: tie_weights is true, but {other.name!r} and {first.name!r} differ; expected one "
+                        "for all"
+                    )
+            state |= dict.fromkeys(names, tensor)
+        stages.load_state_dict(state, assign=True)
+        return stages.eval().requires_grad_(False)
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        """The tensors by the stages' parameter names."""
+        return {tensor.name.removeprefix(_PREFIX): tensor for tensor in head_tensors(self.path)}
+
+
+def read_speculator(source: str) -> SpeculatorOutline:
+    """Reads a speculator's configuration from a folder or hub id, without its weights.
+
+    Raises:
+        BuildError: a field is missing or malformed; names the file and the field.
+    """
+    folder = locate(source)
+    path = folder / CONFIG
+    config = read_config(path, _Config, "an MLP speculator")
+    stages = config.n_predict
+    widths = tuple(config.top_k_tokens_per_head or default_widths(stages))
+    if len(widths) != stages:
+        raise BuildError(
+            f"{path}: top_k_tokens_per_head is {list(widths)} and n_predict {stages}; expected a width for each stage"
+        )
+    return SpeculatorOutline(
+        path=folder,
+        vocab=config.vocab_size,
+        hidden=config.emb_dim,
+        inner=config.inner_dim or config.emb_dim,
+        stages=stages,
+        widths=widths,
+        scale_input=config.scale_input,
+        tied=config.tie_weights,
+        accuracy=config.accuracy(path, stages, "stages"),
+    )
+
+
+def default_widths(stages: int) -> tuple[int, ...]:
+    """The default ``top_k_tokens_per_head``."""
+    return tuple(WIDTHS[min(stage, len(WIDTHS) - 1)] for stage in range(stages))
+
+
+def _shared(speculator: SpeculatorStages) -> list[list[str]]:
+    """The names of each parameter; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in speculator.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def save_speculator(
+    folder: Path,
+    speculator: SpeculatorStages,
+    *,
+    widths: Sequence[int] | None = None,
+    accuracy: HeadAccuracy | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Writes a speculator in the layout of ``fms-extras`` and vLLM; tied tensors are stored once.
+
+    ``widths`` is ``top_k_tokens_per_head``; None for :func:`default_widths`. The accuracy is stored under keys that
+    other readers ignore.
+    """
+    stages = len(speculator)
+    config: dict[str, Any] = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": speculator.vocab,
+        "emb_dim": speculator.hidden,
+        "inner_dim": speculator.inner,
+        "n_predict": stages,
+        "top_k_tokens_per_head": list(widths or default_widths(stages)),
+        "n_candidates": 5,
+        "scale_input": speculator.scale_input,
+        "tie_weights": speculator.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **accuracy_config(accuracy),
+    }
+    save_head_tensors(
+        folder,
+        config,
+        {f"{_PREFIX}{name}": tensor.detach().to(dtype) for name, tensor in speculator.named_parameters()},
+    )
+
+
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):
     """Exports stages that draft from the target's last hidden state."""
 
-    stage: ClassVar[str | None] = "speculator"
-
     def resolve(self, options: MlpSpeculatorOptions, target: TargetInfo) -> MlpSpeculator:
         outline = read_speculator(options.model)
-        require_fit(outline, hidden=target.hidden, vocab=target.vocab)
+        outline.require_fit(hidden=target.hidden, vocab=target.vocab)
         return MlpSpeculator(
             trees=(),
             model=options.model,
@@ -74,7 +263,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
         widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
-        return (self.tree_of_size(method, min(*self.default_sizes, widest)),)
+        return (self.tree_of_size(method, min(*method.default_sizes, widest)),)
 
     def points(self, method: MlpSpeculator, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """See :class:`MethodExporter`: every depth of its trees at every width of their levels; there is no cache."""
@@ -85,7 +274,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
     def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
-            stages = load_speculator(outline)
+            stages = outline.load()
             # Stages beyond the deepest tree are never used.
             stages.keep_first(max(tree.depth for tree in method.token_trees()))
             checkpoint = Checkpoint(
@@ -98,14 +287,9 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
                 input_vocab=outline.vocab,
                 max_positions=build.max_positions,
             )
-        model = write_draft(
-            checkpoint,
-            build,
-            lambda: trace_speculator(stages, build.options.lowering),
-            self.points(method, build.plan),
-            role="speculator",
-            title="speculator",
-        )
+        with build.during("tracing the speculator"), tracing(checkpoint):
+            graph = trace_speculator(stages, build.options.lowering)
+        model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method.role)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
@@ -114,8 +298,8 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))
-        require_fit(outline, hidden=method.hidden, vocab=manifest.target.vocab_size)
-        model, stages = load_reference(checkpoint, manifest.target), load_speculator(outline)
+        outline.require_fit(hidden=method.hidden, vocab=manifest.target.vocab_size)
+        model, stages = load_reference(checkpoint, manifest.target), outline.load()
         agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
         for text, drafted in recorded:
             # The target's cache holds all tokens except the last, which is the root.

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import (
-    CheckpointOptions,
-    Flag,
-    MethodOptions,
-    RankedMethod,
-    SourceKind,
-    Suggestion,
-    Wanted,
-)
-from specexport.contract.model import Model, Size
-from specexport.contract.shapes import uncached_points
+from specexport.contract.methods.advice import Suggestion, TargetProfile
+from specexport.contract.methods.base import DraftingMethod
+from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.options import option
+from specexport.contract.shapes import Size, uncached_points
 from specexport.contract.signature import GraphSignature, stage_outputs
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
+from specexport.training.options import HiddenStateOptions, Training, report_chain
 
 MAX_STAGES = 16
 
@@ -28,17 +25,15 @@ MAX_STAGES = 16
 class MlpSpeculatorOptions(CheckpointOptions, frozen=True, kw_only=True, tag="mlp_speculator"):
     """Options of an MLP speculator."""
 
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag(
-            "--mlp-speculator",
-            "model",
-            "MLP speculator of the target: an ibm-fms accelerator, or from specexport train mlp-speculator",
-            "DIR_OR_ID",
-        ),
+    flag: ClassVar[Flag | None] = Flag(
+        "--mlp-speculator",
+        "model",
+        "MLP speculator of the target: an ibm-fms accelerator, or from specexport train mlp-speculator",
+        "DIR_OR_ID",
     )
 
 
-class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
+class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
     """Stages over the target's hidden state and the last token (arXiv 2404.19124).
 
     Each stage reads the previous token, so branches of a tree also differ below their first tokens.
@@ -47,30 +42,25 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         model: folder or hub id of the speculator.
         stages: their number, and the maximum depth of a tree.
         hidden: H, the target's hidden size.
-        draft: the stages, as a propose graph without a cache; None until it is written.
     """
 
     model: str
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     hidden: Size
-    draft: Model | None = None
 
     options: ClassVar[type[MethodOptions]] = MlpSpeculatorOptions
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a speculator"
+    role: ClassVar[str] = "speculator"
     branching: ClassVar[Literal[0, 1, 2]] = 2
 
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
         why = (
             "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
             "ibm-granite), and trained like heads"
         )
         return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
-
-    @property
-    def models(self) -> dict[str, Model]:
-        return {} if self.draft is None else {"speculator": self.draft}
 
     @property
     def support(self) -> int:
@@ -86,9 +76,10 @@ class MlpSpeculator(RankedMethod, frozen=True, kw_only=True, tag="mlp_speculator
         return (tensors.HIDDEN.sized(H=self.hidden),)
 
     @property
-    def signatures(self) -> dict[str, GraphSignature]:
+    def signature(self) -> GraphSignature:
+        """See :class:`Method`: the propose graph, without a cache."""
         inputs = (*speculator_inputs(self.stages, self.hidden), *tensors.SAMPLING)
-        return {"speculator": GraphSignature(inputs, tuple(stage_outputs(self.candidates, self.stages, "T")))}
+        return GraphSignature(inputs, tuple(stage_outputs(self.candidates, self.stages, "T")))
 
     def describe(self) -> str:
         return f"mlp_speculator, {self.stages} stages"
@@ -117,3 +108,37 @@ def speculator_inputs(stages: Dim, hidden: Dim) -> tuple[Tensor, ...]:
         tensors.LEVEL_RANKS.sized(stages=stages),
         tensors.UNIFORM.shaped("B", stages, "T"),
     )
+
+
+_stages = partial(option, group="stages")
+
+
+class SpeculatorTraining(HiddenStateOptions, frozen=True, kw_only=True):
+    """Options of ``specexport train mlp-speculator``.
+
+    Attributes:
+        n_predict: number of stages; stage i, from 0, predicts the token i + 2 positions ahead and sees those before it.
+        inner_dim: width of the states between stages (default: the model's).
+        tie_weights: stages share embedding, head and norm, and all but the first their projection.
+        scale_input: normalize the model's hidden state first.
+        data_first: share of the steps that learn the data, before the sampled texts.
+    """
+
+    n_predict: Annotated[int, _stages("N", ge=1, le=MAX_STAGES)] = 3
+    inner_dim: Annotated[int | None, _stages("I", ge=16)] = None
+    tie_weights: Annotated[bool, _stages()] = False
+    scale_input: Annotated[bool, _stages()] = False
+    data_first: Annotated[float, _stages("SHARE", ge=0, le=1)] = 0.5
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if not self.self_distill:
+            yield "data_first", "without --self-distill, the only one to use it"
+
+
+TRAINING = Training(
+    "mlp-speculator",
+    "Train an MLP speculator for a target.",
+    SpeculatorTraining,
+    partial(report_chain, "stage_accuracy"),
+)

@@ -29,10 +29,10 @@ from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.sizes import MTP_COUNTS
-from specexport.exporter.checkpoints.stored import StoredTensor
+from specexport.exporter.checkpoints.stored import StoredTensor, shapes_of
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache
 from specexport.graphs.experts import EXPERTS_NAME
-from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline, shapes_of
+from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline
 from specexport.methods.hidden_states.export import OwnStateExporter
 from specexport.methods.hidden_states.graph import OwnStateModule
 from specexport.methods.mtp.spec import MTP, MTPOptions
@@ -203,7 +203,6 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
     """Exports the layer that follows the target's last one."""
 
-    stage: ClassVar[str | None] = "mtp"
     title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, Suggestion, Wanted
+from specexport.contract.methods.advice import Suggestion, TargetProfile
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraftOptions
 
 
 class MTPOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="mtp"):
     """Options of an MTP layer."""
 
-    flags: ClassVar[tuple[Flag, ...]] = (Flag("--mtp", None, "draft with the target checkpoint's own MTP layer"),)
+    flag: ClassVar[Flag | None] = Flag("--mtp", None, "draft with the target checkpoint's own MTP layer")
 
 
 class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
@@ -21,8 +22,8 @@ class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
     role: ClassVar[str] = "mtp"
 
     @classmethod
-    def suggest(cls, wanted: Wanted) -> Suggestion | None:
-        if not wanted.has_mtp:
+    def suggest(cls, target: TargetProfile) -> Suggestion | None:
+        if not target.has_mtp:
             return None
         why = "a layer that was trained with the target and is in its own checkpoint: nothing to find or to train"
         return Suggestion("mtp", f"K = {DEFAULT_DRAFT_TOKENS}", why, 0, ("--mtp",))

@@ -6,16 +6,16 @@ from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.writing import TracedGraph, trace_checkpoint
+from specexport.exporter.writing import TracedGraph, tracing
 from specexport.graphs.layers import first_layers
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
-from specexport.methods.draft_model.export import ChainDraftExporter
+from specexport.methods.draft_model.export import compare_chain
 from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
 
 
-class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
+class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
     """Exports the draft together with the target."""
 
     def resolve(self, options: SelfDraftOptions, target: TargetInfo) -> SelfDraft:
@@ -41,7 +41,8 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
                 one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
-                master = trace_checkpoint(target, lambda: trace.trace_draft_pass(one_pass, cache, build.lowering))
+                with tracing(target):
+                    master = trace.trace_draft_pass(one_pass, cache, build.lowering)
         except ValueError as error:
             raise BuildError(f"self_draft: {target.source}: {error}") from error
         graph = compose.propose_graph(master, cache, build.lowering)
@@ -50,7 +51,7 @@ class SelfDraftExporter(ChainDraftExporter[SelfDraftOptions, SelfDraft]):
     def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
         (draft,) = method.models.values()
         vocab = vocabulary(run.bundle.manifest, draft)
-        return self.compare_with(method, run, run.source(None), texts=run.texts, vocab=vocab, layers=method.layers)
+        return compare_chain(method, run, run.source(None), run.texts, vocab, method.layers)
 
 
 EXPORTER = SelfDraftExporter()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from specexport.contract.methods.base import Flag, MethodOptions
-from specexport.contract.model import Size
+from specexport.contract.methods.options import Flag, MethodOptions
+from specexport.contract.shapes import Size
 from specexport.methods.draft_model.spec import ChainDraft
 
 
@@ -20,8 +20,8 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
     layers: Size
 
     main: ClassVar[str] = "layers"
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N"),
+    flag: ClassVar[Flag | None] = Flag(
+        "--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N"
     )
 
 

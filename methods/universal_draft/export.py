@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
-from specexport.exporter.method import Agreement, TargetInfo, Verification
+from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.draft_model.export import (
-    ChainDraftExporter,
-    load_draft,
-    require_length,
-    write_propose_graph,
-)
+from specexport.methods.draft_model.export import compare_chain, load_draft, require_length, write_propose_graph
 from specexport.methods.draft_model.spec import DraftModel
 from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
 
 _TOKENIZER = "draft/tokenizer.json"
 
 
-class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, UniversalDraft]):
+class UniversalDraftExporter(MethodExporter[UniversalDraftOptions, UniversalDraft]):
     """Exports a draft that proposes text, from its whole vocabulary."""
-
-    stage: ClassVar[str | None] = "draft"
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     def resolve(self, options: UniversalDraftOptions, target: TargetInfo) -> UniversalDraft:
         require_length(options.model, target.max_seq_len)
@@ -53,7 +43,7 @@ class UniversalDraftExporter(ChainDraftExporter[UniversalDraftOptions, Universal
         texts = [list(tokenizer.encode(target.decode(text)).ids) for text in run.texts]
         # With its own tokens it is an ordinary draft model.
         draft_model = DraftModel(model=method.model, draft=draft, candidates=method.candidates, trees=method.trees)
-        return self.compare_with(draft_model, run, run.source(method), texts=texts, vocab=draft.vocab_size, layers=None)
+        return compare_chain(draft_model, run, run.source(method), texts, draft.vocab_size)
 
 
 EXPORTER = UniversalDraftExporter()

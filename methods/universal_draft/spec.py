@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, SourceKind, not_a_chain
+from specexport.contract.methods.base import not_a_chain
+from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.spec import ChainDraft
 
@@ -12,13 +13,11 @@ from specexport.methods.draft_model.spec import ChainDraft
 class UniversalDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="universal_draft"):
     """Options of a draft model with another tokenizer."""
 
-    flags: ClassVar[tuple[Flag, ...]] = (
-        Flag(
-            "--universal-draft",
-            "model",
-            "smaller model with another tokenizer, translated through text; accepted less often, so prefer --draft",
-            "DIR_OR_ID",
-        ),
+    flag: ClassVar[Flag | None] = Flag(
+        "--universal-draft",
+        "model",
+        "smaller model with another tokenizer, translated through text; accepted less often, so prefer --draft",
+        "DIR_OR_ID",
     )
 
 
@@ -43,6 +42,7 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     needs_training: ClassVar[str | None] = "a smaller model"
     whole_model: ClassVar[bool] = True
     branching: ClassVar[Literal[0, 1, 2]] = 0
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
 
     @property
     def files(self) -> tuple[str, ...]:

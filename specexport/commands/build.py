@@ -142,7 +142,7 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
-        if (options := part(method_type(name), "train_options")) is None or not hasattr(options, "TRAINING"):
+        if (options := part(method_type(name), "spec")) is None or not hasattr(options, "TRAINING"):
             continue
         training: Training = options.TRAINING
         word = training.command

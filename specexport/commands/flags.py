@@ -59,10 +59,9 @@ def flag_values(
         SpecExportError: a value is out of range; names the flag.
     """
     declared = options(kind)
-    defaults = {name: option.default for name, option in declared.items()}
     chosen = declared.keys() if names is None else declared.keys() & names
     values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
-    checked(kind, {**defaults, **values}, lambda name: flag(declared[name]))
+    checked(kind, values, lambda name: flag(declared[name]))
     return values
 
 
@@ -133,7 +132,7 @@ class _Remember(argparse.Action):
 
 
 def _flags() -> list[tuple[str, Flag]]:
-    return [(name, flag) for name in known() for flag in options_type(method_type(name)).flags]
+    return [(name, flag) for name in known() if (flag := options_type(method_type(name)).flag) is not None]
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

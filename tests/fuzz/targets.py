@@ -137,21 +137,21 @@ def gguf(seed: str, data: bytes | None, folder: Path) -> None:
 
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
-    from specexport.methods.medusa.export import load_medusa
+    from specexport.methods.medusa.export import read_medusa
 
     source, _, name = seed.rpartition("|")
     heads = _copy(source, folder / name)
     put(heads / name, data)
-    load_medusa(heads, hidden=16, vocab=12)
+    read_medusa(heads).load(hidden=16, vocab=12)
 
 
 def speculator(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of an MLP speculator, or its safetensors."""
-    from specexport.methods.mlp_speculator.checkpoint import load_speculator, read_speculator, require_fit
+    from specexport.methods.mlp_speculator.export import read_speculator
 
     source, _, name = seed.rpartition("|")
     stages = _copy(source, folder / name)
     put(stages / name, data)
     outline = read_speculator(str(stages))
-    require_fit(outline, hidden=16, vocab=12)
-    load_speculator(outline)
+    outline.require_fit(hidden=16, vocab=12)
+    outline.load()

@@ -15,7 +15,7 @@ class Repeat(TextMethod, frozen=True, kw_only=True, tag="repeat"):
 
     at_least: Annotated[int, Meta(ge=1, le=64)] = 2
 
-    flags: ClassVar[tuple[Flag, ...]] = (Flag("--repeat", None, "propose a token that repeats itself"),)
+    flag: ClassVar[Flag | None] = Flag("--repeat", None, "propose a token that repeats itself")
 
 
 class RepeatProposer(TextProposer[None]):

@@ -24,6 +24,7 @@ from specexport.exporter.checkpoints.documents import CONFIG, require_sane
 from specexport.exporter.checkpoints.gguf.header import Header, as_library_reader, read_header
 from specexport.exporter.checkpoints.quiet import quiet
 
+_ORIGINAL = "build from the model that the file was converted from"
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _CONTROL = 3
 """The token type of control tokens."""
@@ -133,7 +134,7 @@ def _require_sizes(header: Header, config: dict[str, Any]) -> None:
     layers, stored = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
     if not isinstance(layers, int) or not 1 <= layers <= stored:
         key = f"{header.architecture}.block_count"
-        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {stored}, of which it has tensors")
+        raise BuildError(f"{header.path}: {key} is {str(layers)[:20]}; expected 1 to {stored}, the layers in it")
     for name, key in (("num_attention_heads", "head_count"), ("num_key_value_heads", "head_count_kv")):
         heads = config.get(name)
         if isinstance(heads, int) and heads < 1:
@@ -148,7 +149,7 @@ def _set_split(header: Header, tokenizer: Tokenizer) -> None:
     if kind not in _SINGLE_DIGITS:
         raise BuildError(
             f"{header.path}: tokenizer.ggml.pre is {kind[:40]!r}, a way to split text that transformers does not know; "
-            "build from the model that the file was made of"
+            f"{_ORIGINAL}"
         )
     tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
@@ -191,7 +192,7 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
         if not np.allclose(factors, expected, rtol=1e-3):
             raise BuildError(
                 f"{header.path}: tensor 'rope_freqs.weight' holds other factors than Llama 3's scaling by "
-                f"{scaling['factor']:g} makes; build from the model that the file was made of"
+                f"{scaling['factor']:g}; {_ORIGINAL}"
             )
         return {"rope_scaling": scaling}
     original = header.get(f"{prefix}.scaling.original_context_length", int)
@@ -212,14 +213,14 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
         return {"rope_scaling": scaling}
     raise BuildError(
         f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear, or yarn or longrope with "
-        "an original context length; build from the model that the file was made of"
+        f"an original context length; {_ORIGINAL}"
     )
 
 
 def _factors(header: Header, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The divisors of rotary frequencies that a tensor holds."""
     if name not in header.tensors:
-        raise BuildError(f"{header.path}: tensor {name!r} is missing; build from the model that the file was made of")
+        raise BuildError(f"{header.path}: tensor {name!r} is missing; {_ORIGINAL}")
     place = header.tensors[name]
     return gguf.dequantize(place.data, place.kind).astype(np.float64).reshape(-1)
 

@@ -162,7 +162,7 @@ class _Reader:
         try:
             return self._mapped[start : self._at].decode()
         except UnicodeDecodeError as error:
-            raise self._refuse(field, f"no UTF-8: {error}", "text") from error
+            raise self._refuse(field, f"not UTF-8: {error}", "text") from error
 
     def header(self) -> Header:
         magic = self._mapped[self._take(4, "the header") : 4]

@@ -164,8 +164,8 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
         if sum(math.prod(place.shape) for place in places) != math.prod(shape):
             listed = ", ".join(f"{place.name!r} {list(place.shape)}" for place in places)
             raise BuildError(
-                f"{header.path}: tensor {listed} fits no {list(shape)}, which the metadata asks for; fetch the file "
-                "again"
+                f"{header.path}: tensor {listed} does not fit {list(shape)}, which the metadata asks for; fetch the "
+                "file again"
             )
         read = functools.partial(_read, header, processor, names, name, places, shape)
         order = _order(processor, places[0]) if len(places) == 1 and len(shape) == 2 else None
@@ -181,7 +181,7 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
 
 @contextlib.contextmanager
 def _one_name_map() -> Iterator[None]:
-    """Keeps gguf's map of names, of which transformers asks for a new one in each module: 16 ms each with 62 layers."""
+    """Caches gguf's map of names, which transformers requests anew for each module: 16 ms each with 62 layers."""
     original = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(original)
     try:

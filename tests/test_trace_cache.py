@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.exporter import kept_traces, trace
+from specexport.exporter import trace, trace_cache
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_eagle3
@@ -25,7 +25,7 @@ Make = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_traces, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(trace_cache, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "traces"
 
 
@@ -112,7 +112,7 @@ class Small:
         self.times = 0
 
     def graph(self, *about: object) -> bytes:
-        return ir.to_proto(kept_traces.kept_trace(self.module, about, self._trace)).SerializeToString()
+        return ir.to_proto(trace_cache.cached_trace(self.module, about, self._trace)).SerializeToString()
 
     def _trace(self) -> ir.Model:
         self.times += 1
@@ -141,7 +141,7 @@ def test_nothing_is_kept_where_nothing_can_be_written(kept: Path) -> None:
 
 
 def test_the_oldest_go_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_traces, "MOST", 2)
+    monkeypatch.setattr(trace_cache, "MOST", 2)
     small = Small()
     for about in (1, 2, 3):
         small.graph(about)

@@ -32,7 +32,7 @@ MOST = 64
 _HASH = 32
 
 
-def kept_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[[], ir.Model]) -> ir.Model:
+def cached_trace(module: torch.nn.Module, about: Iterable[object], make: Callable[[], ir.Model]) -> ir.Model:
     """The graph of a module, from the cache or by tracing. Its large weights are read when they are used.
 
     Args:
