@@ -155,8 +155,8 @@ def test_rules_that_leave_no_token_yield() -> None:
     inf = np.inf
 
     def left(row: list[float], room: int = 4, **rules: Any) -> list[float]:
-        applied = Rules(GenerationRules(**rules), [1, 1], (), 3, room).applied
-        return list(applied(np.array([row], np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0].tolist())
+        apply = Rules(GenerationRules(**rules), [1, 1], (), 3, room).apply
+        return list(apply(np.array([row], np.float32), TokenTree.chain(1), np.empty(0, np.int64))[0].tolist())
 
     assert left([1.0, 2.0, 3.0], suppress_tokens=(0, 1, 2)) == [1.0, 2.0, 3.0]
     assert left([-inf, 2.0, -inf], suppress_tokens=(1,)) == [-inf, 2.0, -inf]

@@ -37,6 +37,7 @@ from specexport.methods.mlp_speculator.export import read_speculator, trace_spec
 from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.backend import RunShape
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
@@ -104,12 +105,12 @@ class OneGraph:
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         return ((STAGES, 1), (STAGES, TREE.level_width))
 
-    def inputs(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
-        self._given, result = self._make(ShapePoint(len(slots), tokens, 0, rows, drafts))
+    def inputs(self, shape: RunShape) -> dict[str, Any]:
+        self._given, result = self._make(shape.point(0))
         self._names = list(result)
         return self._given
 
-    def run(self, tokens: int, rows: int = 0, drafts: int = 0, slots: range = range(1)) -> dict[str, Any]:
+    def run(self, shape: RunShape) -> dict[str, Any]:
         return dict(zip(self._names, self._session.run(self._names, self._given), strict=True))
 
 

@@ -58,6 +58,17 @@ class Typed:
         self._seen = self.text.index(expected, start) + len(expected)
         return self.text[start : self._seen]
 
+    def interrupt(self, expected: str) -> None:
+        """Types Ctrl-C until it has written a text: readline overlooks a signal just before it waits for a key."""
+        while expected not in self.text[self._seen :]:
+            self.type(CTRL_C)
+            end = time.monotonic() + 5.0
+            while expected not in self.text[self._seen :] and time.monotonic() < end and self._more():
+                pass
+            if self.process.poll() is not None:
+                break
+        self.expect(expected)
+
     def ended(self) -> int:
         """Its exit status, once it has ended."""
         end = time.monotonic() + _DEADLINE
