@@ -59,9 +59,7 @@ constexpr size_t kVecAhead = 4096, kFar = 8192, kNear = 1024;
 template <bool kNearest>
 inline void fetch(const uint8_t* p) {
 #if defined(__AVX2__)
-  // GCC takes a function that does nothing but this for one without effect, and leaves out its calls.
-  if (kNearest) asm volatile("prefetcht0 %0" ::"m"(*p));
-  else asm volatile("prefetcht1 %0" ::"m"(*p));
+  _mm_prefetch(reinterpret_cast<const char*>(p), kNearest ? _MM_HINT_T0 : _MM_HINT_T1);
 #else
   __builtin_prefetch(p, 0, kNearest ? 3 : 2);
 #endif

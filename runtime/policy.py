@@ -23,6 +23,8 @@ as coming back costs the reading of what the draft missed meanwhile, and texts t
 TRIAL_MARGIN, TRIAL_STEPS = 0.9, 4
 """The speed-up for requests that have decoded fewer steps with their method. A trial costs little; without it a batch
 that has once been judged by its worst requests, which are the last to end, would never speculate again."""
+_TRIAL_READING = 0.05
+"""Most of a request's remaining time in plain decoding that the reading of its draft may take for a trial."""
 PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
@@ -135,7 +137,8 @@ class MeasuredPolicy(SpeculationPolicy):
             if request.view.method is not None and len(request.tree) > 1 and request.remaining > 1:
                 groups.setdefault(request.view.method, []).append(request)
         if groups:
-            self._choose(groups, requests, plain * sum(map(_margin, requests)) / len(requests))
+            margins = [self._margin(request, len(requests)) for request in requests]
+            self._choose(groups, requests, plain * sum(margins) / len(margins))
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
@@ -146,6 +149,15 @@ class MeasuredPolicy(SpeculationPolicy):
         if width not in self._seconds:
             self._seconds[width] = self._costs.step(self._size, _at_least(self._widths, width), self._text)
         return self._seconds[width]
+
+    def _margin(self, request: Request, running: int) -> float:
+        """The speed-up that speculation must promise for a request."""
+        method = request.view.method
+        if method is not None and request.history.speculated < TRIAL_STEPS:
+            remaining = request.remaining * self._verify(1) / running
+            if self._read(method, request) <= _TRIAL_READING * remaining:
+                return TRIAL_MARGIN
+        return MARGIN if request.history.unread else LEAVING_MARGIN
 
     def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request], least: float) -> None:
         """Chooses the trees of a step that has to commit more than ``least`` tokens a second, and a probe."""
@@ -313,13 +325,6 @@ class MeasuredPolicy(SpeculationPolicy):
             method, batch = methods.pop() or "", self._batch(self._chosen)
             nodes = max(fit.nodes for fit in self._chosen.values())
             self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
-
-
-def _margin(request: Request) -> float:
-    """The speed-up that speculation must promise for a request."""
-    if request.history.speculated < TRIAL_STEPS:
-        return TRIAL_MARGIN
-    return MARGIN if request.history.unread else LEAVING_MARGIN
 
 
 def _steps(request: Request, gain: float) -> float:
