@@ -75,7 +75,7 @@ void to_panels(const PackedWeights& w, const Activations& x, int first, int last
   for (int from = first; from < last; from += kMost)
     for (int row = 0; row < x.rows; row++) {
       const int count = std::min(kMost, last - from), m = row % kGroup;
-      kAvx512Kernels.quantize(x.values + row * x.stride + from * w.block, count * w.block, w.block, integers, scales, sums);
+      quantize(x.values + row * x.stride + from * w.block, count * w.block, w.block, integers, scales, sums);
       const int16_t* in = integers;
       for (int b = 0; b < count; b++) {
         uint8_t* const out = panels + form.offset(row / kGroup, from + b);
