@@ -102,10 +102,10 @@ def _is_current(part: Path) -> bool:
 
 def _knows(compiler: list[str], flags: list[str]) -> bool:
     """Whether a compiler knows an instruction set; GCC before 11 knows neither AVX-VNNI nor AMX, which are left out."""
-    known = subprocess.run([*compiler, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode == 0
-    if not known:
+    result = subprocess.run([*compiler, *flags, "-E", "-x", "c++", os.devnull], capture_output=True)
+    if result.returncode:
         print(f"kernels: {shlex.join(compiler)} does not know {shlex.join(flags)}", file=sys.stderr)  # noqa: T201
-    return known
+    return not result.returncode
 
 
 def _compiler() -> list[str]:

@@ -135,6 +135,16 @@ def test_new_requests_try_what_nearly_pays(manifest: Manifest) -> None:
     assert [good.step(lambda k: k)[0] for _ in range(10)] == [2] * 10
 
 
+@pytest.mark.parametrize("read", [0.9, 1.1])
+def test_nothing_is_tried_if_the_draft_has_much_to_read(manifest: Manifest, read: float) -> None:
+    """A twentieth of 20 plain steps is 1; either way K = 1 promises a little less than plain decoding."""
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: {1: 1.0, 2: 1.65}.get(tokens, 9.0), read=read), 1, 2)
+    request = Request(batch.requests[0].view, TextStream.__new__(TextStream), 20, ())
+    request.history.unread = manifest.prefill_chunk
+    batch.requests = [request]
+    assert batch.step(lambda k: k) == [2 if read < 1 else 1]
+
+
 def test_speculation_is_left_later_than_it_is_begun(manifest: Manifest) -> None:
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0), 1, 2)
     for _ in range(60):

@@ -89,9 +89,9 @@ def checked_states(states: Sequence[int] | None, default: Sequence[int], layers:
     """
     chosen = default if states is None else states
     if not all(0 <= count <= layers for count in chosen) or len(set(chosen)) != len(chosen):
-        own = " by default, as the target has few layers" if states is None else ""
+        reason = " by default, as the target has few layers" if states is None else ""
         raise TrainError(
-            f"--states is {' '.join(map(str, chosen))}{own}; expected different numbers of layers, from 0 to the "
+            f"--states is {' '.join(map(str, chosen))}{reason}; expected different numbers of layers, from 0 to the "
             f"target's {layers}"
         )
     return tuple(chosen)

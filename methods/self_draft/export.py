@@ -40,9 +40,9 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         try:
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
-                one_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
+                draft_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
                 with tracing(target):
-                    master = trace.trace_draft_pass(one_pass, cache, build.lowering)
+                    master = trace.trace_draft_pass(draft_pass, cache, build.lowering)
         except ValueError as error:
             raise BuildError(f"self_draft: {target.source}: {error}") from error
         graph = compose.propose_graph(master, cache, build.lowering)
