@@ -53,6 +53,51 @@ def machines() -> str:
     return markdown(("results", "processor", "instruction sets", "threads", "onnxruntime", "Python"), rows)
 
 
+def _gpu_checks(kind: str) -> dict[str, dict[str, str]]:
+    """The findings of each bundle's check of a kind on a GPU, by name."""
+    return {
+        name.partition(":")[2]: {finding["name"]: finding["found"] for finding in check["findings"]}
+        for name, check in load("gpu-h200").items()
+        if name.partition(":")[0] == kind
+    }
+
+
+def gpu_checks() -> str:
+    """How many bundles passed each check on a GPU, and which did not."""
+    kinds: dict[str, dict[str, str]] = {}
+    for name, check in load("gpu-h200").items():
+        kind, _, bundle = name.partition(":")
+        kinds.setdefault(kind, {})[bundle] = check["status"]
+    rows = []
+    for kind, statuses in kinds.items():
+        others = [", ".join(bundle for bundle, now in statuses.items() if now == of) for of in ("fail", "not measured")]
+        rows.append((kind, str(list(statuses.values()).count("pass")), *others))
+    return markdown(("check", "bundles that pass", "fail", "not measured"), rows)
+
+
+def gpu_steps() -> str:
+    """The time of a step's parts on a GPU, in milliseconds."""
+    rows = []
+    for bundle, found in _gpu_checks("events").items():
+        times = [found.get(part, "").removesuffix(" us") for part in ("draft", "target", "accept", "step, one graph")]
+        times.append(found.get("gaps between launches a step", "").removesuffix(" us"))
+        if all(times):  # else the check failed
+            rows.append((bundle, *(f"{float(time) / 1e3:.2f}" for time in times)))
+    return markdown(("bundle", "draft", "target", "accept", "the step, one graph", "the host, between steps"), rows)
+
+
+def gpu_engines() -> str:
+    """Tokens a second on a GPU beside transformers'."""
+    rows = []
+    for bundle, found in _gpu_checks("transformers").items():
+        speeds = {name.removesuffix(", tokens a second"): value for name, value in found.items()}
+        names = ("ours, plain", "ours, draft_model", "ours, ngram")
+        others = ("transformers, plain", "transformers, plain, compiled", "transformers, with the draft model")
+        rows.append((bundle, *(speeds.get(name, "") for name in (*names, *others))))
+    header = ("plain", "draft model", "look-ups", "transformers", "compiled", "with the draft model")
+    return markdown(("bundle", *header), rows)
+
+
 def real_models(results: Any = None) -> str:
     """Published models beside llama.cpp.
 

@@ -171,7 +171,7 @@ def tensor_table(name: str) -> str:
 _RESULTS = (
     *("auto", "batches", "bench", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
     *("machines", "methods", "precision", "real-models", "real-sizes", "serve", "soak", "split-targets"),
-    *("opening", "prompts", "verify-costs"),
+    *("opening", "prompts", "verify-costs", "gpu-checks", "gpu-engines", "gpu-steps"),
 )
 """Tables that functions of ``benchmarks.tables`` write, by their names."""
 TABLES: dict[str, Callable[[], str]] = {

@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,14 +81,15 @@ def plan(bundles: Path, texts: list[str], models: Path) -> list[DeviceCheck]:
     drafted, hybrids = ("draft", "target", "accept"), ("hybrid-fp32-native", "hybrid-fp32-portable")
     return [
         *each(checks.loads, [*TINY, *KINDS, *PAIRS], 40, numbers=False),
-        *each(checks.parity, [*hybrids, *KINDS], 40, texts),
+        *each(checks.parity, [*TINY, *KINDS], 40, texts),
+        *each(checks.capture, ["draft-fp16", "draft-int4", "medusa-fp16", "portable-fp16"], 60, texts),
         *each(checks.tree_commit, [*hybrids, "medusa-fp16", "portable-fp16"], 20, texts),
         *each(checks.together, ["batch-fp32", *hybrids], 40, texts),
-        *each(checks.capture, ["draft-fp16", "draft-int4", "medusa-fp16", "portable-fp16"], 60, texts),
-        *each(checks.events, ["draft-fp16", "draft-int8", "draft-int4", "v150k-fp16"], 40, texts, drafted),
-        *each(checks.events, ["medusa-fp16"], 40, texts, ("target", "accept", "commit")),
-        *each(checks.memory, PAIRS, 40, numbers=False),
         *each(checks.pair, ["1b-fp16", "1b-int4"], 120, texts),
+        *each(checks.events, ["draft-fp16", "draft-int8", "draft-int4", "v150k-fp16"], 40, texts, drafted),
+        *each(checks.events, ["medusa-fp16"], 40, texts, ("target", "accept")),
+        *each(checks.memory, PAIRS, 40, numbers=False),
+        *each(checks.transformers, ["draft-fp16", "1b-fp16"], 120, texts, models, module="transformers"),
         *each(checks.sampled, ["draft-fp32", "medusa-fp16"], 60, texts),
         *each(checks.oracle, ["draft-fp32"], 60, texts, models, module="transformers"),
     ]
@@ -189,6 +191,7 @@ def _result(check: DeviceCheck, bundles: Path, gpu: str) -> dict[str, Any]:
     try:
         findings = check.run()
     except Exception as error:
+        traceback.print_exc()
         return {"status": FAIL, "reason": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
     result = {"findings": [asdict(finding) for finding in findings], "seconds": round(time.monotonic() - start, 1)}
     if gpu.startswith(NULL) and check.numbers:

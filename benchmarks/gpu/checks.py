@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.prepared import PLAN, WEIGHTS, filled
+from benchmarks.gpu.prepared import PAIRS, PLAN, WEIGHTS, K, filled
 from benchmarks.gpu.timing import LaunchTimer, copy_bandwidth, graph_per_engine, on_device, uncaptured
 from specexport.contract import tensors
 from specexport.contract.engines import ComputedIn
@@ -413,6 +413,84 @@ def oracle(folder: Path, texts: Sequence[str], models: Path) -> list[Finding]:
                                     pad_token_id=0, min_new_tokens=48, max_new_tokens=48)  # fmt: skip
             equal += engine.generate(text, greedy(48)).token_ids == tuple(theirs[0, ids.shape[1] :].tolist())
     return [Finding("same greedy text as transformers", equal == len(texts), f"{equal} of {len(texts)}", "all")]
+
+
+def transformers(folder: Path, texts: Sequence[str], models: Path) -> list[Finding]:
+    """Compares the tokens a second with those of transformers on the same GPU, greedily, in fp16.
+
+    A random pair is compared with a model of its sizes, which only decodes plainly.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokens = 128
+
+    def loaded(name: str) -> Any:
+        if folder.name in PAIRS:
+            pair = PAIRS[folder.name]
+            sizes: dict[str, Any] = {"vocab_size": pair["vocab_size"], "head_dim": 64, **pair["sizes"][0]}
+            with torch.device("cuda"):
+                model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, dtype="float16")).half()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float16).to("cuda")
+        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        return model.eval()
+
+    class Clock:
+        """Notes when tokens arrive; the prompt comes first, and converting a token waits for the device."""
+
+        def __init__(self) -> None:
+            self.arrived: list[tuple[int, float]] = []
+
+        def put(self, value: Any) -> None:
+            self.arrived.append((len(value.flatten().tolist()), time.perf_counter()))
+
+        def end(self) -> None:
+            """Nothing is buffered."""
+
+        def rate(self) -> tuple[int, float]:
+            """Tokens behind the first ones, and their seconds."""
+            _, (_, first), *rest = self.arrived
+            return sum(count for count, _ in rest), rest[-1][1] - first
+
+    with open_gpu(folder) as engine:
+        prompts = [engine.encode(text)[:64] for text in texts]
+
+        def ours(way: Any) -> float:
+            runs = [engine.generate(prompt, greedy(tokens), way).stats for prompt in [prompts[0], *prompts]][1:]
+            return sum(run.output_tokens for run in runs) / sum(run.decode_seconds for run in runs)
+
+        rates = {"plain": ours(PLAIN), "default": ours(None)} | {
+            name: ours(name) for name, method in engine.methods.items() if not method.takes_hypothesis
+        }
+    target = loaded("demo-target")
+
+    def theirs(**options: Any) -> float:
+        done = []
+        for prompt in [prompts[0], *prompts]:
+            ids, clock = torch.tensor([prompt], device="cuda"), Clock()
+            with torch.inference_mode():
+                target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=clock,
+                                **options)  # fmt: skip
+            done.append(clock.rate())
+        return sum(count for count, _ in done[1:]) / sum(seconds for _, seconds in done[1:])
+
+    others = {"plain": theirs()}
+    if folder.name not in PAIRS:
+        draft = loaded("demo-draft")
+        draft.generation_config.num_assistant_tokens = K
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+        others["with the draft model"] = theirs(assistant_model=draft)
+    with contextlib.suppress(Exception):  # wants a compiler
+        others["plain, compiled"] = theirs(cache_implementation="static")
+    best, best_plain = max(others.values()), max(rate for name, rate in others.items() if "plain" in name)
+    return [
+        *(Finding(f"ours, {name}, tokens a second", None, f"{rate:.0f}") for name, rate in rates.items()),
+        *(Finding(f"transformers, {name}", None, f"{rate:.0f}") for name, rate in others.items()),
+        Finding("plain over their plain", None, f"{rates['plain'] / best_plain:.2f}x"),
+        Finding("default over their best", rates["default"] > best, f"{rates['default'] / best:.2f}x", "> 1"),
+    ]
 
 
 def greedy(tokens: int) -> SamplingParams:

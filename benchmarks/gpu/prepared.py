@@ -34,7 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "draft-fp16": {"proposes": "draft", "precision": "fp16"},
     "draft-int8": {"proposes": "draft", "precision": "int8"},
     "draft-int4": {"proposes": "draft", "precision": "int4"},
+    "draft-bf16": {"proposes": "draft", "precision": "bf16"},
+    "draft-fp8": {"proposes": "draft", "precision": "fp8"},
     "portable-fp16": {"proposes": "draft", "precision": "fp16", "lowering": "portable"},
+    "eagle3-fp16": {"proposes": "eagle3", "precision": "fp16"},
+    "dflash-fp16": {"proposes": "dflash", "precision": "fp16"},
     "medusa-fp16": {"proposes": "medusa", "precision": "fp16"},
     "self-fp16": {"proposes": "self", "precision": "fp16"},
     "batch-fp32": {"proposes": "draft", "precision": "fp32", "max_batch_size": 4},
@@ -50,6 +54,7 @@ TINY = (
     "dflash-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
+    "mtp-int8-native",
     "self_draft-int8-portable",
     "plain-fp16-native",
 )
@@ -136,7 +141,8 @@ def unpacked(folder: Path) -> Path:
 def filled(bundle: Path, seed: int = 0) -> int:
     """Writes the omitted weights of a random pair, unless there are none or they exist; returns the bytes written.
 
-    They are random numbers with the means and deviations of the omitted ones; quantized weights are uniform.
+    They are random numbers with the means and deviations of the omitted ones; quantized weights are uniform. Numbers
+    repeat within a matrix: drawing each takes longer than everything else.
     """
     written, path = 0, bundle / WEIGHTS
     for name, described in json.loads(path.read_text()).items() if path.exists() else ():
@@ -158,16 +164,13 @@ def _fill(to: IO[bytes], tensor: dict[str, Any], random: np.random.Generator) ->
     if "values" in tensor:
         to.write(base64.b64decode(tensor["values"]))
         return
-    left = tensor["nbytes"]
-    while left:
-        now = min(left, _BLOCK)
-        if "std" in tensor:
-            kind = np.dtype(tensor["dtype"])
-            numbers = random.standard_normal(now // kind.itemsize, np.float32) * tensor["std"] + tensor["mean"]
-            to.write(numbers.astype(kind).tobytes())
-        else:
-            to.write(random.bytes(now))
-        left -= now
+    if "std" in tensor:
+        numbers = random.standard_normal(_PRIME, np.float32) * tensor["std"] + tensor["mean"]
+        content = numbers.astype(tensor["dtype"]).tobytes()
+    else:
+        content = random.bytes(_BLOCK)
+    for at in range(0, tensor["nbytes"], len(content)):
+        to.write(content[: tensor["nbytes"] - at])
 
 
 # --- on the machine with torch ----------------------------------------------------------------------------------------
@@ -191,6 +194,12 @@ def _build(name: str, built: Path, models: Path) -> None:
         methods = (
             {
                 "draft": {"method": "draft_model", "model": str(models / "demo-draft"), "num_speculative_tokens": K},
+                "eagle3": {
+                    "method": "eagle3",
+                    "model": str(models / "demo-eagle3"),
+                    "num_speculative_tokens": K,
+                },
+                "dflash": {"method": "dflash", "model": str(models / "demo-dflash")},
                 "medusa": {"method": "medusa", "model": str(models / "demo-medusa")},
                 "self": {"method": "self_draft", "layers": 2, "num_speculative_tokens": K},
             }[proposes],
