@@ -18,6 +18,9 @@ COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
 """Libraries whose engines are compiled: they are not ONNX, and read no embeddings."""
 _Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
+_FUSED = ("GroupQueryAttention", "QuickGelu", "SkipSimplifiedLayerNormalization")
+FUSED_OPERATORS = frozenset(("com.microsoft", name) for name in _FUSED)
+"""Domain and type of ONNX Runtime's own operators in graphs for onnxruntime-cuda; the masters have only ONNX's."""
 LARGEST_TOP_K = 256
 """Largest top-k with which a device decides acceptance; with larger ones the host does."""
 AcceptRule = Literal["greedy", "lossless", "typical"]

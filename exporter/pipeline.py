@@ -17,6 +17,7 @@ from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
 from specexport.exporter.passes.compute_type import HALF_TYPES, Store, compute_in
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
+from specexport.exporter.passes.onnxruntime_cuda import use_fused_operators
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
 from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
 
@@ -84,3 +85,5 @@ def device_passes(
     if compute in HALF_TYPES:
         compute_in(model, HALF_TYPES[compute], store, narrow_norms=not compiled)
     fix_sizes(model, sizes)
+    if not compiled:
+        use_fused_operators(model)

@@ -27,7 +27,9 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import Storage
+from specexport.exporter.passes import onnxruntime_cuda
 from specexport.exporter.passes.fix_sizes import fix_drafts
 from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
@@ -230,6 +232,21 @@ def test_step_graph_equals_transformers(
 ) -> None:
     worst = differences(family, step_graph, prompts, chunk, rows, ours)
     assert max(worst.values()) < TOLERANCE, worst
+
+
+def test_the_fused_operators_of_gpus_equal_transformers(
+    family: Family, step_graph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on the CPU too, but in fp32."""
+    monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
+    fused = step_graph.with_name("step.fused.onnx")
+    write_source(step_graph, fused, "fp32", 0, {"B": 1, "S": 56}, compiled=False)
+    worst = differences(family, fused, (WINDOW + 13,), 16, 56, ours=False)
+    assert max(worst.values()) < TOLERANCE, worst
+    nodes = Counter(node.op_type for node in ir.load(fused).graph)
+    masters = Counter(node.op_type for node in ir.load(step_graph).graph)
+    assert nodes["GroupQueryAttention"] == masters["Attention"]
+    assert nodes["TensorScatter"] == masters["TensorScatter"] - 2 * masters["Attention"]
 
 
 @pytest.mark.skipif(not kernels().devices, reason="the kernels are not compiled: onnxruntime's rows are not exact")

@@ -225,7 +225,7 @@ class _Compiler:
 def _source_report(source: Path, profiles: int) -> EngineReport:
     start = time.monotonic()
     nodes = onnx.load(source, load_external_data=False).graph.node
-    attentions = sum(node.op_type == "Attention" for node in nodes)
+    attentions = sum(node.op_type in ("Attention", "GroupQueryAttention") for node in nodes)
     size, seconds = source.stat().st_size, time.monotonic() - start
     return EngineReport(source.name, profiles, len(nodes), attentions, None, size, seconds)
 

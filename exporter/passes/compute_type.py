@@ -21,7 +21,7 @@ from specexport.contract.tensors import CACHES, COLLECTIVE_DOMAIN
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
-_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "Gather", "ConstantOfShape"}
+_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "ConstantOfShape"}
 _NORM_OPS = {"RMSNormalization", "LayerNormalization"}
 _WIDE_OPS = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import onnx
 from onnx import TensorProto
 
+from specexport.contract.engines import FUSED_OPERATORS
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
@@ -57,12 +58,15 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
         if (converted := bundle.file(engine.source).with_suffix(".bin")).is_file():
             weights.append(converted)
         for name in engine.segments or (engine.file,):
-            _check_graph(bundle.file(name), OPSETS[lowering], weights)
+            _check_graph(bundle.file(name), OPSETS[lowering], weights, FUSED_OPERATORS)
         progress("graphs", done, count)
     return count
 
 
-def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphProto:
+def _check_graph(
+    path: Path, opset: int, weights: Sequence[Path], additional: Collection[tuple[str, str]] = ()
+) -> onnx.GraphProto:
+    """Reads a graph of standard operators and ``additional`` ones, by domain and type."""
     try:
         # By path, so that weights are looked up relative to the graph.
         with without_links(path, weights) as plain:
@@ -75,7 +79,8 @@ def _check_graph(path: Path, opset: int, weights: Sequence[Path]) -> onnx.GraphP
         raise BundleError(f"{path}: opset {version}, expected {opset}; build the bundle again")
     graphs = _subgraphs(model.graph)
     nodes = [node for graph in graphs for node in graph.node]
-    foreign = sorted({f"{node.domain}.{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")})
+    others = {(node.domain, node.op_type) for node in nodes if node.domain not in ("", "ai.onnx")}
+    foreign = sorted(map(".".join, others.difference(additional)))
     if foreign or model.functions:
         raise BundleError(f"{path}: operators outside the ONNX standard: {', '.join(foreign) or 'local functions'}")
     sizes = {file.name: file.stat().st_size for file in weights}

@@ -1,0 +1,300 @@
+"""Uses operators of ONNX Runtime that do in one launch, or a few, what ONNX's do in many.
+
+A launch takes a GPU about 2.5 us whatever it computes, which in small models is more than reading the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specexport.contract import tensors
+from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
+
+_DOMAIN = "com.microsoft"
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""ONNX Runtime has no other kernels of its attention on GPUs."""
+_HEADS_BEHIND = [0, 2, 1, 3]
+
+
+def use_fused_operators(model: ir.Model) -> None:
+    """Fuses residual additions with the norms that read them, ``x * sigmoid(x)``, and attention with its caches."""
+    graph = model.graph
+    attention = _AttentionFusion(graph)
+    for node in list(graph):
+        if node.op_type == "RMSNormalization":
+            _fuse_residual(graph, node)
+        elif node.op_type == "Mul":
+            _fuse_silu(graph, node)
+        elif node.op_type == "Attention":
+            attention.fuse(node)
+    model.opset_imports[_DOMAIN] = 1
+    passes.RemoveUnusedNodesPass()(model)
+    passes.TopologicalSortPass()(model)
+
+
+def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
+    """``RMSNormalization(x + y, weight)``, of which the sum is used elsewhere too."""
+    total, weight = norm.inputs[0], norm.inputs[1]
+    add = producer(total, "Add")
+    if add is None or total is None or total.is_graph_output() or weight is None:
+        return
+    x, y = add.inputs
+    if any(value is None or value.const_value is not None or _rank(value) != 3 for value in add.inputs):
+        return  # a bias, or a norm of heads
+    assert x is not None and y is not None and x.shape is not None and y.shape is not None
+    if x.shape[-1] != y.shape[-1]:
+        return
+    normed, _, _, added = outputs = [ir.val(name) for name in (f"{norm.outputs[0].name}.fused", "", "", "")]
+    added.name = f"{total.name}.fused"
+    epsilon = ir.AttrFloat32("epsilon", norm.attributes.get_float("epsilon", 1e-5))
+    fused = ir.Node(_DOMAIN, "SkipSimplifiedLayerNormalization", [x, y, weight], [epsilon], outputs=outputs)
+    graph.insert_after(add, fused)
+    for new, old in ((normed, norm.outputs[0]), (added, total)):
+        new.type, new.shape = old.type, old.shape
+        replace_value(old, new)
+
+
+def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
+    """``x * sigmoid(x)``."""
+    silu = product.outputs[0]
+    for x, gate in (product.inputs, reversed(product.inputs)):
+        sigmoid = producer(gate, "Sigmoid")
+        if x is not None and sigmoid is not None and sigmoid.inputs[0] is x:
+            alpha, output = ir.AttrFloat32("alpha", 1.0), ir.val(f"{silu.name}.fused")
+            fused = ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output])
+            fused.outputs[0].type, fused.outputs[0].shape = silu.type, silu.shape
+            graph.insert_after(product, fused)
+            replace_value(silu, fused.outputs[0])
+            return
+
+
+@dataclass
+class _Rows:
+    """What a TensorScatter writes to a cache: ``rows [B,Hkv,T,D]`` to ``cache [B,Hkv,S,D]``."""
+
+    node: ir.Node
+    cache: ir.Value
+    rows: ir.Value
+
+    @classmethod
+    def written_by(cls, value: ir.Value | None) -> _Rows | None:
+        node = producer(value, "TensorScatter")
+        if node is None:
+            return None
+        cache, rows, _ = node.inputs
+        assert cache is not None and rows is not None
+        return cls(node, cache, rows)
+
+
+@dataclass
+class _Packed:
+    """The product ``[B,T,(heads + 2 * Hkv) * D]`` that makes queries, keys and values, and how the first are rotated.
+
+    Attributes:
+        tables: cosines and sines of all positions, ``[S,D/2]``.
+        positions: those of the tokens, ``[B,T]``.
+        interleaved: whether pairs are neighbours.
+    """
+
+    product: ir.Value
+    tables: list[ir.Value | None]
+    positions: ir.Value
+    interleaved: int
+
+
+class _AttentionFusion:
+    """Writing to the caches and attention over them become one GroupQueryAttention, without transpositions.
+
+    It reads queries, keys and values as ``[B,T,heads * D]`` and writes the same; the mask is added as a bias. If they
+    are the parts of one product it rotates them too, by tables that onnxruntime computes when it opens the graph.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._flat: dict[ir.Value, ir.Value] = {}
+        self._biases: dict[ir.Value, ir.Value] = {}
+        self._copies: dict[ir.Value, ir.Value] = {}
+        self._tables: dict[ir.Value, ir.Value] = {}
+        self._lengths: ir.Value | None = None
+
+    def fuse(self, attention: ir.Node) -> None:
+        """Replaces an Attention over two caches that it alone reads, if it has the form that all graphs give it."""
+        query, keys, values, mask = attention.inputs[:4]
+        key, value = _Rows.written_by(keys), _Rows.written_by(values)
+        if query is None or mask is None or key is None or value is None or key.cache.dtype not in _HALF:
+            return
+        if any(list(rows.node.outputs[0].consumers()) != [attention] for rows in (key, value)):
+            return  # layers that share a cache
+        shape = [size for size in key.cache.shape or () if isinstance(size, int)]
+        if len(shape) != 4 or shape[0] != 1:
+            return  # it reads the new tokens of one slot, or one token of each
+        _, kv_heads, rows, width = shape
+        tiled = producer(mask, "Concat")
+        group = 1 if tiled is None else len(tiled.inputs)
+        if tiled is not None:
+            mask = tiled.inputs[0]
+        folded = producer(query, "Reshape")
+        if group > 1:
+            if folded is None:
+                return
+            query = folded.inputs[0]
+        joined = self._joined(attention, group)
+        if query is None or mask is None or joined is None:
+            return
+        heads = group * kv_heads
+        packed = self._packed(query, key.rows, value.rows, rows)
+        if packed is None:
+            parts = ((query, heads), (key.rows, kv_heads), (value.rows, kv_heads))
+            inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in parts]
+            rotary: list[ir.Value | None] = [None] * 3
+        else:
+            inputs, rotary = [packed.product, None, None], [*packed.tables, packed.positions]
+        total = constant(self._graph, f"rows.{rows}", np.array([rows], np.int32))
+        bias = self._bias(mask, key.cache.dtype)
+        name = attention.outputs[0].name
+        outputs = [ir.val(f"{name}.fused"), ir.val(f"{name}.keys"), ir.val(f"{name}.values")]
+        attributes = [
+            ir.AttrInt64("num_heads", heads),
+            ir.AttrInt64("kv_num_heads", kv_heads),
+            ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
+            ir.AttrInt64("causal", 0),  # the mask says all
+            ir.AttrInt64("do_rotary", int(packed is not None)),
+            ir.AttrInt64("rotary_interleaved", packed.interleaved if packed is not None else 0),
+        ]
+        arguments = [*inputs, key.cache, value.cache, self._valid_rows(), total, *rotary, bias]
+        fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
+        self._graph.insert_after(attention, fused)
+        outputs[0].type = ir.TensorType(key.cache.dtype)
+        joined.replace_input_with(0, outputs[0])
+        for written, now in ((key, outputs[1]), (value, outputs[2])):
+            replace_value(written.node.outputs[0], now)
+
+    def _packed(self, query: ir.Value, key: ir.Value, value: ir.Value, rows: int) -> _Packed | None:
+        """The product whose parts are queries, keys and values, if nothing but rotation is between; else None."""
+        rotations = [producer(part, "RotaryEmbedding") for part in (query, key)]
+        turned, turned_key = rotations
+        if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
+            return None
+        if turned.attributes.get_int("rotary_embedding_dim", 0) or len(turned.inputs) != 3:
+            return None
+        views = [producer(_by_rows(part), "Reshape") for part in (turned.inputs[0], turned_key.inputs[0], value)]
+        parts = [view.inputs[0] if view is not None else None for view in views]
+        (split, *others) = [producer(part, "Split") for part in parts]
+        if split is None or any(other is not split for other in others) or list(split.outputs) != parts:
+            return None
+        positions = next(value for value in self._graph.inputs if value.name == tensors.POSITION_IDS)
+        tables = [self._table(angles, positions, rows) for angles in turned.inputs[1:]]
+        product = split.inputs[0]
+        if product is None or any(table is None for table in tables):
+            return None
+        return _Packed(product, tables, positions, turned.attributes.get_int("interleaved", 0))
+
+    def _table(self, angles: ir.Value | None, positions: ir.Value, rows: int) -> ir.Value | None:
+        """Cosines or sines ``[B,T,D/2]`` of positions as a table of all ``[S,D/2]``; None if they depend on more."""
+        assert angles is not None
+        if angles not in self._tables:
+            needed = ancestors([angles])
+            if any(value.is_graph_input() and value is not positions for value in needed):
+                return None
+            every = constant(self._graph, "rows.positions", np.arange(rows)[None])
+            self._copies.setdefault(positions, every)
+            for node in list(self._graph):
+                (result, *_) = node.outputs
+                if result in needed and result not in self._copies and positions in ancestors([result]):
+                    inputs = [value if value is None else self._copies.get(value, value) for value in node.inputs]
+                    copy = op(node.op_type, inputs, f"{result.name}.table", **node.attributes)
+                    self._graph.insert_after(node, copy)
+                    self._copies[result] = copy.outputs[0]
+            flat = constant(self._graph, "rows.table", np.array([rows, -1]))
+            table = op("Reshape", [self._copies[angles], flat], f"{angles.name}.rows")
+            self._graph.append(table)
+            self._tables[angles] = table.outputs[0]
+        return self._tables[angles]
+
+    def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
+        """The Reshape that joins a token's heads, or None if something else reads them."""
+        value = attention.outputs[0]
+        for kind in (*(["Reshape"] if group > 1 else []), "Transpose", "Reshape"):
+            (node, *others) = value.consumers()
+            if others or node.op_type != kind:
+                return None
+            if kind == "Transpose" and list(node.attributes.get_ints("perm", [])) != _HEADS_BEHIND:
+                return None
+            value = node.outputs[0]
+        return node
+
+    def _flattened(self, value: ir.Value, heads: int) -> ir.Value:
+        """``[B,heads,T,D]`` as ``[B,T,heads * D]``, from before it was transposed if possible."""
+        if value not in self._flat:
+            self._flat[value] = self._flatten(value, heads)
+        return self._flat[value]
+
+    def _flatten(self, value: ir.Value, heads: int) -> ir.Value:
+        rotated = producer(value, "RotaryEmbedding")
+        if rotated is not None:
+            heads_before, *angles = rotated.inputs
+            assert heads_before is not None
+            attributes = {**rotated.attributes, "num_heads": ir.AttrInt64("num_heads", heads)}
+            inputs = [self._flattened(heads_before, heads), *angles]
+            node = op("RotaryEmbedding", inputs, f"{value.name}.flat", **attributes)
+            self._graph.insert_after(rotated, node)
+            return node.outputs[0]
+        by_rows = _by_rows(value)
+        if by_rows is None:
+            source, turned = value.producer(), op("Transpose", [value], f"{value.name}.rows", perm=_HEADS_BEHIND)
+            assert source is not None
+            self._graph.insert_after(source, turned)
+            by_rows = turned.outputs[0]
+        view = producer(by_rows, "Reshape")
+        if view is not None and view.inputs[0] is not None and _rank(view.inputs[0]) == 3:
+            return view.inputs[0]
+        shape = constant(self._graph, "rows.flat", np.array([0, 0, -1], np.int64))
+        flat, behind = op("Reshape", [by_rows, shape], f"{value.name}.flat"), by_rows.producer()
+        assert behind is not None
+        self._graph.insert_after(behind, flat)
+        return flat.outputs[0]
+
+    def _valid_rows(self) -> ir.Value:
+        """The last valid row of each slot's cache, int32 ``[B]``: that of its last new token."""
+        if self._lengths is None:
+            inputs = {value.name: value for value in self._graph.inputs}
+            one = constant(self._graph, "rows.one", np.array(1))
+            tokens = op("Shape", [inputs[tensors.POSITION_IDS]], "rows.shape", start=1, end=2)
+            count = op("Squeeze", [tokens.outputs[0]], "rows.count")
+            last = op("Sub", [count.outputs[0], one], "rows.before")
+            spread = op("Range", [last.outputs[0], count.outputs[0], one], "rows.last")
+            ends = op("Add", [inputs[tensors.PAST_LENGTH], spread.outputs[0]], "rows.ends")
+            cast = op("Cast", [ends.outputs[0]], "rows.valid", to=ir.DataType.INT32.value)
+            self._graph.insert_before(self._graph[0], [tokens, count, last, spread, ends, cast])
+            self._lengths = cast.outputs[0]
+        return self._lengths
+
+    def _bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """0 where a boolean mask ``[B,1,T,S]`` shows a row, and the lowest finite number elsewhere."""
+        if mask not in self._biases:
+            kind = dtype.numpy()
+            limits = {"shown": np.zeros(1, kind), "hidden": np.full(1, ml_dtypes.finfo(kind).min, kind)}
+            shown, hidden = (constant(self._graph, f"bias.{which}", array) for which, array in limits.items())
+            node = op("Where", [mask, shown, hidden], f"{mask.name}.bias")
+            source = mask.producer()
+            assert source is not None
+            self._graph.insert_after(source, node)
+            self._biases[mask] = node.outputs[0]
+        return self._biases[mask]
+
+
+def _by_rows(heads: ir.Value | None) -> ir.Value | None:
+    """``[B,T,heads,D]`` of which a value is the transposition ``[B,heads,T,D]``; None if it is none."""
+    turned = producer(heads, "Transpose")
+    if turned is None or list(turned.attributes.get_ints("perm", [])) != _HEADS_BEHIND:
+        return None
+    return turned.inputs[0]
+
+
+def _rank(value: ir.Value | None) -> int:
+    return -1 if value is None or value.shape is None else len(value.shape)
