@@ -13,6 +13,7 @@ from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_heads
 from tests.ways import ways
 
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "models"
 pytestmark = pytest.mark.exporter
 
 
@@ -23,6 +24,11 @@ def test_a_draft_for_shorter_texts(tmp_path: Path, way: str) -> None:
     if way == "draft_medusa":
         methods = {"draft": draft, way: make_heads(tmp_path / "heads", draft, 2, tied=True)}
     refused(tmp_path, f"is 256, but the draft {draft} was made for 128 positions", **methods)
+
+
+@pytest.mark.parametrize(("folder", "flag"), [("eagle3", "--eagle3"), ("dflash", "--dflash"), ("medusa", "--medusa")])
+def test_what_another_method_drafts_with(tmp_path: Path, folder: str, flag: str) -> None:
+    refused(tmp_path, f"what another method drafts with; pass the folder with {flag}", draft=DEMO / f"demo-{folder}")
 
 
 def test_heads_of_another_draft(tmp_path: Path) -> None:
@@ -39,5 +45,5 @@ def refused(tmp_path: Path, message: str, **methods: Any) -> None:
     options = BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(**methods), max_seq_len=256)
     with pytest.raises(BuildError, match=message):
         build(options, lambda step, done, total: steps.append(step))
-    assert set(steps) == {"loading the target"}
+    assert set(steps) <= {"loading the target"}
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from specexport.exporter.checkpoints.checkpoint import (
     reference_logits,
 )
 from specexport.exporter.checkpoints.config import read_model_config
+from specexport.exporter.checkpoints.documents import CONFIG, read_object
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
@@ -51,9 +52,22 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
+_OTHERS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "mlpspeculator": "--mlp-speculator"}
+"""What the architecture of another method's checkpoint contains, and the flag for it."""
+
+
 def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
-    """Refuses a draft whose tokenizer differs from the target's."""
+    """Refuses what another method drafts with, and a draft whose tokenizer differs from the target's."""
     path = locate(source)
+    config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
+    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
+    described = str(kinds).lower().replace("_", "")
+    for kind, flag in _OTHERS.items():
+        if kind in described:
+            raise BuildError(
+                f"{path / CONFIG}: describes no model of its own, but what another method drafts with; pass the folder "
+                f"with {flag}"
+            )
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
 
 
