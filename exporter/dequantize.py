@@ -36,17 +36,28 @@ def gathers_experts(node: ir.Node, rank: int) -> bool:
     return len(ids.shape) == 1 and len(stack.const_value.shape) == rank
 
 
+def _gathered_from(node: ir.Node) -> int | None:
+    """The number of experts in the stack that a node gathers from: in fp32, in blocks, or in 16 bits behind a Cast."""
+    stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
+    cast = producer(stack, "Cast")
+    stored = stack if cast is None else cast.inputs[0]
+    if stored is None or stored.const_value is None or ids is None or ids.shape is None or len(ids.shape) != 1:
+        return None
+    sizes = stored.const_value.shape.numpy()
+    return sizes[0] if len(sizes) > 2 else None
+
+
 def routers(graph: ir.Graph) -> set[ir.Value]:
-    """The matrices whose products choose experts, which are not rounded, as other experts might be chosen.
+    """The matrices whose products choose experts, which stay in fp32, as other experts might be chosen.
 
     They are the last matrices that experts' indices are computed from, and have a column for each expert.
     """
     matrices: set[ir.Value] = set()
     experts_by_index: dict[ir.Value | None, int] = {}
     for node in graph:
-        stack = node.inputs[0].const_value if gathers_experts(node, 3) and node.inputs[0] is not None else None
-        if stack is not None:
-            experts_by_index[node.inputs[1]] = stack.shape.numpy()[0]
+        count = _gathered_from(node)
+        if count is not None:
+            experts_by_index[node.inputs[1]] = count
         elif node.op_type == "If" and (split := producer(node.inputs[0], "Split")) is not None:
             experts_by_index[split.inputs[0]] = len(split.outputs)
     for start, experts in experts_by_index.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
+from specexport.contract.reading import read_manifest
 from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.backends.cuda.graph import DeviceGraph
@@ -179,6 +182,22 @@ def test_wrong_logits_are_found(built: Callable[[str], Path], after_runs: Callab
     after_runs(_raise_a_logit)
     assert _verdicts(checks.parity(folder, TEXTS)) == [False, False, True, False]
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [False]
+
+
+def test_a_mixture_may_choose_other_experts_rarely(built: Callable[[str], Path]) -> None:
+    theirs = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
+    ours = theirs + np.float32(1e-3)
+    for wrong, passed in ((0, [True, True]), (1, [False, True]), (2, [False, True]), (3, [False, False])):
+        ours[:wrong] = -theirs[:wrong]
+        assert [checks.largest_difference(ours, theirs, share) < 0.05 for share in (1.0, 0.95)] == passed
+    ours[0, 3] = np.nan
+    assert checks.largest_difference(ours, theirs, 0.5) == math.inf
+    target = read_manifest(built("llama-near")).target
+    for family, compute, positions in (("llama", "fp16", 1.0), ("glm4_moe", "fp16", 0.95), ("glm4_moe", "fp32", 1.0)):
+        (engine,) = target.engines
+        engines = (msgspec.structs.replace(engine, compute=compute),)
+        allowed = checks.tolerance(msgspec.structs.replace(target, family=family, engines=engines))
+        assert allowed.positions == positions
 
 
 def test_rows_committed_at_wrong_places_are_found(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+import onnxruntime as ort
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,6 +25,7 @@ from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.dequantize import gathers_experts
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
@@ -137,6 +139,43 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
     theirs = family.logits(text)
     # A token whose experts are nearly equally good may take others; most do not.
     assert 1e-5 < np.median(np.abs(ours - theirs)) / np.abs(theirs).mean() < {"int8": 0.1, "int4": 0.6}[kind]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_a_gpu_chooses_the_experts_of_the_cpu(family: Family, tmp_path: Path, kind: StoredAs, compiled: bool) -> None:
+    """In half precision too, from scores and masks in fp32."""
+    model, master, source = ir.load(family.folder / "step.onnx"), tmp_path / "step.onnx", tmp_path / "half.onnx"
+    with WeightsFile(tmp_path / "weights.bin") as weights:
+        weights.externalize(model, Storage(kind, 32))
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, master)
+    write_source(master, source, "fp16", 0, {}, compiled=compiled)
+    nodes = ir.load(source).graph
+    scores = [node.outputs[0] for node in nodes if node.op_type == "MatMul" and node.outputs[0].shape[-1] == EXPERTS]
+    chosen = [node.inputs[0] for node in nodes if node.op_type == "TopK"]
+    assert len(scores) == len(family.checkpoint.cache)
+    assert {value.dtype for value in (*scores, *chosen)} == {ir.DataType.FLOAT}
+    text = random_text(64, 0)
+    whole, half = (_logits(path, family.checkpoint, text) for path in (master, source))
+    errors = np.abs(half - whole).max(-1) / whole.std()
+    # A token whose experts are nearly equally good may take others.
+    assert np.median(errors) < 0.02 and np.mean(errors > 0.1) < 0.1
+
+
+def _logits(path: Path, checkpoint: Checkpoint, text: list[int]) -> np.ndarray:
+    """The logits ``[N,V]`` of a graph that computes in any type, without onnxruntime's own rounding of activations."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    graph = Graph(path, checkpoint, 1, len(text))
+    graph.session = ort.InferenceSession(str(path), options)
+    halves = {value.name for value in graph.session.get_inputs() if value.type == "tensor(float16)"}
+    graph.caches = {
+        name: np.zeros_like(rows, np.float16 if name in halves else np.float32) for name, rows in graph.caches.items()
+    }
+    logits: np.ndarray = graph.step(np.array([text]), [0], TokenTree.chain(len(text)))[0]
+    return logits
 
 
 @pytest.mark.parametrize("form", FORMS)

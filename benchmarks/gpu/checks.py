@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,13 @@ class Tolerance:
         logits: maximum difference, relative to the largest logit.
         tokens: minimum share of positions with the same most probable token.
         texts: whether greedy texts must be equal; one reversed tie makes them differ.
+        positions: share of positions at which logits are compared, those with the smallest differences.
     """
 
     logits: float
     tokens: float
     texts: bool
+    positions: float = 1.0
 
 
 # Sums have other orders; half precision resolves 2^-11, bfloat16 2^-8.
@@ -77,6 +79,9 @@ TOLERANCES: dict[ComputedIn, Tolerance] = {
     "bf16": Tolerance(1e-1, 0.9, False),
 }
 QUANTIZED = Tolerance(5e-2, 0.95, False)
+MIXTURE_POSITIONS = 0.95
+"""For mixtures that do not compute in fp32. Of the dry run's, 0.3 % of tokens choose other experts in fp16, where two
+are nearly equally good; a logit then differs by up to 0.3 of the largest."""
 
 
 def open_gpu(folder: Path, **options: Any) -> Engine:
@@ -142,22 +147,20 @@ def parity(folder: Path, texts: Sequence[str]) -> list[Finding]:
         reference = cpu_target(folder)
         prompts = [cpu.encode(text)[: cpu.manifest.max_seq_len // 2] for text in texts]
         tokens = prompts[0][:100]
-        largest, scale, same, rows = 0.0, 1.0, 0, 0
-        for width in widths(cpu):
-            ours, theirs = (read(graph, tokens, width) for graph in (on_device(gpu).graphs[0], reference))
-            largest = max(largest, float(np.abs(ours - theirs).max()))
-            scale = max(scale, float(np.abs(theirs).max()))
-            same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-            rows += len(ours)
+        ours, theirs = (
+            np.concatenate([read(graph, tokens, width) for width in widths(cpu)])
+            for graph in (on_device(gpu).graphs[0], reference)
+        )
         cpu_texts = [cpu.generate(prompt, greedy(48), PLAIN).token_ids for prompt in prompts]
         here = [
             [gpu.generate(prompt, greedy(48), way).token_ids for way in ways(gpu, text)]
             for prompt, text in zip(prompts, cpu_texts, strict=True)
         ]
-    difference = largest / scale
+    difference = largest_difference(ours, theirs, allowed.positions)
+    rows, same = len(ours), int((ours.argmax(-1) == theirs.argmax(-1)).sum())
     return [
         Finding("largest difference of logits", difference <= allowed.logits, f"{difference:.1e}",
-                f"<= {allowed.logits:g} of the largest"),
+                f"<= {allowed.logits:g} of the largest at {allowed.positions:.0%}"),
         Finding("same most probable token", same >= allowed.tokens * rows, f"{same} of {rows}",
                 f">= {allowed.tokens:.0%}"),
         _all_equal("same greedy text as on the CPU", [plain for plain, *_ in here], cpu_texts, allowed),
@@ -173,10 +176,23 @@ def _all_equal(name: str, ours: Sequence[object], theirs: Sequence[object], allo
     return Finding(name, passed, f"{equal} of {len(ours)}", "all" if allowed.texts else "")
 
 
+def largest_difference(ours: np.ndarray, theirs: np.ndarray, positions: float) -> float:
+    """The largest difference of logits ``[n, V]`` at this share of positions, relative to the largest logit.
+
+    It is infinite if any logit is not finite.
+    """
+    errors = np.sort(np.abs(ours - theirs).max(-1))
+    if not np.isfinite(errors).all():
+        return math.inf
+    return float(errors[math.ceil(positions * len(errors)) - 1] / max(1.0, np.abs(theirs).max()))
+
+
 def tolerance(target: Model) -> Tolerance:
-    """The tolerance for a target: by its type, and for integer weights by the CPU's rounding."""
+    """The tolerance for a target: by its type, for integer weights by the CPU's rounding, and by whether it routes."""
     (engine,) = (engine for engine in target.engines if engine.runtime == BACKEND)
-    return QUANTIZED if target.precision.weights in ("int8", "int4") else TOLERANCES[engine.compute]
+    allowed = QUANTIZED if target.precision.weights in ("int8", "int4") else TOLERANCES[engine.compute]
+    mixture = "moe" in target.family and engine.compute != "fp32"
+    return replace(allowed, positions=MIXTURE_POSITIONS) if mixture else allowed
 
 
 def cpu_target(folder: Path) -> Graph:

@@ -54,11 +54,13 @@ TINY = (
     "dflash-int8-native",
     "medusa-fp16-portable",
     "mlp_speculator-int4-native",
+    "mtp-fp32-native",
     "mtp-int8-native",
     "self_draft-int8-portable",
     "plain-fp16-native",
 )
-"""One of each kind of the GPU dry run's bundles; see ``tests.null_cuda.bundles``."""
+"""One of each kind of the GPU dry run's bundles (``tests.null_cuda.bundles``); the mixture of experts in fp32 too, in
+which no token may choose other experts than on the CPU."""
 _Sizes = dict[str, int]
 
 

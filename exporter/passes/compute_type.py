@@ -1,9 +1,9 @@
 """Lowers a graph to half precision, for strongly typed compilers, which choose no types themselves.
 
 Matrices, attention, the residual stream and the KV cache get the narrow type. Operations that would lose too much stay
-in float32: softmax, rotary angles, everything computed from sampling parameters, and norms, unless the backend itself
-sums those in float32. A node computes in float32 if one of its operands does, up to the next matrix multiplication, so
-that few casts are needed.
+in float32: softmax, rotary angles, the choice of experts, everything computed from sampling parameters, and norms,
+unless the backend itself sums those in float32. A node computes in float32 if one of its operands does, up to the next
+matrix multiplication, so that few casts are needed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import onnx_ir.passes.common as passes
 
 from specexport.contract.errors import BuildError
 from specexport.contract.tensors import CACHES, COLLECTIVE_DOMAIN
+from specexport.exporter.dequantize import routers
 from specexport.exporter.passes.editing import ancestors, op
 
 _FLOAT = ir.DataType.FLOAT
-_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding", "ConstantOfShape"}
+_NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding"}
 _NORM_OPS = {"RMSNormalization", "LayerNormalization"}
 _WIDE_OPS = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -67,6 +68,7 @@ class _Narrowing:
         self._wide = wide
         self._store = store
         self._constant = _constants(graph)
+        self._routers = routers(graph)
         # Positions times frequencies need the full precision of float32.
         self._angles = ancestors(node.outputs[0] for node in graph if node.op_type in ("Cos", "Sin"))
         self.is_narrow: dict[ir.Value, bool] = {}
@@ -101,8 +103,8 @@ class _Narrowing:
             node.replace_input_with(index, self._as(value, narrow))
         self.is_narrow |= dict.fromkeys(makes_floats, narrow)
         if narrow and node.op_type == "ConstantOfShape":
-            zero = ir.tensor(np.zeros(1, self._narrow.numpy()), self._narrow)
-            node.attributes["value"] = ir.AttrTensor("value", zero)
+            fill = ir.tensor(_fill(node).astype(self._narrow.numpy()), self._narrow)
+            node.attributes["value"] = ir.AttrTensor("value", fill)
         elif narrow and node.op_type == "Cast":
             node.attributes["to"] = ir.AttrInt64("to", self._narrow.value)
 
@@ -110,8 +112,12 @@ class _Narrowing:
         """Whether a node computes in the narrow type."""
         if node.op_type in self._wide or any(value in self._angles for value in node.outputs):
             return False
+        if any(value in self._routers for value in node.inputs):
+            return False  # half precision cannot rank scores of 0 to 1 to which a correction of, say, 8 is added
         if node.op_type in _NARROW_OPS:
             return True
+        if node.op_type == "ConstantOfShape":
+            return self._fits(_fill(node))
         if node.op_type == "Cast":
             # The narrow types hold quantized weights exactly, but not other integers.
             return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
@@ -203,6 +209,12 @@ class _Narrowing:
         cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), value.shape
         self._graph.append(cast)
         self._graph.outputs[index] = cast.outputs[0]
+
+
+def _fill(node: ir.Node) -> npt.NDArray[np.float32]:
+    """The number ``[1]`` that a ConstantOfShape of float32 repeats."""
+    value = node.attributes.get("value")
+    return np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
 
 
 def _constants(graph: ir.Graph) -> set[ir.Value]:
