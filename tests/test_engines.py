@@ -317,6 +317,19 @@ def test_device_graphs_equal_the_bundles(name: str, compiled: bool, uncompiled: 
     assert (onnx.TensorProto.INT8 in tables) == (name.startswith("int") and "native" in name and not compiled)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_noise_keeps_its_precision(compiled: bool, uncompiled: Bundles, tmp_path: Path) -> None:
+    """Rounded to half precision, tokens would be drawn from another distribution than the q that is compared with p."""
+    folder = shutil.copytree(uncompiled("fp16-native-both"), tmp_path / "bundle")
+    draft = read_manifest(folder).models["draft"]
+    source = folder / "draft" / "half.onnx"
+    write_source(folder / draft.graph.master, source, "fp16", 1, {"B": 1}, compiled=compiled)
+    nodes = onnx.load(source, load_external_data=False).graph.node
+    readers = [node for node in nodes if tensors.UNIFORM in node.input]
+    assert readers
+    assert not [node.name for node in readers if node.op_type == "Cast"]
+
+
 def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
