@@ -46,7 +46,7 @@ request's first dozen tokens say little; following them closely loses more than 
 KEEP, KEEP_OF_ALL = 0.95, 0.99
 """Decay of a request's observations, and of all requests', with each step that verified draft tokens: texts change."""
 MAX_PLAIN_STEPS = 4
-"""Most plain steps in a row without evaluating the methods again, which takes 0.2 to 0.4 ms."""
+"""Most plain steps in a row without looking whether the text repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -220,23 +220,32 @@ class History:
 
 class Pause:
     """Plain steps without evaluation after steps in which nothing paid; their number grows with each such step:
-    one, then three, then ``MAX_PLAIN_STEPS``.
+    one, then three, then as many as :meth:`follow` allows.
     """
 
     def __init__(self) -> None:
         self._requests: Sequence[Request] = ()
-        self._remaining = self._last = 0
+        self._remaining = self._last = self._since = 0
 
     def covers(self, requests: Sequence[Request], joining: int) -> bool:
         """Whether the next step is one of them; they hold for the same requests only."""
         covered = self._remaining > 0 and not joining and requests == self._requests
         self._remaining -= covered
+        self._since += covered
         return covered
 
-    def follow(self, requests: Sequence[Request], joining: int, plain: bool) -> None:
-        """Updates the pause after an evaluation; ``plain`` if nothing was chosen and look-ups found nothing."""
-        repeated = plain and requests == self._requests
-        self._remaining = self._last = min(2 * self._last + 1, MAX_PLAIN_STEPS) if repeated else 0
+    def extend(self, requests: Sequence[Request], joining: int, most: int) -> bool:
+        """Begins the longest pause again without an evaluation, if that is at most ``most`` steps ago."""
+        extended = self._last == MAX_PLAIN_STEPS and self._since < most and not joining and requests == self._requests
+        if extended:
+            self._remaining = MAX_PLAIN_STEPS
+            self._since += 1
+        return extended
+
+    def follow(self, requests: Sequence[Request], joining: int, most: int) -> None:
+        """Updates the pause after an evaluation: at most ``most`` steps; 0 if something was chosen."""
+        self._remaining = self._last = min(2 * self._last + 1, most) if requests == self._requests else 0
+        self._since = 0
         self._requests = () if joining else list(requests)
 
 

@@ -53,7 +53,7 @@ class CostCurve(Strict, frozen=True):
         text: tokens of the text at whose end ``steps`` were measured.
         steps: c(B, T): steps without proposing, for every batch size up to the largest that was measured.
         longer_text: tokens of the longer text of ``longer``.
-        longer: c(1, T) at its end; empty if the bundle's context is too short.
+        longer: c(B, T) at its end, of the smallest batch size; empty if the bundle's context is too short.
         methods: the costs of every measured method.
         noise: ratio of a call's median time to its least, the median over all calls: other load on the machine.
     """
@@ -123,7 +123,7 @@ class Costs:
         curve, token = self.curve, 0.0
         if curve.longer:
             more = self._longer.at(1, tokens) - self._steps.at(1, tokens)
-            token = max(0.0, more) / (curve.longer_text - curve.text)
+            token = max(0.0, more) / (curve.longer_text - curve.text) / self._longer.largest
         wide = tokens * max(1.0, batch / self._steps.largest)
         return self._steps.at(batch, wide) + token * batch * max(0, text - curve.text)
 

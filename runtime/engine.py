@@ -33,7 +33,6 @@ from specexport.runtime.speculative import (
     bypasses_model,
     choose,
 )
-from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.text import TextStream
 from specexport.runtime.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
@@ -83,7 +82,7 @@ class Engine:
         self.slots = target.sizes[-1]
         self.loaded_methods = dict(loaded_methods)
         self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
-        program = backend.program(target, self.loaded_methods)
+        self._program = program = backend.program(target, self.loaded_methods)
         policy = SpeculationPolicy(self.manifest, self.loaded_methods)
         if backend.execution != "host":  # on the host the first step costs 50 ms more, and warming up six times that
             self._warm_up(Scheduler(program, policy, reuse=True))
@@ -94,10 +93,9 @@ class Engine:
         self._lookup: str | None = None
         if self.costs is not None:
             policy = measured = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
-            if isinstance(program, HostProgram):  # a device's steps are captured with one way to propose
-                measured.look_up = program.look_up
-                methods = self.methods.values()
-                self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
+            measured.look_up = program.look_up
+            methods = self.methods.values()
+            self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
         self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
         self._closed = False
 
@@ -133,8 +131,8 @@ class Engine:
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
             calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
                 where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
-                opened on a machine; the figures are kept in the cache folder. On a GPU only ``specexport tune batch``
-                measures. Without it a request alone speculates with its method's default.
+                opened on a machine; the figures are kept in the cache folder. Without it a request alone speculates
+                with its method's default.
             costs: the costs of steps, instead of measuring them.
             cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that the bundle opens four
                 times as fast the next time.
@@ -199,7 +197,7 @@ class Engine:
         self._closed = True
         self._scheduler.close()
         if hasattr(self, "_target"):
-            del self._target
+            del self._target, self._program
             self.loaded_methods.clear()
             self.backend.close()
 
@@ -345,12 +343,10 @@ class Engine:
         """Runs a request to its end; see :meth:`stream`."""
         return complete(self.stream(prompt, params, speculative))
 
-    def _costs_here(self) -> Costs | None:
-        """The costs of steps on this machine: stored ones, or, on a CPU, measured now."""
+    def _costs_here(self) -> Costs:
+        """The costs of steps on this machine: stored ones, or measured now."""
         stored = stored_costs(self.manifest, self.backend, self.slots).load()
-        if stored is None and self.backend.execution == "host":
-            stored = self.calibrate()
-        return None if stored is None else Costs(stored, refined=True)
+        return Costs(self.calibrate() if stored is None else stored, refined=True)
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
         """Measures what steps cost on this machine and stores the costs for engines that are opened later.
@@ -361,8 +357,8 @@ class Engine:
             seconds: about how long it may take.
             progress: called with what is being timed, the rounds done and the rounds in all.
         """
-        built = {name: self.loaded_methods[name] for name in self._built if self.methods[name].needs_graph}
-        costs = measure(self.manifest, self._target, built, seconds, progress)
+        built = {name: self.loaded_methods[name] for name in self._built if self._program.fuses or self.methods[name].needs_graph}
+        costs = measure(self.manifest, self._program, self._target, built, seconds, progress)
         if costs.noise <= MOST_NOISE:
             stored_costs(self.manifest, self.backend, self.slots).save(costs)
         return costs

@@ -6,9 +6,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from specexport.contract.manifest import Manifest
-from specexport.contract.shapes import window
+from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.choice import KEEP_OF_ALL, PRIOR, Acceptance, Fit, History, Idle, Option, Pause, best
+from specexport.runtime.choice import (
+    KEEP_OF_ALL,
+    MAX_PLAIN_STEPS,
+    PRIOR,
+    Acceptance,
+    Fit,
+    History,
+    Idle,
+    Option,
+    Pause,
+    best,
+)
 from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix
@@ -29,6 +40,9 @@ PROBE_SHARE = 0.005
 """Share of the time that probing methods that do not pay may cost."""
 READ_SHARE = 0.01
 """Additional share for drafts, which first read the text that they missed."""
+_EVALUATION, _EVALUATION_SHARE, _LONGEST_PAUSE = 1e-4, 0.01, 32
+"""About the seconds of evaluating the methods; most of the time that it may take while nothing pays, where steps are so
+short that this matters; and most steps without it."""
 _TEXT = 64
 """Texts are as long as the next multiple of this number of tokens, so that costs are looked up rather than computed."""
 _STEPS_AHEAD = 64
@@ -76,6 +90,8 @@ class MeasuredPolicy(SpeculationPolicy):
     tokens are compared with the step's outcome even if they were not used, so their acceptance is always known.
 
     When nothing pays, the next steps are plain without another evaluation (:class:`~specexport.runtime.choice.Pause`).
+    Where plain steps take less than 2 ms, as on GPUs, so are more of them, until look-ups find something if they had
+    found nothing.
 
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
     ``READ_SHARE`` more, and is spent on its smallest tree. Accepted tokens are paid back, so that a successful probe is
@@ -105,6 +121,8 @@ class MeasuredPolicy(SpeculationPolicy):
         self._before = 1, 1  # batch size and width of the last step
         self._seconds: dict[int, float] = {}
         self._pause = Pause()
+        self._most_plain = MAX_PLAIN_STEPS
+        self._found = False
         self._everyone = History(keep=KEEP_OF_ALL)
         self._saved: dict[str, float] = {}
 
@@ -112,7 +130,9 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen, self._looked_up, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        if self._pause.covers(requests, joining):
+        if self._pause.covers(requests, joining) or (
+            self._pause.extend(requests, joining, self._most_plain) and (self._found or not self._repeats(requests))
+        ):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
@@ -142,7 +162,20 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        self._pause.follow(requests, joining, plain=not self._chosen and not any(self._looked_up.values()))
+        self._most_plain = min(int(_EVALUATION / (_EVALUATION_SHARE * self._verify(1))), _LONGEST_PAUSE)
+        self._found = any(self._looked_up.values())
+        pauses = not self._chosen and (not self._found or self._most_plain > MAX_PLAIN_STEPS)
+        self._pause.follow(requests, joining, MAX_PLAIN_STEPS if pauses else 0)
+
+    def _repeats(self, requests: Sequence[Request]) -> bool:
+        """Whether look-ups find draft tokens for any of the requests."""
+        for request in requests:
+            name = request.lookup or request.view.method
+            if name is not None:
+                request.view.tree = self._fits[name][0].tree  # the longest to look up
+                if self.look_up(name, request.view):
+                    return True
+        return False
 
     def _verify(self, width: int) -> float:
         """Seconds of the step with trees of at most this width, without proposing."""
@@ -256,7 +289,9 @@ class MeasuredPolicy(SpeculationPolicy):
         read, unread = self._costs.read(name), request.history.unread
         if not read or not unread:
             return 0.0
-        along = min(unread, self._loaded_methods[name].proposer.reads_along)
+        # Any draft reads the last tokens along, which are not counted as unread.
+        most = max(0, self._loaded_methods[name].proposer.reads_along - CATCH_UP_TOKENS)
+        along = min(unread, most)
         chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
         return read * chunks
 
@@ -286,7 +321,7 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
         outcomes = dict(zip(requests, step.outcomes, strict=True))
-        self._refine(outcomes, step.propose, seconds - step.propose)
+        self._refine(outcomes, step, seconds)
         for request, outcome in outcomes.items():
             fit, history = self._chosen.get(request), request.history
             if (tokens := self._looked_up.get(request)) and request.lookup is not None:
@@ -306,11 +341,13 @@ class MeasuredPolicy(SpeculationPolicy):
         for idle in self._idle:
             self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), outcomes)
 
-    def _refine(self, outcomes: Mapping[Request, Outcome], proposing: float, verifying: float) -> None:
+    def _refine(self, outcomes: Mapping[Request, Outcome], step: StepResult, seconds: float) -> None:
         """Refines the costs by a step's times, unless it was not as chosen, or a draft read text that it had missed.
 
         Nor where it follows a step of another width: for some steps after that it takes longer, and a plain step that
         looks expensive among others would make them look cheap.
+
+        If a draft proposed in the target's run, there is one time for both, which refines the cost of proposing.
         """
         as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
         if not all(as_chosen):
@@ -319,12 +356,16 @@ class MeasuredPolicy(SpeculationPolicy):
         before, self._before = self._before, (self._size, width)
         if before != self._before:
             return
-        self._costs.refine(None, self._size, width, self._verify(width), verifying)
+        verify = self._verify(width)
+        if not step.fused:
+            self._costs.refine(None, self._size, width, verify, seconds - step.propose)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
             method, batch = methods.pop() or "", self._batch(self._chosen)
             nodes = max(fit.nodes for fit in self._chosen.values())
-            self._costs.refine(method, batch, nodes, self._costs.propose(method, batch, nodes), proposing)
+            propose = self._costs.propose(method, batch, nodes)
+            expected, took = (verify + propose, seconds) if step.fused else (propose, step.propose)
+            self._costs.refine(method, batch, nodes, expected, took)
 
 
 def _steps(request: Request, gain: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +29,8 @@ class HostProgram:
 
     Tuning replaces some of the loaded methods' proposers.
     """
+
+    fuses = False
 
     def __init__(
         self,
@@ -66,12 +69,16 @@ class HostProgram:
                 by_method.setdefault(view.lookup or view.method, []).append(view)
         proposals: dict[int, Proposal] = {}
         for method, members in by_method.items():
-            proposer = self.proposer(method)
-            unread = len(views) == 1  # a single request stalls no others
-            while unread:
-                unread = proposer.prefill(members[0], proposer.reads_along)
-            proposals |= proposer.propose(members)
+            if len(views) == 1:  # a single request stalls no others
+                self.catch_up(method, members[0])
+            proposals |= self.proposer(method).propose(members)
         return proposals
+
+    def catch_up(self, method: str, view: SlotView) -> None:
+        """Has a proposer read all text that it missed, but for the tokens that it can read along."""
+        proposer, unread = self.proposer(method), True
+        while unread:
+            unread = proposer.prefill(view, proposer.reads_along)
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
         """The target's outputs at the root and every draft token, by slot; rows go into its cache.
@@ -142,9 +149,13 @@ class HostProgram:
             self.proposer(view.method).observe_text(view, outputs, past, rows)
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
-        """The draft tokens that a look-up method would propose for a slot."""
         proposer = self.proposer(method)
         return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
+
+    def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
+        program = copy(self)
+        program._loaded_methods = loaded_methods
+        return program
 
     def filled(self, slot: int) -> int:
         return self._target.filled(slot)

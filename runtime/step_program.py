@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,10 +63,11 @@ class StepResult:
     """The outcomes of a step, and its times in seconds.
 
     Attributes:
-        propose: time of proposing.
-        verify: time in the target.
+        propose: time of proposing; 0 if a draft proposes in the target's run.
+        verify: time in the target, and of a draft in the same run.
         accept: time of deciding what is accepted; 0 if that is part of the target's run.
         execution: how its work reached the device; see ``Stats.execution``.
+        fused: whether a draft proposed in the target's run.
     """
 
     outcomes: list[Outcome]
@@ -74,13 +75,19 @@ class StepResult:
     verify: float
     accept: float
     execution: str
+    fused: bool = False
 
 
 class StepProgram(Protocol):
     """Takes steps for the scheduler, with graphs driven from the host or captured on a device.
 
     One thread at a time calls it. Between two calls a slot's cache holds all tokens of its text but the last.
+
+    Attributes:
+        fuses: whether drafts may propose in the target's run, so that only whole steps can be timed.
     """
+
+    fuses: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,6 +105,12 @@ class StepProgram(Protocol):
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         """Proposes, verifies, accepts and commits for slots whose prompts are read; their texts are not changed."""
+
+    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
+        """The draft tokens that a look-up method would propose for a slot."""
+
+    def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+        """The same steps in the same memory with other methods, by name; no model of theirs proposes on a device."""
 
     def move(self, source: int, to: int, method: str | None) -> None:
         """Moves a request to another slot, which is free."""

@@ -16,18 +16,17 @@ from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend, Graph
-from specexport.runtime.costs import Cost, CostCurve, MethodCosts
+from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
-from specexport.runtime.step import HostProgram
-from specexport.runtime.step_program import LoadedMethod
+from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 SECONDS = 3.0
 """About how long calibration may take, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
 """A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
-_VERSION = "the widest step of a batch"
+_VERSION = "whole steps on devices"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
 _PLAIN_BEFORE = 5
@@ -40,6 +39,8 @@ _LONGER = 8
 """Relative length of the longer text from which the cost of a further token is computed."""
 _PERIOD = 11
 """Tokens after which the text repeats itself, so that look-ups have matches."""
+_LEAST = 1e-9
+"""Least seconds of a cost."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FIXED = "fixed"
 
@@ -66,6 +67,7 @@ def _versions() -> list[str]:
 
 def measure(
     manifest: Manifest,
+    program: StepProgram,
     target: Graph,
     loaded_methods: Mapping[str, LoadedMethod],
     seconds: float = SECONDS,
@@ -78,14 +80,18 @@ def measure(
     whose speed drifts affects them equally; a cost is the least of 25 rounds, or of as many as there is time for, at
     least one after the first, which pays for buffers.
 
+    A device that drafts in the target's run takes whole steps, of the kinds that decoding takes: proposing costs what a
+    step of a method takes longer than one of the same width whose draft tokens the host wrote.
+
     Args:
         manifest: the bundle's.
+        program: the engine's steps.
         target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
         loaded_methods: the methods to measure, by name.
         seconds: about how long it may take.
         progress: called with what is being timed, the rounds done and the rounds in all.
     """
-    program = HostProgram(manifest, target, {_FIXED: LoadedMethod(Method(), _Fixed())})
+    fixed = program.with_methods({_FIXED: LoadedMethod(Method(), _Fixed())})
     points = manifest.target.graph.points
     tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
     most_text = manifest.max_seq_len - tokens[-1] - 1
@@ -105,16 +111,21 @@ def measure(
         began = time.perf_counter()
         if steps and began + 2 * batch_time > end:  # two rounds, each about as long as the last batch size's
             break
-        most = max(_WIDER * tokens[-1] // batch, tokens[min(1, len(tokens) - 1)])
+        most = tokens[-1]
+        if batch > target.sizes[0]:
+            most = max(_WIDER * most // batch, tokens[min(1, len(tokens) - 1)])
         trials: dict[tuple[str, int], Trial] = {
-            ("", width): _step(program, _views(text, batch, TokenTree.chain(width), _FIXED))
+            ("", width): _step(fixed, _views(text, batch, TokenTree.chain(width), _FIXED))
             for width in tokens
             if width <= most or width == tokens[-1]
         }
         for name, loaded in loaded_methods.items():
             trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                trials[name, len(tree)] = _propose(loaded.proposer, _views(text, batch, tree, name))
+                views = _views(text, batch, tree, name)
+                trials[name, len(tree)] = (
+                    _whole_step(program, views) if program.fuses else _propose(loaded.proposer, views)
+                )
         left = len(target.sizes) - target.sizes.index(batch)
         share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
         costs = _in_turns(
@@ -125,28 +136,36 @@ def measure(
         batch_time = sum(costs.values())
     longer: dict[tuple[str, int], float] = {}
     if len(longer_text) > len(text):
-        ends = {
-            ("", width): _step(program, _views(longer_text, 1, TokenTree.chain(width), _FIXED))
+        at_end = {
+            ("", width): _step(fixed, _views(longer_text, target.sizes[0], TokenTree.chain(width), _FIXED))
             for width in sorted({tokens[0], tokens[-1]})
         }
-        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        longer = _in_turns(at_end, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
             loaded.proposer.release(slot)
     target.shrink_cache(0)
-    return CostCurve(
+    ends = [Cost(batch=target.sizes[0], tokens=width, seconds=least) for (_, width), least in longer.items()]
+    curve = CostCurve(
         text=len(text),
         steps=tuple(_rising(steps)),
         longer_text=len(longer_text),
-        longer=tuple(_rising([Cost(batch=1, tokens=width, seconds=least) for (_, width), least in longer.items()])),
-        methods=tuple(
-            MethodCosts(method=name, propose=tuple(_rising(costs)), read=reads[name])
-            for name, costs in proposals.items()
-            if costs
-        ),
+        longer=tuple(_rising(ends)),
+        methods=(),
         noise=statistics.median(noise),
     )
+    if program.fuses:
+        verifying = Costs(curve)
+        for name, costs in proposals.items():
+            more = loaded_methods[name].method.extra_nodes
+            proposals[name] = [_without(cost, verifying.step(cost.batch, more + cost.tokens, len(text))) for cost in costs]
+    methods = tuple(
+        MethodCosts(method=name, propose=tuple(_rising(costs)), read=reads[name])
+        for name, costs in proposals.items()
+        if costs
+    )
+    return msgspec.structs.replace(curve, methods=methods)
 
 
 def _spaced(widths: Sequence[int]) -> list[int]:
@@ -174,13 +193,22 @@ def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> lis
     return [SlotView(slot, list(text), _GREEDY, noise, tree, text[:_PERIOD], method) for slot in range(slots)]
 
 
-def _step(program: HostProgram, views: Sequence[SlotView]) -> Trial:
+def _step(program: StepProgram, views: Sequence[SlotView]) -> Trial:
     """A step that can be repeated: it does not grow the text, so it writes the same cache rows each time."""
 
     def trial() -> float:
         start = time.perf_counter()
         step = program.step(views)
         return time.perf_counter() - start - step.propose
+
+    return trial
+
+
+def _whole_step(program: StepProgram, views: Sequence[SlotView]) -> Trial:
+    def trial() -> float:
+        start = time.perf_counter()
+        program.step(views)
+        return time.perf_counter() - start
 
     return trial
 
@@ -249,9 +277,13 @@ def _in_turns(
             break
     if progress is not None:
         progress(name, 1, 1)
-    least = {key: max(min(durations), 1e-9) for key, durations in times.items()}
+    least = {key: max(min(durations), _LEAST) for key, durations in times.items()}
     noise += [statistics.median(durations) / least[key] for key, durations in times.items()]
     return least
+
+
+def _without(cost: Cost, seconds: float) -> Cost:
+    return msgspec.structs.replace(cost, seconds=max(cost.seconds - seconds, _LEAST))
 
 
 def _rising(costs: Sequence[Cost]) -> list[Cost]:

@@ -54,6 +54,8 @@ class DeviceProgram:
     log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
     """
 
+    fuses = True
+
     def __init__(
         self, host: HostProgram, target: DeviceGraph, stream: CudaStream, variants: StepVariants, steps: Steps
     ) -> None:
@@ -65,7 +67,7 @@ class DeviceProgram:
         # Everything but steps is the host's.
         self.sizes, self.filled, self.prefill, self.release = host.sizes, host.filled, host.prefill, host.release
         self.move, self.share, self.shrink_cache = host.move, host.share, host.shrink_cache
-        self.reusable = host.reusable
+        self.reusable, self.look_up = host.reusable, host.look_up
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         accept = self._variants.accept_graph(views)
@@ -73,23 +75,31 @@ class DeviceProgram:
             return self._host.step(views)
         start = time.perf_counter()
         variant, parts = self._plan(accept, views)
+        planned = time.perf_counter()
         self._write(variant, parts)
-        written = time.perf_counter()
         self._steps[variant].launch(self._target.cache.rows)
         self._stream.synchronize()
         outcomes = [self._read(variant, part) for part in parts]
-        return StepResult(outcomes, written - start, time.perf_counter() - written, 0.0, self._steps.execution)
+        fused, end = variant.drafting is not None, time.perf_counter()
+        proposed = start if fused else planned
+        return StepResult(outcomes, proposed - start, end - proposed, 0.0, self._steps.execution, fused)
+
+    def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> DeviceProgram:
+        host = self._host.with_methods(loaded_methods)
+        return DeviceProgram(host, self._target, self._stream, self._variants, self._steps)
 
     def _plan(self, accept: int, views: Sequence[SlotView]) -> tuple[StepVariant, list[_Part]]:
         """The variant of the next step, with the host's proposals if no draft proposes on the device.
 
-        A draft does if all speculating requests use its method and it has read all their texts.
+        A draft does if all speculating requests use its method and it has read all their texts. It reads now what it
+        missed of a single one.
         """
         speculating = [view for view in views if view.method is not None and len(view.tree) > 1]
-        methods = {view.method for view in speculating if view.method is not None}
-        if len(methods) == 1:
-            (method,) = methods
+        methods = {view.lookup or view.method for view in speculating}
+        if len(methods) == 1 and (method := methods.pop()) is not None:
             draft = self._host.proposer(method).device_draft
+            if draft is not None and len(views) == 1 and not draft.is_ready(views[0]):
+                self._host.catch_up(method, views[0])
             if draft is not None and all(map(draft.is_ready, speculating)):
                 variant = self._variants.for_draft(accept, method, [view.tree for view in speculating])
                 if variant is not None:

@@ -125,12 +125,12 @@ class StepVariants:
         self._slots = target.sizes[-1]
         self._accepts = tuple(accept for accept, _ in graphs_of(graphs, Accept))
         self._support = {name: loaded.method.support for name, loaded in loaded_methods.items()}
+        self._host_driven = {n for n, loaded in loaded_methods.items() if tensors.LOGITS in loaded.proposer.observes}
         trees = {
             name: loaded.method.smaller_trees(manifest.target)
             for name, loaded in loaded_methods.items()
-            if tensors.LOGITS not in loaded.proposer.observes
+            if name not in self._host_driven
         }
-        self._longest = {name: max(map(len, of_method)) for name, of_method in trees.items()}
         # By the accept graph's index, and by the length of a tree or by the method.
         self._verified: dict[tuple[int, int], StepVariant] = {}
         self._drafted: dict[tuple[int, str], list[StepVariant]] = {}
@@ -172,13 +172,13 @@ class StepVariants:
         if any((p.top_k > LARGEST_TOP_K or p.rules.filter_tokens) and not p.greedy for p in params):
             return None
         methods = {view.method for view in views if view.method is not None}
-        if any(view.processors for view in views) or not methods <= self._longest.keys():
+        if any(view.processors for view in views) or methods & self._host_driven:
             return None
         rules = {"greedy" if p.greedy else "typical" if p.acceptance == "typical" else "lossless" for p in params}
         if rules == {"greedy", "lossless"} or not any(accept.rule == "greedy" for accept in self._accepts):
             rules = {"lossless" if rule == "greedy" else rule for rule in rules}
-        supports = {self._support[method] for method in methods} - {0}
-        longest = max((self._longest[method] for method in methods), default=1)
+        supports = {self._support.get(method, 0) for method in methods} - {0}
+        longest = max(len(view.tree) for view in views)
         for at, accept in enumerate(self._accepts):
             fits = accept.rule != "lossless" or supports <= {accept.candidates}
             if rules == {accept.rule} and fits and self._at_least(at, longest) is not None:
