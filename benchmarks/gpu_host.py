@@ -186,7 +186,7 @@ def _job(folder: str, steps: int, profile: bool) -> list[Row]:
     speculate_always()
     rows = []
     for batch in BATCHES:
-        with Engine.load(folder, backend="onnxruntime-cuda", max_batch_size=batch) as engine:
+        with Engine.load(folder, backend="onnxruntime-cuda", max_batch_size=batch, calibrate=False) as engine:
             for way in ("plain", next(iter(engine.methods))):
                 for sampling, params in SAMPLINGS.items():
                     runtime.profiles = {} if profile else None

@@ -57,7 +57,9 @@ def test_dry_run(
     null_gpu: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others."""
+    """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others; times
+    steps as on load.
+    """
     calls, text = tmp_path / "calls.log", tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.null_cuda.dry_run", str(dry_run_bundle(name)), str(slots), str(text)]
     environment = {**null_gpu, "NULL_CUDA_LOG": str(calls)}

@@ -33,6 +33,8 @@ from specexport.runtime.speculative import PLAIN
 BACKEND = "onnxruntime-cuda"
 FLOOR = 0.7
 """Minimum share of the memory bandwidth that a plain step of a large model must reach."""
+LEAST_GAIN = 0.97
+"""Least speed of the engine's choice of how to speculate, relative to plain decoding."""
 LEAKED = 4 << 20
 GAP_US = 50.0
 LEAST_P = 1e-4
@@ -84,10 +86,14 @@ MIXTURE_POSITIONS = 0.95
 are nearly equally good; a logit then differs by up to 0.3 of the largest."""
 
 
-def open_gpu(folder: Path, **options: Any) -> Engine:
-    """An engine on the GPU. Omitted weights of a bundle are generated first, and hashes not checked."""
+def open_gpu(folder: Path, calibrate: bool = False, **options: Any) -> Engine:
+    """An engine on the GPU, which speculates by default unless it calibrates.
+
+    Omitted weights of a bundle are generated first, and hashes not checked.
+    """
     filled(folder)
-    return Engine.load(folder, backend=BACKEND, check_hashes=not (folder / WEIGHTS).exists(), **options)
+    checked = not (folder / WEIGHTS).exists()
+    return Engine.load(folder, backend=BACKEND, check_hashes=checked, calibrate=calibrate, **options)
 
 
 def loads(folder: Path) -> list[Finding]:
@@ -350,14 +356,15 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
     The weights are random, so drafts are seldom accepted; the gain of speculation is computed from the step times, for
     acceptance rates of trained pairs.
     """
-    with open_gpu(folder) as engine:
+    with open_gpu(folder, calibrate=True) as engine:
         bandwidth = copy_bandwidth(on_device(engine).cuda)
         manifest = engine.manifest
         (plain, *_), alone = _timed(engine, texts, 96, PLAIN)
-        (ours, *_), done = _timed(engine, texts, 96)
+        (ours, *_), done = _timed(engine, texts, 96, {"num_speculative_tokens": K})
+        prompts = [engine.encode(text)[:64] for text in texts]
+        chosen = [_rate(engine, prompts, 96, way) for way in (PLAIN, None)]
         models = [model for model in manifest.models.values() if model.weights]
         read_target, *others = ((folder / model.weights).stat().st_size for model in models)
-    K = round(done.stats.drafted / max(1, done.stats.steps))  # the last step may draft fewer
     floor = 1e3 * read_target / bandwidth
     slow, fast = statistics.median(plain), statistics.median(ours)
     together = 1e3 * (read_target + K * sum(others)) / bandwidth
@@ -372,7 +379,18 @@ def pair(folder: Path, texts: Sequence[str]) -> list[Finding]:
                 f"{rates[0]:.1f} and {rates[1]:.1f}, {done.stats.accepted} of {done.stats.drafted} accepted"),
         Finding("speculative over plain, from the steps' times", None,
                 ", ".join(f"{gain:.2f}x where {share:.0%} are accepted" for share, gain in gains.items())),
+        _default_over_plain(*chosen),
     ]  # fmt: skip
+
+
+def _rate(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, way: Any) -> float:
+    """Tokens a second of one request at a time, greedily; the first prompt is decoded once before."""
+    runs = [engine.generate(prompt, greedy(tokens), way).stats for prompt in [prompts[0], *prompts]][1:]
+    return sum(run.output_tokens for run in runs) / sum(run.decode_seconds for run in runs)
+
+
+def _default_over_plain(plain: float, default: float) -> Finding:
+    return Finding("default over plain", default >= LEAST_GAIN * plain, f"{default / plain:.2f}x", f">= {LEAST_GAIN:g}")
 
 
 def sampled(folder: Path, texts: Sequence[str], samples: int = 3000) -> list[Finding]:
@@ -469,16 +487,11 @@ def transformers(folder: Path, texts: Sequence[str], models: Path) -> list[Findi
             _, (_, first), *rest = self.arrived
             return sum(count for count, _ in rest), rest[-1][1] - first
 
-    with open_gpu(folder) as engine:
+    with open_gpu(folder, calibrate=True) as engine:
         prompts = [engine.encode(text)[:64] for text in texts]
-
-        def ours(way: Any) -> float:
-            runs = [engine.generate(prompt, greedy(tokens), way).stats for prompt in [prompts[0], *prompts]][1:]
-            return sum(run.output_tokens for run in runs) / sum(run.decode_seconds for run in runs)
-
-        rates = {"plain": ours(PLAIN), "default": ours(None)} | {
-            name: ours(name) for name, method in engine.methods.items() if not method.takes_hypothesis
-        }
+        named = {name: name for name, method in engine.methods.items() if not method.takes_hypothesis}
+        all_ways: dict[str, Any] = {"plain": PLAIN, "default": None, **named}
+        rates = {name: _rate(engine, prompts, tokens, way) for name, way in all_ways.items()}
     target = loaded("demo-target")
 
     def theirs(**options: Any) -> float:
@@ -504,6 +517,7 @@ def transformers(folder: Path, texts: Sequence[str], models: Path) -> list[Findi
     return [
         *(Finding(f"ours, {name}, tokens a second", None, f"{rate:.0f}") for name, rate in rates.items()),
         *(Finding(f"transformers, {name}", None, f"{rate:.0f}") for name, rate in others.items()),
+        _default_over_plain(rates["plain"], rates["default"]),
         Finding("plain over their plain", None, f"{rates['plain'] / best_plain:.2f}x"),
         Finding("default over their best", rates["default"] > best, f"{rates['default'] / best:.2f}x", "> 1"),
     ]

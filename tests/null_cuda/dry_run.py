@@ -206,7 +206,7 @@ class DryRun:
         program.step = marked
 
     def all(self) -> None:
-        """Every method, greedily and sampled; then the default and plain decoding on another thread."""
+        """Every method, greedily and sampled; the default and plain decoding on another thread; what measuring runs."""
         built = [method_name(method) for method in self._engine.manifest.methods]
         for name in dict.fromkeys(("plain", *built, TEXT_METHOD)):
             # Where the host samples, texts of null logits repeat nothing that could be looked up.
@@ -217,6 +217,8 @@ class DryRun:
                 other = threading.Thread(target=self.way, args=(name, sampling))
                 other.start()
                 other.join()
+        self.asked = "calibration greedy"
+        self._engine.calibrate(seconds=0.01)
 
     def way(self, name: str, sampling: str) -> int:
         """As many requests as there are slots, all of a method and a way to sample; how many tokens were drafted."""
@@ -251,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
     document: dict[str, Any] = {"execution": "", "problems": sessions.problems}
     runtime.mark("load")
     try:
-        engine = Engine.load(bundle, backend="onnxruntime-cuda", max_batch_size=slots)
+        engine = Engine.load(bundle, backend="onnxruntime-cuda", max_batch_size=slots, calibrate=False)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         sessions.problems.append(f"load: {type(error).__name__} at {where.name}: {error}")

@@ -1,0 +1,215 @@
+"""How much each step speculates on a GPU: costs of whole steps, measured once, and choices that never change the text.
+
+Real graphs run on the CPU in the GPU's place (the stand-ins), so times mean nothing: costs are injected, and where they
+are measured the clock counts launches.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from specexport.contract.reading import read_manifest
+from specexport.runtime import Engine, step, timing
+from specexport.runtime import engine as engine_module
+from specexport.runtime.backends.cuda import device_program
+from specexport.runtime.costs import CostCurve
+from specexport.runtime.policy import TRIAL_STEPS, MeasuredPolicy
+from specexport.runtime.request import complete
+from specexport.runtime.speculative import PLAIN
+from tests.manifests import Price, curve
+from tests.onnxruntime_stand_in import OnnxRuntimeGpu, installed
+from tests.step_program import GREEDY, for_onnxruntime
+from tests.streams import started
+
+pytestmark = pytest.mark.exporter  # the step program's graphs
+
+PROMPT = [7, 9, 11, 5, 8]
+LONG = GREEDY.replace(max_tokens=80)
+Load = Callable[..., Engine]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
+    with installed(monkeypatch) as module:
+        yield module
+
+
+@pytest.fixture
+def folder(
+    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
+) -> Callable[[str], Path]:
+    """A copy of a bundle as one that was built for onnxruntime-cuda."""
+
+    def get(name: str) -> Path:
+        copy = tmp_path / name
+        return copy if copy.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), copy)))
+
+    return get
+
+
+@pytest.fixture
+def load(folder: Callable[[str], Path]) -> Load:
+    """Loads a bundle with an invented curve."""
+
+    def get(name: str, step: Price, propose: Price, read: float = 0.0, **options: Any) -> Engine:
+        costs = curve(read_manifest(folder(name)), step, propose, read)
+        return Engine.load(folder(name), check_hashes=False, costs=costs, **options)
+
+    return get
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntimeGpu) -> Path:
+    """An empty cache folder, and a clock that counts launches; gives where curves are stored."""
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(engine_module, "MOST_NOISE", 1e9)
+    clock = SimpleNamespace(perf_counter=lambda: float(gpu.cuda.launches))
+    for module in (timing, step, device_program):
+        monkeypatch.setattr(module, "time", clock)
+    return tmp_path / "cache" / "costs"
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_measured_once_on_a_gpu(
+    folder: Callable[[str], Path], remembered: Path, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+) -> None:
+    """What is measured are launches of captured graphs: nothing is allocated, and the texts stay the CPU's."""
+    name = "dice-mixed"
+    with Engine.load(folder(name), check_hashes=False, calibrate=False) as ruled:
+        assert ruled.costs is None
+        assert ruled.generate(PROMPT, GREEDY).stats.steps_by_draft.keys() == {"draft_model", "plain"}
+        allocated = len(gpu.cuda.allocations)
+    assert not remembered.exists()
+    with Engine.load(folder(name), check_hashes=False, calibrate=True) as first:
+        assert len(gpu.cuda.allocations) == 2 * allocated
+        assert first.backend.execution == "graph per step"
+        assert first.costs is not None
+        with gpu.cuda.sealed():
+            for text in (PROMPT, [5, 6, 7] * 8):
+                expected = engine(name).generate(text, LONG, PLAIN).token_ids
+                for way in (None, "draft_model", "ngram", PLAIN):
+                    assert first.generate(text, LONG, way).token_ids == expected
+            first.calibrate(seconds=1.0)
+        assert first.generate(PROMPT, LONG).token_ids == engine(name).generate(PROMPT, LONG, PLAIN).token_ids
+    (file,) = remembered.iterdir()
+    stored = file.read_bytes()
+    before = gpu.cuda.launches
+    with Engine.load(folder(name), check_hashes=False, calibrate=False):
+        unmeasured = gpu.cuda.launches - before
+    before = gpu.cuda.launches
+    with Engine.load(folder(name), check_hashes=False, calibrate=True) as second:
+        assert gpu.cuda.launches - before == unmeasured
+        assert second.costs is not None
+        assert second.costs.curve == msgspec.json.decode(stored, type=CostCurve)
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("dice-mixed", {"draft_model": 0, "ngram": 0}),
+        ("dice-mixed-portable", {"draft_model": 3, "ngram": 0}),
+        ("dice-lookahead", {"lookahead": 0}),
+        ("dice-mixed-batch", {"draft_model": 0, "ngram": 0}),
+    ],
+)
+def test_proposing_costs_what_it_adds_to_a_step(
+    name: str, launches: dict[str, int], folder: Callable[[str], Path], remembered: Path
+) -> None:
+    """Any step is one launch, also one in which a draft proposes; the calls of a draft that the host drives are more."""
+    slots = 4 if name.endswith("batch") else 1
+    with Engine.load(folder(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
+        costs = engine.costs
+        assert costs is not None
+        assert {cost.batch for cost in costs.curve.steps} == {slots}
+        assert {cost.seconds for cost in (*costs.curve.steps, *costs.curve.longer)} == {1.0}
+        for method, expected in launches.items():
+            trees = engine.methods[method].smaller_trees(engine.manifest.target)
+            (found,) = (measured for measured in costs.curve.methods if measured.method == method)
+            assert {cost.tokens for cost in found.propose} == {len(tree) for tree in trees}
+            assert round(max(cost.seconds for cost in found.propose)) == expected
+            # A chunk that the draft reads is a launch of its own.
+            assert found.read == (method == "draft_model")
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_never_right_is_left(load: Load, engine: Callable[[str], Engine]) -> None:
+    """As on an H200: a step of the draft takes three plain ones."""
+    with load("qwen3-bad", lambda _, tokens: 6e-4, lambda _, nodes: 3e-4 * (nodes - 1), 1e-3) as measured:
+        first, second = (measured.generate(PROMPT, LONG, {"method": "draft_model"}) for _ in range(2))
+        assert first.token_ids == second.token_ids == engine("qwen3-bad").generate(PROMPT, LONG, PLAIN).token_ids
+        assert first.stats.accepted == second.stats.accepted == 0
+        assert 1 <= first.stats.steps_with_draft <= 3 * TRIAL_STEPS
+        # What the first request learned about the draft holds for the second.
+        assert second.stats.steps_with_draft <= TRIAL_STEPS
+
+
+def test_look_ups_take_the_place_of_a_draft(load: Load, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+    """Where rows are free and the draft is slow; each of these steps is one launch."""
+    text, params = [5, 6, 7] * 8, GREEDY.replace(max_tokens=120)
+    with load("gemma2-equal", lambda *_: 6e-4, lambda *_: 1e-3, 1e-3) as measured:
+        measured.generate(text, params)
+        before = gpu.cuda.launches
+        done = measured.generate(text, params)
+        assert done.token_ids == engine("gemma2-equal").generate(text, params, PLAIN).token_ids
+        assert done.stats.execution == "graph per step"
+        counts = {name: sum(sizes.values()) for name, sizes in done.stats.steps_by_draft.items()}
+        assert counts["ngram"] > done.stats.steps / 2
+        assert done.stats.output_tokens > 2 * done.stats.steps
+        # One for each step, and one for what the draft reads before it drafts.
+        assert gpu.cuda.launches - before <= done.stats.steps + counts.get("draft_model", 0) + 2
+
+
+@pytest.mark.parametrize(("row", "most"), [(0.0, 8), (1.6e-4, 2), (6e-4, 0)])
+def test_a_step_drafts_as_many_tokens_as_pay(row: float, most: int, load: Load) -> None:
+    """By rows that cost nothing, a quarter of a plain step, and all of one."""
+    with load("dice-mixed", lambda _, tokens: 6e-4 + row * (tokens - 1), lambda *_: 1e-5) as measured:
+        for _ in range(3):
+            done = measured.generate(PROMPT, LONG, {"method": "draft_model"})
+        sizes = {size for sizes in done.stats.steps_by_draft.values() for size in sizes}
+        assert max(sizes) == most
+        named = measured.generate(PROMPT, GREEDY, {"method": "draft_model", "num_speculative_tokens": 8})
+        assert named.stats.steps_by_draft["draft_model"].keys() == {8}
+
+
+def test_a_draft_catches_up_and_drafts_in_the_step(load: Load, gpu: OnnxRuntimeGpu) -> None:
+    """After plain steps it reads the text that it missed, and then proposes on the device at once: two launches."""
+    with load("dice-mixed", lambda *_: 6e-4, lambda *_: 1e-5, 1e-5) as measured:
+        stream = measured.stream(PROMPT, LONG, {"method": "draft_model"})
+        request = stream._request
+        next(stream)
+        policy = measured._scheduler._policy
+        assert isinstance(policy, MeasuredPolicy)
+        free, request.fixed = request.tree, True
+        request.tree = request.tree.chain(1)
+        for _ in range(5):
+            next(stream)
+        request.tree = free
+        for expected in (2, 1):
+            before, drafted = gpu.cuda.launches, stream.stats.steps_with_draft
+            next(stream)
+            assert gpu.cuda.launches - before == expected
+            assert stream.stats.steps_with_draft == drafted + 1
+
+
+def test_requests_of_a_batch_look_up_beside_each_other(load: Load, engine: Callable[[str], Engine]) -> None:
+    """With look-ups in some slots and a draft in others of the same step."""
+    texts = ([5, 6, 7] * 8, PROMPT, [2, 4] * 9, [1, 8, 3])
+    with load("dice-mixed-batch", lambda *_: 6e-4, lambda *_: 3e-4, 1e-4, max_batch_size=4) as measured:
+        streams = started(measured.stream(text, LONG) for text in texts)
+        methods = set[str]()
+        for text, stream in zip(texts, streams, strict=True):
+            done = complete(stream)
+            assert done.token_ids == engine("dice-mixed-batch").generate(text, LONG, PLAIN).token_ids
+            methods |= done.stats.steps_by_draft.keys()
+        assert methods >= {"ngram", "draft_model"}
