@@ -357,7 +357,11 @@ class Engine:
             seconds: about how long it may take.
             progress: called with what is being timed, the rounds done and the rounds in all.
         """
-        built = {name: self.loaded_methods[name] for name in self._built if self._program.fuses or self.methods[name].needs_graph}
+        built = {
+            name: self.loaded_methods[name]
+            for name in self._built
+            if self._program.fuses or self.methods[name].needs_graph
+        }
         costs = measure(self.manifest, self._program, self._target, built, seconds, progress)
         if costs.noise <= MOST_NOISE:
             stored_costs(self.manifest, self.backend, self.slots).save(costs)

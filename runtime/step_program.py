@@ -63,7 +63,7 @@ class StepResult:
     """The outcomes of a step, and its times in seconds.
 
     Attributes:
-        propose: time of proposing; 0 if a draft proposes in the target's run.
+        propose: time of proposing, unless in the target's run.
         verify: time in the target, and of a draft in the same run.
         accept: time of deciding what is accepted; 0 if that is part of the target's run.
         execution: how its work reached the device; see ``Stats.execution``.

@@ -136,34 +136,36 @@ def measure(
         batch_time = sum(costs.values())
     longer: dict[tuple[str, int], float] = {}
     if len(longer_text) > len(text):
-        at_end = {
+        ends = {
             ("", width): _step(fixed, _views(longer_text, target.sizes[0], TokenTree.chain(width), _FIXED))
             for width in sorted({tokens[0], tokens[-1]})
         }
-        longer = _in_turns(at_end, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
             loaded.proposer.release(slot)
     target.shrink_cache(0)
-    ends = [Cost(batch=target.sizes[0], tokens=width, seconds=least) for (_, width), least in longer.items()]
+    after = [Cost(batch=target.sizes[0], tokens=width, seconds=least) for (_, width), least in longer.items()]
     curve = CostCurve(
         text=len(text),
         steps=tuple(_rising(steps)),
         longer_text=len(longer_text),
-        longer=tuple(_rising(ends)),
+        longer=tuple(_rising(after)),
         methods=(),
         noise=statistics.median(noise),
     )
     if program.fuses:
         verifying = Costs(curve)
-        for name, costs in proposals.items():
-            more = loaded_methods[name].method.extra_nodes
-            proposals[name] = [_without(cost, verifying.step(cost.batch, more + cost.tokens, len(text))) for cost in costs]
+        for name, whole in proposals.items():
+            extra = loaded_methods[name].method.extra_nodes
+            proposals[name] = [
+                _beyond(cost, verifying.step(cost.batch, extra + cost.tokens, len(text))) for cost in whole
+            ]
     methods = tuple(
-        MethodCosts(method=name, propose=tuple(_rising(costs)), read=reads[name])
-        for name, costs in proposals.items()
-        if costs
+        MethodCosts(method=name, propose=tuple(_rising(measured)), read=reads[name])
+        for name, measured in proposals.items()
+        if measured
     )
     return msgspec.structs.replace(curve, methods=methods)
 
@@ -282,7 +284,7 @@ def _in_turns(
     return least
 
 
-def _without(cost: Cost, seconds: float) -> Cost:
+def _beyond(cost: Cost, seconds: float) -> Cost:
     return msgspec.structs.replace(cost, seconds=max(cost.seconds - seconds, _LEAST))
 
 

@@ -314,6 +314,34 @@ def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> Non
     assert request
 
 
+@pytest.mark.parametrize(("plain", "longest"), [(3e-3, MAX_PLAIN_STEPS), (6e-4, 16), (1e-5, 32)])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_short_steps_are_evaluated_less_often(
+    manifest: Manifest, plain: float, longest: int, repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation takes a tenth of a millisecond. Look-ups that do not pay are no reason for another."""
+    batch = Batch(manifest, curve(manifest, lambda _, tokens: plain * tokens), 1, 8)
+    policy, (request,) = batch.budget, batch.requests
+    evaluated: list[bool] = []
+    choose = policy._choose
+    monkeypatch.setattr(policy, "_choose", lambda *inputs: (evaluated.append(True), choose(*inputs)))
+    found = [1] * 7 if repeats else []
+    request.lookup, policy.look_up = "ngram", lambda *_: found
+    for _ in range(400):
+        batch.step(lambda _: 0)
+    if repeats and longest == MAX_PLAIN_STEPS:
+        assert len(evaluated) == 400  # what look-ups would have gained is learned from each step
+        return
+    # The longest is reached in steps, again after each probe.
+    assert 400 / (longest + MAX_PLAIN_STEPS + 1) <= len(evaluated) <= 400 / (longest + 1) + 16
+    if not repeats:
+        # As soon as the text repeats itself, it is looked up, if that has become worth it.
+        found = [1] * 7
+        policy._costs = Costs(curve(manifest, lambda *_: plain))
+        steps = [batch.step(lambda k: k) for _ in range(MAX_PLAIN_STEPS + 1)]
+        assert steps[-1][0] > 1
+
+
 # --- the curve --------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +362,16 @@ def test_costs_are_interpolated(manifest: Manifest) -> None:
     assert costs.step(1, 14, 256) == pytest.approx(15.0)
     # Of 4 slots at most: 8 of them with 2 tokens each take as long as 4 with 4.
     assert costs.step(8, 2, 256) == pytest.approx(costs.step(4, 4, 256))
+
+
+def test_a_longer_text_costs_all_slots_of_a_device(manifest: Manifest) -> None:
+    """Every run takes all of them, so no single one was measured."""
+    steps, longer = (
+        tuple(Cost(batch=4, tokens=tokens, seconds=tokens + cache / 256) for tokens in (1, 8)) for cache in (256, 512)
+    )
+    costs = Costs(CostCurve(text=256, steps=steps, longer_text=512, longer=longer, methods=()))
+    assert costs.step(4, 8, 512) == pytest.approx(10.0)
+    assert costs.step(4, 1, 768) == pytest.approx(4.0)
 
 
 TRUE = {1: 1.0, 3: 1.2, 5: 1.4}
@@ -375,6 +413,36 @@ def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> N
     assert (inputs.step(1, 1, 256), inputs.step(1, 5, 256)) == (1.0, 2.0)
     assert 2.0 < refined.step(1, 5, 256) / refined.step(1, 1, 256) <= 2.0 * 1.5**2
     assert refined.step(1, 3, 256) == 1.6  # never seen
+
+
+def test_a_step_that_drafts_on_the_device_refines_the_draft_s_cost(manifest: Manifest) -> None:
+    """It has one time, which says nothing of steps whose draft tokens the host writes."""
+    batch = Batch(manifest, curve(manifest, lambda *_: 1.0, lambda *_: 0.5), 1, 8)
+    costs = batch.budget._costs = Costs(batch.budget._costs.curve, refined=True)
+
+    def drafted(seconds: float) -> None:
+        batch.budget.assign(batch.requests)
+        assert len(batch.requests[0].view.tree) == 8
+        outcome = Outcome([0] * 8, 7, 7, 7)
+        batch.budget.learn(batch.requests, StepResult([outcome], 0.0, seconds, 0.0, "graph per step", True), seconds)
+
+    for _ in range(200):
+        drafted(1.7)
+        costs.refine(None, 1, 1, costs.step(1, 1, 1), 1.0)
+    whole = costs.step(1, 8, 1) + costs.propose("draft_model", 1, 8)
+    assert whole / costs.step(1, 1, 1) == pytest.approx(1.7, rel=0.04)
+    assert costs.step(1, 8, 1) == 1.0
+
+
+@pytest.mark.parametrize(("along", "chunks"), [(2, 1), (4, 2 / 64), (64, 5 / 64)])
+def test_what_a_draft_reads_along_is_less_than_a_chunk(manifest: Manifest, along: int, chunks: float) -> None:
+    """Two tokens are read along in any case, so a graph for two has another run for each further one."""
+    batch = Batch(manifest, curve(manifest, lambda *_: 1.0, read=1.0), 1, 8)
+    request = batch.requests[0]
+    request.history.unread = 2 if along == 4 else 5
+    batch.budget._loaded_methods["draft_model"].proposer.reads_along = along
+    assert manifest.prefill_chunk == 64
+    assert batch.budget._read("draft_model", request) == pytest.approx(chunks)
 
 
 def test_decoding_refines_measured_costs(bundle: Bundles, remembered: Path) -> None:

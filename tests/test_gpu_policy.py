@@ -124,7 +124,7 @@ def test_a_bundle_is_measured_once_on_a_gpu(
 def test_proposing_costs_what_it_adds_to_a_step(
     name: str, launches: dict[str, int], folder: Callable[[str], Path], remembered: Path
 ) -> None:
-    """Any step is one launch, also one in which a draft proposes; the calls of a draft that the host drives are more."""
+    """Any step is one launch, also one in which a draft proposes; calls of a draft that the host drives are more."""
     slots = 4 if name.endswith("batch") else 1
     with Engine.load(folder(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
         costs = engine.costs

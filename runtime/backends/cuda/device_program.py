@@ -20,7 +20,7 @@ from specexport.runtime.backends.cuda.step_variants import StepVariant, StepVari
 from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.proposal import DeviceDraft, Ints, Proposal, SlotView
 from specexport.runtime.step import HostProgram, padded_mask
-from specexport.runtime.step_program import PLAIN_TREE, Outcome, StepResult, Verified
+from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult, Verified
 
 _NEVER = np.float32(1e30)
 """Noise that rejects any draft token: its product with q exceeds every p."""
@@ -80,9 +80,8 @@ class DeviceProgram:
         self._steps[variant].launch(self._target.cache.rows)
         self._stream.synchronize()
         outcomes = [self._read(variant, part) for part in parts]
-        fused, end = variant.drafting is not None, time.perf_counter()
-        proposed = start if fused else planned
-        return StepResult(outcomes, proposed - start, end - proposed, 0.0, self._steps.execution, fused)
+        verify, fused = time.perf_counter() - planned, variant.drafting is not None
+        return StepResult(outcomes, planned - start, verify, 0.0, self._steps.execution, fused)
 
     def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> DeviceProgram:
         host = self._host.with_methods(loaded_methods)
