@@ -198,7 +198,7 @@ class MeasuredPolicy(SpeculationPolicy):
         regrouped: dict[str, list[Request]] = {}
         for name, members in groups.items():
             for request in members:
-                request.view.lookup = self._better_lookup(request, rate)
+                request.view.lookup = self._better_lookup(request, rate, len(requests))
                 regrouped.setdefault(request.view.lookup or name, []).append(request)
         if regrouped != groups:
             groups = regrouped
@@ -214,10 +214,11 @@ class MeasuredPolicy(SpeculationPolicy):
             probe.probed = True
             self._chosen |= probe.fits
 
-    def _better_lookup(self, request: Request, rate: float) -> str | None:
+    def _better_lookup(self, request: Request, rate: float, running: int) -> str | None:
         """The look-up method for a request, if its draft tokens are worth more than those of the request's own method.
 
-        ``rate`` is the tokens a second that the step commits without look-ups: the value of its time.
+        ``rate`` is the tokens a second that the ``running`` requests' step commits without look-ups: the value of its
+        time.
         """
         name, method = request.lookup, request.view.method
         if name is None or method is None:
@@ -226,12 +227,15 @@ class MeasuredPolicy(SpeculationPolicy):
         tokens = self._looked_up[request] = self.look_up(name, request.view)
 
         plain = self._verify(1)
+        batch = self._sizes[0]  # of a device all slots, whose requests share one run of the draft
+        sharing = min(batch, running)
 
         def worth(speculating: str, fits: Sequence[Fit]) -> float:
             """Tokens that a method is expected to add to the step, less the value of its time."""
             return max(
                 gain
-                - rate * (self._verify(fit.width) - plain + self._costs.propose(speculating, 1, fit.nodes))
+                - rate
+                * (self._verify(fit.width) - plain + self._costs.propose(speculating, batch, fit.nodes) / sharing)
                 - rate * self._read(speculating, request) / _steps(request, gain)
                 for gain, fit in self._gains(request, speculating, fits)
             )

@@ -178,6 +178,19 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     assert request.view.lookup == "ngram"
 
 
+def test_requests_share_the_run_of_a_device_s_draft(manifest: Manifest) -> None:
+    """Four requests gain 6 tokens each for one second of drafting, and 2 by look-ups."""
+    batch = Batch(manifest, curve(manifest, lambda *_: 1.0, lambda *_: 1.0), 4, 8)
+    batch.budget = policy = MeasuredPolicy(manifest, loaded_methods(manifest), batch.budget._costs, (4,))
+    for _ in range(30):
+        assert batch.step(lambda k: k) == [8] * 4
+    policy.look_up = lambda *_: [1] * 7
+    for request in batch.requests:
+        request.lookup = "ngram"
+    policy.assign(batch.requests)
+    assert [request.view.lookup for request in batch.requests] == [None] * 4
+
+
 def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 1, 5)
     hot, warm = SamplingParams(temperature=1.5), SamplingParams(temperature=1.4)
