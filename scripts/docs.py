@@ -184,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "tools": tools,
     "verify-costs-avx512": partial(tables.verify_costs, "kernels-avx512"),
+    "verify-costs-zen4": partial(tables.verify_costs, "kernels-zen4"),
     **{f"options-{name}": partial(option_table, name) for name in OPTION_TABLES},
     **{f"tensors-{name}": partial(tensor_table, name) for name in TENSOR_TABLES},
 }
