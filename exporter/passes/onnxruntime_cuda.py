@@ -13,7 +13,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
+from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.two_part import Causal, join_parts
 
 _DOMAIN = "com.microsoft"
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -24,7 +25,8 @@ _HEADS_BEHIND = [0, 2, 1, 3]
 def use_fused_operators(model: ir.Model) -> None:
     """Fuses residual additions with the norms that read them, ``x * sigmoid(x)``, and attention with its caches."""
     graph = model.graph
-    attention = _AttentionFusion(graph)
+    causal = join_parts(model)
+    attention = _AttentionFusion(graph, causal)
     for node in list(graph):
         if node.op_type == "RMSNormalization":
             _fuse_residual(graph, node)
@@ -97,13 +99,13 @@ class _Packed:
 
     Attributes:
         tables: cosines and sines of all positions, ``[S,D/2]``.
-        positions: those of the tokens, ``[B,T]``.
+        positions: those of the tokens, ``[B,T]``; None if they follow from the rows that they are written to.
         interleaved: whether pairs are neighbours.
     """
 
     product: ir.Value
     tables: list[ir.Value | None]
-    positions: ir.Value
+    positions: ir.Value | None
     interleaved: int
 
 
@@ -114,13 +116,15 @@ class _AttentionFusion:
     are the parts of one product it rotates them too, by tables that onnxruntime computes when it opens the graph.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, causal: Causal) -> None:
         self._graph = graph
+        self._causal = causal
         self._flat: dict[ir.Value, ir.Value] = {}
         self._biases: dict[ir.Value, ir.Value] = {}
-        self._copies: dict[ir.Value, ir.Value] = {}
+        self._copies: dict[ir.Value, ir.Value | None] = {}
         self._tables: dict[ir.Value, ir.Value] = {}
         self._lengths: ir.Value | None = None
+        self._position_ids = next((value for value in graph.inputs if value.name == tensors.POSITION_IDS), None)
 
     def fuse(self, attention: ir.Node) -> None:
         """Replaces an Attention over two caches that it alone reads, if it has the form that all graphs give it."""
@@ -154,19 +158,20 @@ class _AttentionFusion:
             rotary: list[ir.Value | None] = [None] * 3
         else:
             inputs, rotary = [packed.product, None, None], [*packed.tables, packed.positions]
-        total = constant(self._graph, f"rows.{rows}", np.array([rows], np.int32))
-        bias = self._bias(mask, key.cache.dtype)
+        total = constant(self._graph, "rows.all", np.array([rows], np.int32))
+        causal = attention.inputs[3] in self._causal.masks
+        bias = None if causal else self._bias(mask, key.cache.dtype)
         name = attention.outputs[0].name
         outputs = [ir.val(f"{name}.fused"), ir.val(f"{name}.keys"), ir.val(f"{name}.values")]
         attributes = [
             ir.AttrInt64("num_heads", heads),
             ir.AttrInt64("kv_num_heads", kv_heads),
             ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
-            ir.AttrInt64("causal", 0),  # the mask says all
+            ir.AttrInt64("causal", int(causal)),
             ir.AttrInt64("do_rotary", int(packed is not None)),
             ir.AttrInt64("rotary_interleaved", packed.interleaved if packed is not None else 0),
         ]
-        arguments = [*inputs, key.cache, value.cache, self._valid_rows(), total, *rotary, bias]
+        arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
         self._graph.insert_after(attention, fused)
         outputs[0].type = ir.TensorType(key.cache.dtype)
@@ -187,34 +192,46 @@ class _AttentionFusion:
         (split, *others) = [producer(part, "Split") for part in parts]
         if split is None or any(other is not split for other in others) or list(split.outputs) != parts:
             return None
-        positions = next(value for value in self._graph.inputs if value.name == tensors.POSITION_IDS)
-        tables = [self._table(angles, positions, rows) for angles in turned.inputs[1:]]
+        tables = [self._table(angles, rows) for angles in turned.inputs[1:]]
         product = split.inputs[0]
         if product is None or any(table is None for table in tables):
             return None
-        return _Packed(product, tables, positions, turned.attributes.get_int("interleaved", 0))
+        return _Packed(product, tables, self._position_ids, turned.attributes.get_int("interleaved", 0))
 
-    def _table(self, angles: ir.Value | None, positions: ir.Value, rows: int) -> ir.Value | None:
+    def _table(self, angles: ir.Value | None, rows: int) -> ir.Value | None:
         """Cosines or sines ``[B,T,D/2]`` of positions as a table of all ``[S,D/2]``; None if they depend on more."""
         assert angles is not None
         if angles not in self._tables:
-            needed = ancestors([angles])
-            if any(value.is_graph_input() and value is not positions for value in needed):
+            copy = self._of_every_row(angles, rows)
+            if copy is None:
                 return None
-            every = constant(self._graph, "rows.positions", np.arange(rows)[None])
-            self._copies.setdefault(positions, every)
-            for node in list(self._graph):
-                (result, *_) = node.outputs
-                if result in needed and result not in self._copies and positions in ancestors([result]):
-                    inputs = [value if value is None else self._copies.get(value, value) for value in node.inputs]
-                    copy = op(node.op_type, inputs, f"{result.name}.table", **node.attributes)
-                    self._graph.insert_after(node, copy)
-                    self._copies[result] = copy.outputs[0]
             flat = constant(self._graph, "rows.table", np.array([rows, -1]))
-            table = op("Reshape", [self._copies[angles], flat], f"{angles.name}.rows")
+            table = op("Reshape", [copy, flat], f"{angles.name}.rows")
             self._graph.append(table)
             self._tables[angles] = table.outputs[0]
         return self._tables[angles]
+
+    def _of_every_row(self, value: ir.Value, rows: int) -> ir.Value | None:
+        """A value that depends on tokens' positions, computed for those of all rows; None if it depends on more."""
+        if value not in self._copies:
+            node = value.producer()
+            if value is self._position_ids or value in self._causal.positions:
+                self._copies[value] = constant(self._graph, "rows.positions", np.arange(rows)[None])
+            elif node is None:
+                self._copies[value] = None if value.is_graph_input() else value
+            else:
+                self._copies |= self._copied(node, rows)
+        return self._copies[value]
+
+    def _copied(self, node: ir.Node, rows: int) -> dict[ir.Value, ir.Value | None]:
+        inputs = [value if value is None else self._of_every_row(value, rows) for value in node.inputs]
+        if None in [copy for copy, value in zip(inputs, node.inputs, strict=True) if value is not None]:
+            return dict.fromkeys(node.outputs)
+        if inputs == list(node.inputs):
+            return {value: value for value in node.outputs}
+        outputs = [ir.val(f"{value.name}.table") for value in node.outputs]
+        self._graph.insert_after(node, ir.node(node.op_type, inputs, node.attributes, outputs=outputs))
+        return dict(zip(node.outputs, outputs, strict=True))
 
     def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
         """The Reshape that joins a token's heads, or None if something else reads them."""
@@ -259,19 +276,21 @@ class _AttentionFusion:
         self._graph.insert_after(behind, flat)
         return flat.outputs[0]
 
-    def _valid_rows(self) -> ir.Value:
+    def _valid_rows(self, rows: int) -> ir.Value:
         """The last valid row of each slot's cache, int32 ``[B]``: that of its last new token."""
         if self._lengths is None:
             inputs = {value.name: value for value in self._graph.inputs}
-            one = constant(self._graph, "rows.one", np.array(1))
-            tokens = op("Shape", [inputs[tensors.POSITION_IDS]], "rows.shape", start=1, end=2)
+            one, all_rows = (constant(self._graph, f"rows.{n}", np.array(n, np.int32)) for n in (1, rows))
+            tokens = op("Shape", [inputs[tensors.INPUT_IDS]], "rows.shape", start=1, end=2)
             count = op("Squeeze", [tokens.outputs[0]], "rows.count")
-            last = op("Sub", [count.outputs[0], one], "rows.before")
-            spread = op("Range", [last.outputs[0], count.outputs[0], one], "rows.last")
-            ends = op("Add", [inputs[tensors.PAST_LENGTH], spread.outputs[0]], "rows.ends")
-            cast = op("Cast", [ends.outputs[0]], "rows.valid", to=ir.DataType.INT32.value)
-            self._graph.insert_before(self._graph[0], [tokens, count, last, spread, ends, cast])
-            self._lengths = cast.outputs[0]
+            cast = op("Cast", [count.outputs[0]], "rows.tokens", to=ir.DataType.INT32.value)
+            first = op("Sub", [cast.outputs[0], one], "rows.first")
+            # The last row by the number of those that are valid before: only Range takes sizes from the host.
+            last = op("Add", [first.outputs[0], all_rows], "rows.last")
+            table = op("Range", [first.outputs[0], last.outputs[0], one], "rows.ends")
+            valid = op("Gather", [table.outputs[0], inputs[tensors.PAST_LENGTH]], "rows.valid")
+            self._graph.insert_before(self._graph[0], [tokens, count, cast, first, last, table, valid])
+            self._lengths = valid.outputs[0]
         return self._lengths
 
     def _bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
