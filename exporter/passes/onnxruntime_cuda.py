@@ -20,6 +20,9 @@ _DOMAIN = "com.microsoft"
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """ONNX Runtime has no other kernels of its attention on GPUs."""
 _HEADS_BEHIND = [0, 2, 1, 3]
+_WIDTH_UNIT, _ROTATED_UNIT = 8, 16
+"""GroupQueryAttention refuses heads whose width is no multiple of the first, and to rotate those that are none of the
+second."""
 
 
 def use_fused_operators(model: ir.Model) -> None:
@@ -94,26 +97,28 @@ class _Rows:
 
 
 @dataclass
-class _Packed:
-    """The product ``[B,T,(heads + 2 * Hkv) * D]`` that makes queries, keys and values, and how the first are rotated.
+class _Rotation:
+    """How queries and keys are rotated.
 
     Attributes:
+        query: before it, ``[B,heads,T,D]``.
+        key: before it, ``[B,Hkv,T,D]``.
         tables: cosines and sines of all positions, ``[S,D/2]``.
-        positions: those of the tokens, ``[B,T]``; None if they follow from the rows that they are written to.
         interleaved: whether pairs are neighbours.
     """
 
-    product: ir.Value
+    query: ir.Value
+    key: ir.Value
     tables: list[ir.Value | None]
-    positions: ir.Value | None
     interleaved: int
 
 
 class _AttentionFusion:
     """Writing to the caches and attention over them become one GroupQueryAttention, without transpositions.
 
-    It reads queries, keys and values as ``[B,T,heads * D]`` and writes the same; the mask is added as a bias. If they
-    are the parts of one product it rotates them too, by tables that onnxruntime computes when it opens the graph.
+    It reads queries, keys and values as ``[B,T,heads * D]``, or as one value if they are the parts of a product, and
+    rotates them by tables that onnxruntime computes when it opens the graph. A mask that is not causal is added as a
+    bias.
     """
 
     def __init__(self, graph: ir.Graph, causal: Causal) -> None:
@@ -138,6 +143,8 @@ class _AttentionFusion:
         if len(shape) != 4 or shape[0] != 1:
             return  # it reads the new tokens of one slot, or one token of each
         _, kv_heads, rows, width = shape
+        if width % _WIDTH_UNIT:
+            return
         tiled = producer(mask, "Concat")
         group = 1 if tiled is None else len(tiled.inputs)
         if tiled is not None:
@@ -151,13 +158,15 @@ class _AttentionFusion:
         if query is None or mask is None or joined is None:
             return
         heads = group * kv_heads
-        packed = self._packed(query, key.rows, value.rows, rows)
-        if packed is None:
-            parts = ((query, heads), (key.rows, kv_heads), (value.rows, kv_heads))
-            inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in parts]
-            rotary: list[ir.Value | None] = [None] * 3
+        rotation = None if width % _ROTATED_UNIT else self._rotation(query, key.rows, rows)
+        parts = (query, key.rows) if rotation is None else (rotation.query, rotation.key)
+        product = _whole(*parts, value.rows)
+        if product is None:
+            each = zip((*parts, value.rows), (heads, kv_heads, kv_heads), strict=True)
+            inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in each]
         else:
-            inputs, rotary = [packed.product, None, None], [*packed.tables, packed.positions]
+            inputs = [product, None, None]
+        rotary = [None] * 3 if rotation is None else [*rotation.tables, self._position_ids]
         total = constant(self._graph, "rows.all", np.array([rows], np.int32))
         causal = attention.inputs[3] in self._causal.masks
         bias = None if causal else self._bias(mask, key.cache.dtype)
@@ -168,8 +177,8 @@ class _AttentionFusion:
             ir.AttrInt64("kv_num_heads", kv_heads),
             ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
             ir.AttrInt64("causal", int(causal)),
-            ir.AttrInt64("do_rotary", int(packed is not None)),
-            ir.AttrInt64("rotary_interleaved", packed.interleaved if packed is not None else 0),
+            ir.AttrInt64("do_rotary", int(rotation is not None)),
+            ir.AttrInt64("rotary_interleaved", rotation.interleaved if rotation is not None else 0),
         ]
         arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
@@ -179,24 +188,18 @@ class _AttentionFusion:
         for written, now in ((key, outputs[1]), (value, outputs[2])):
             replace_value(written.node.outputs[0], now)
 
-    def _packed(self, query: ir.Value, key: ir.Value, value: ir.Value, rows: int) -> _Packed | None:
-        """The product whose parts are queries, keys and values, if nothing but rotation is between; else None."""
-        rotations = [producer(part, "RotaryEmbedding") for part in (query, key)]
-        turned, turned_key = rotations
+    def _rotation(self, query: ir.Value, key: ir.Value, rows: int) -> _Rotation | None:
+        """The rotation of whole heads by nothing but positions that these come from; None if there is no such."""
+        turned, turned_key = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
         if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
             return None
         if turned.attributes.get_int("rotary_embedding_dim", 0) or len(turned.inputs) != 3:
             return None
-        views = [producer(_by_rows(part), "Reshape") for part in (turned.inputs[0], turned_key.inputs[0], value)]
-        parts = [view.inputs[0] if view is not None else None for view in views]
-        (split, *others) = [producer(part, "Split") for part in parts]
-        if split is None or any(other is not split for other in others) or list(split.outputs) != parts:
-            return None
+        before, key_before = turned.inputs[0], turned_key.inputs[0]
         tables = [self._table(angles, rows) for angles in turned.inputs[1:]]
-        product = split.inputs[0]
-        if product is None or any(table is None for table in tables):
+        if before is None or key_before is None or None in tables:
             return None
-        return _Packed(product, tables, self._position_ids, turned.attributes.get_int("interleaved", 0))
+        return _Rotation(before, key_before, tables, turned.attributes.get_int("interleaved", 0))
 
     def _table(self, angles: ir.Value | None, rows: int) -> ir.Value | None:
         """Cosines or sines ``[B,T,D/2]`` of positions as a table of all ``[S,D/2]``; None if they depend on more."""
@@ -305,6 +308,14 @@ class _AttentionFusion:
             self._graph.insert_after(source, node)
             self._biases[mask] = node.outputs[0]
         return self._biases[mask]
+
+
+def _whole(*heads: ir.Value) -> ir.Value | None:
+    """The value ``[B,T,N]`` whose parts these are, ``[B,heads,T,D]`` each; None if they are no such parts."""
+    views = [producer(_by_rows(part), "Reshape") for part in heads]
+    parts = [view.inputs[0] if view is not None else None for view in views]
+    split = producer(parts[0], "Split")
+    return split.inputs[0] if split is not None and list(split.outputs) == parts else None
 
 
 def _by_rows(heads: ir.Value | None) -> ir.Value | None:

@@ -1,7 +1,7 @@
 """Turns attention in two parts, which a loop's body needs, into the native lowering's where there is no loop.
 
 The parts are the cache and the rows that are not in it yet (``TwoPartLowering`` in ``graphs/attention.py``). A graph
-that drafts one token writes its rows to the cache anyway; attention over the cache alone takes a third of the operators.
+that drafts one token writes its rows to the cache anyway; attention over that alone takes a third of the operators.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Parts:
 
 
 def join_parts(model: ir.Model) -> Causal:
-    """Replaces attention in two parts by Attention over caches with the new rows, where each token sees those before it.
+    """Replaces attention in two parts by Attention over the cache, where each token sees only those before it.
 
     Which rows tokens see is computed, from the graph's bias of the scores, for texts that fill the cache to various
     lengths. Layers with other masks are left as they are, like those whose rows do not all get into the cache.
@@ -79,9 +79,7 @@ def join_parts(model: ir.Model) -> Causal:
             continue
         mask = masks.setdefault(known, _mask(graph, _rows(parts.keys.inputs[0]), *known))
         written = [node.outputs[0] for node in (parts.keys, parts.values)]
-        attention = op(
-            "Attention", [parts.query, *written, mask], f"{parts.total.name}.joined", scale=parts.scale
-        )
+        attention = op("Attention", [parts.query, *written, mask], f"{parts.total.name}.joined", scale=parts.scale)
         source = parts.total.producer()
         assert source is not None
         graph.insert_after(source, attention)
@@ -99,21 +97,22 @@ def _match(softmax: ir.Node) -> _Parts | None:
     joined = producer(_uncast(scores), "Concat")
     if joined is None or bias is None or len(joined.inputs) != 2:
         return None
-    products = [_scaled_product(part) for part in joined.inputs]
+    of_cache, of_new = [_scaled_product(part) for part in joined.inputs]
     split = _only_reader(softmax.outputs[0], "Split")
-    if products[0] is None or products[1] is None or split is None or len(split.outputs) != 2:
+    if of_cache is None or of_new is None or split is None or len(split.outputs) != 2:
         return None
-    (query, cached_keys, scale), (same_query, keys, same_scale) = products
-    readers = [_only_reader(_cast(part), "MatMul") for part in split.outputs]
-    if readers[0] is None or readers[1] is None or (query, scale) != (same_query, same_scale):
+    (query, cached_keys, scale), (same_query, keys, same_scale) = of_cache, of_new
+    cache_part, new_part = (_only_reader(_cast(part), "MatMul") for part in split.outputs)
+    if cache_part is None or new_part is None or (query, scale) != (same_query, same_scale):
         return None
-    total = _only_reader(readers[0].outputs[0], "Add")
-    if total is None or total is not _only_reader(readers[1].outputs[0], "Add"):
+    total = _only_reader(cache_part.outputs[0], "Add")
+    if total is None or total is not _only_reader(new_part.outputs[0], "Add"):
         return None
-    written = _writing(cached_keys, keys), _writing(readers[0].inputs[1], readers[1].inputs[1])
-    if written[0] is None or written[1] is None or cached_keys.shape != readers[0].inputs[1].shape:
+    cached_values, values = cache_part.inputs[1], new_part.inputs[1]
+    writing = _writing(cached_keys, keys), _writing(cached_values, values)
+    if writing[0] is None or writing[1] is None or cached_values is None or cached_keys.shape != cached_values.shape:
         return None
-    return _Parts(query, written[0], written[1], bias, scale, total.outputs[0])
+    return _Parts(query, writing[0], writing[1], bias, scale, total.outputs[0])
 
 
 def _scaled_product(scores: ir.Value | None) -> tuple[ir.Value, ir.Value, float] | None:
@@ -180,9 +179,7 @@ def _mask(graph: ir.Graph, rows: int, group: int, window: int) -> ir.Value:
         new := op("Range", [zero, count.outputs[0], one], f"{name}.new"),
         past := op("Unsqueeze", [inputs[tensors.PAST_LENGTH], after], f"{name}.past"),
         ends := op("Add", [past.outputs[0], new.outputs[0]], f"{name}.ends"),
-        own := op(
-            "Unsqueeze", [ends.outputs[0], constant(graph, "causal.axes", np.array([1, 3]))], f"{name}.own"
-        ),
+        own := op("Unsqueeze", [ends.outputs[0], constant(graph, "causal.axes", np.array([1, 3]))], f"{name}.own"),
         every := op("Range", [zero, size, one], f"{name}.rows"),
         seen := op("LessOrEqual", [every.outputs[0], own.outputs[0]], f"{name}.seen"),
     ]
@@ -267,10 +264,11 @@ def _computed(model: ir.Model, values: list[ir.Value]) -> Iterator[tuple[tuple[i
     rows = _rows(cache)
     for tokens, past in itertools.product(_TOKENS, (rows - max(_TOKENS), rows // 2, 1, 0)):
         for last in {0, tokens - 1}:
-            given = {tensors.PAST_LENGTH: past, tensors.LAST_ROW: last}
-            feeds = {}
+            given: dict[str, int] = {tensors.PAST_LENGTH: past, tensors.LAST_ROW: last}
+            feeds: dict[str, Any] = {}
             for value in inputs:
-                sizes = [size if isinstance(size, int) else {"T": tokens}.get(str(size), 1) for size in value.shape or ()]
-                assert value.dtype is not None
-                feeds[value.name] = np.full(sizes, given.get(str(value.name), 0), value.dtype.numpy())
-            yield (past, tokens, last), evaluator.run(None, feeds)
+                assert value.shape is not None and value.dtype is not None
+                sizes = [dim if isinstance(dim, int) else tokens if dim.value == "T" else 1 for dim in value.shape]
+                feeds[str(value.name)] = np.full(sizes, given.get(str(value.name), 0), value.dtype.numpy())
+            arrays: Any = evaluator.run(None, feeds)
+            yield (past, tokens, last), arrays
