@@ -12,8 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.exporter.passes.editing import constant, op, producer, replace_value
-
-_VIEWS = {"Reshape", "Squeeze", "Unsqueeze"}
+from specexport.exporter.passes.rotary_tables import viewed
 
 
 def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
@@ -63,7 +62,7 @@ class _Views:
         return [dim if isinstance(dim, int) else self._sizes.get(str(dim.value), -1) for dim in value.shape]
 
     def _view(self, value: ir.Value, *shape: int) -> ir.Value:
-        value = _viewed(value)
+        value = viewed(value)
         if (value, shape) not in self._views:
             name = "x".join(map(str, shape))
             sizes = constant(self._graph, f"view.{name}", np.array(shape))
@@ -102,7 +101,7 @@ class _Views:
 
     def end_in(self, output: ir.Value) -> None:
         """An output that is a view of another value becomes that value, or is computed in its own shape."""
-        source, shape = _viewed(output), self._shape(output)
+        source, shape = viewed(output), self._shape(output)
         node = source.producer()
         if source is output or shape is None or -1 in shape or node is None:
             return
@@ -121,13 +120,6 @@ class _Views:
         node = op("Gather", inputs, f"{gather.outputs[0].name}.shaped")
         self._graph.insert_after(gather, node)
         replace_value(output, node.outputs[0])
-
-
-def _viewed(value: ir.Value) -> ir.Value:
-    """What a value is a view of."""
-    while (node := value.producer()) is not None and node.op_type in _VIEWS and node.inputs[0] is not None:
-        value = node.inputs[0]
-    return value
 
 
 def _replace(old: ir.Value, new: ir.Value) -> None:

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
 from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.rotary_tables import Tables, look_angles_up
 from specexport.exporter.passes.two_part import Causal, join_parts
 
 _DOMAIN = "com.microsoft"
@@ -37,6 +38,7 @@ def use_fused_operators(model: ir.Model) -> None:
             _fuse_silu(graph, node)
         elif node.op_type == "Attention":
             attention.fuse(node)
+    look_angles_up(graph)
     model.opset_imports[_DOMAIN] = 1
     passes.RemoveUnusedNodesPass()(model)
     passes.TopologicalSortPass()(model)
@@ -126,8 +128,7 @@ class _AttentionFusion:
         self._causal = causal
         self._flat: dict[ir.Value, ir.Value] = {}
         self._biases: dict[ir.Value, ir.Value] = {}
-        self._copies: dict[ir.Value, ir.Value | None] = {}
-        self._tables: dict[ir.Value, ir.Value] = {}
+        self._tables: Tables | None = None
         self._lengths: ir.Value | None = None
         self._position_ids = next((value for value in graph.inputs if value.name == tensors.POSITION_IDS), None)
 
@@ -196,45 +197,13 @@ class _AttentionFusion:
         if turned.attributes.get_int("rotary_embedding_dim", 0) or len(turned.inputs) != 3:
             return None
         before, key_before = turned.inputs[0], turned_key.inputs[0]
-        tables = [self._table(angles, rows) for angles in turned.inputs[1:]]
+        if self._tables is None:
+            known = [] if self._position_ids is None else [self._position_ids]
+            self._tables = Tables(self._graph, {*self._causal.positions, *known}, rows, "table")
+        tables = [self._tables.of(angles) for angles in turned.inputs[1:]]
         if before is None or key_before is None or None in tables:
             return None
         return _Rotation(before, key_before, tables, turned.attributes.get_int("interleaved", 0))
-
-    def _table(self, angles: ir.Value | None, rows: int) -> ir.Value | None:
-        """Cosines or sines ``[B,T,D/2]`` of positions as a table of all ``[S,D/2]``; None if they depend on more."""
-        assert angles is not None
-        if angles not in self._tables:
-            copy = self._of_every_row(angles, rows)
-            if copy is None:
-                return None
-            flat = constant(self._graph, "rows.table", np.array([rows, -1]))
-            table = op("Reshape", [copy, flat], f"{angles.name}.rows")
-            self._graph.append(table)
-            self._tables[angles] = table.outputs[0]
-        return self._tables[angles]
-
-    def _of_every_row(self, value: ir.Value, rows: int) -> ir.Value | None:
-        """A value that depends on tokens' positions, computed for those of all rows; None if it depends on more."""
-        if value not in self._copies:
-            node = value.producer()
-            if value is self._position_ids or value in self._causal.positions:
-                self._copies[value] = constant(self._graph, "rows.positions", np.arange(rows)[None])
-            elif node is None:
-                self._copies[value] = None if value.is_graph_input() else value
-            else:
-                self._copies |= self._copied(node, rows)
-        return self._copies[value]
-
-    def _copied(self, node: ir.Node, rows: int) -> dict[ir.Value, ir.Value | None]:
-        inputs = [value if value is None else self._of_every_row(value, rows) for value in node.inputs]
-        if None in [copy for copy, value in zip(inputs, node.inputs, strict=True) if value is not None]:
-            return dict.fromkeys(node.outputs)
-        if inputs == list(node.inputs):
-            return {value: value for value in node.outputs}
-        outputs = [ir.val(f"{value.name}.table") for value in node.outputs]
-        self._graph.insert_after(node, ir.node(node.op_type, inputs, node.attributes, outputs=outputs))
-        return dict(zip(node.outputs, outputs, strict=True))
 
     def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
         """The Reshape that joins a token's heads, or None if something else reads them."""
