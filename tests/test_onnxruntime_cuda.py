@@ -117,7 +117,9 @@ def test_texts_of_fused_attention_equal_the_cpus(
     """It is for half precision, and here in fp32; the draft's pass and the target's have it."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
     with load(name, max_batch_size=1) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        graphs = [onnx.load(file, load_external_data=False).graph for file in (tmp_path / name).rglob("*.cuda.fp32.onnx")]
+        graphs = [
+            onnx.load(file, load_external_data=False).graph for file in (tmp_path / name).rglob("*.cuda.fp32.onnx")
+        ]
         assert sum(any(node.op_type == "GroupQueryAttention" for node in graph.node) for graph in graphs) == 2
         for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(12)) * 2), (GREEDY, [5])):
             same(on_gpu.generate(prompt, params, WAYS[name][0]), cpu.generate(prompt, params, WAYS[name][0]))

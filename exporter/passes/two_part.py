@@ -77,9 +77,12 @@ def join_parts(model: ir.Model) -> Causal:
         known = group_and_window[parts.bias]
         if known is None:
             continue
-        mask = masks.setdefault(known, _mask(graph, _rows(parts.keys.inputs[0]), *known))
+        if known not in masks:
+            masks[known] = _mask(graph, _rows(parts.keys.inputs[0]), *known)
         written = [node.outputs[0] for node in (parts.keys, parts.values)]
-        attention = op("Attention", [parts.query, *written, mask], f"{parts.total.name}.joined", scale=parts.scale)
+        attention = op(
+            "Attention", [parts.query, *written, masks[known]], f"{parts.total.name}.joined", scale=parts.scale
+        )
         source = parts.total.producer()
         assert source is not None
         graph.insert_after(source, attention)
