@@ -16,6 +16,7 @@ import onnx_ir.passes.common as common
 from specexport.contract.engines import ComputedIn
 from specexport.contract.model import LoweredAs
 from specexport.exporter.passes.compute_type import HALF_TYPES, Store, compute_in
+from specexport.exporter.passes.fewer_launches import use_fewer_launches
 from specexport.exporter.passes.fix_sizes import fix_drafts, fix_sizes
 from specexport.exporter.passes.onnxruntime_cuda import use_fused_operators
 from specexport.exporter.passes.ranks import join_along_first, use_collectives
@@ -84,6 +85,8 @@ def device_passes(
         flatten_products(model)
     if compute in HALF_TYPES:
         compute_in(model, HALF_TYPES[compute], store, narrow_norms=not compiled)
+    sizes = {**sizes, "K": drafts} if drafts else sizes
     fix_sizes(model, sizes)
     if not compiled:
+        use_fewer_launches(model, sizes)
         use_fused_operators(model)

@@ -84,18 +84,28 @@ def draw_candidate(
     best, ids = most_probable(logits, candidates)
     rank = torch.arange(candidates)
     in_top_k = (rank < top_k[..., None]) | (top_k[..., None] < 1)  # not == 0: ONNX Runtime's Equal came late to CUDA
-    probs = torch.where(in_top_k, best / temperature[..., None], torch.finfo(best.dtype).min).softmax(-1)
+    lowest = torch.finfo(best.dtype).min
+    scaled = torch.where(in_top_k, best / temperature[..., None], lowest)
+    probs = scaled.softmax(-1)
     before = probs.cumsum(-1) - probs
     keep = (before < top_p[..., None]) & (probs >= min_p[..., None] * probs[..., :1])  # always the first
-    kept = torch.where(keep, probs, 0.0)
-    total = kept.sum(-1, keepdim=True)
+    q = torch.where(keep, scaled, lowest).softmax(-1)
     # The last kept candidate whose share begins at or below the noise: rounding cannot lead past the last kept one.
-    begun = (before <= uniform[..., None] * total) & (kept > 0)
+    begun = (q.cumsum(-1) - q <= uniform[..., None]) & (q > 0)
     choice = torch.topk(
         torch.where(begun, rank, 0), 1, dim=-1
     ).values  # a maximum takes four times as many launches on GPUs
     token = torch.gather(ids, -1, choice)[..., 0]
-    return token, ids, kept / total
+    return token, ids, q
+
+
+def draw_next(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`draw_candidate` from the logits ``[B,1,V]`` of one row a slot: ``(token [B], ids [B,M], probs [B,M])``."""
+    # The row's axis stays up to the end: with one slot, GPUs then write the outputs without copies.
+    token, ids, probs = draw_candidate(logits, uniform[:, None], *(parameter[:, None] for parameter in sampling))
+    return token.squeeze(1), ids.squeeze(1), probs.squeeze(1)
 
 
 def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
@@ -122,7 +132,8 @@ class DraftPass(torch.nn.Module):
     Args:
         model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
         vocab_size: number of tokens that may be proposed: the smaller width of the target's and the draft's logits.
-        input_vocab: rows of the draft's embedding; larger token ids, which only the target has, are read as the last.
+        input_vocab: rows of the draft's embedding, if the target has larger token ids, which are read as the last;
+            otherwise None.
         max_positions: positions that the draft supports; later ones are read as the last.
         states: its layers without attention, by their index.
     """
@@ -131,7 +142,7 @@ class DraftPass(torch.nn.Module):
         self,
         model: torch.nn.Module,
         vocab_size: int,
-        input_vocab: int,
+        input_vocab: int | None,
         max_positions: int,
         states: Mapping[int, StateLayer] | None = None,
     ) -> None:
@@ -171,9 +182,9 @@ class DraftPass(torch.nn.Module):
         states = StepStates(self.states, past, past_length, rows)
         count = len(past) - states.input_count
         two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
-        read_ids = input_ids.clamp(max=self.input_vocab - 1)
+        if self.input_vocab is not None:
+            input_ids = input_ids.clamp(max=self.input_vocab - 1)
         with recurrent(states):
-            logits, _ = run_model(self.model, two_part, read_ids, position_ids, logits_row[:, None])
-        proposable = logits[:, 0, : self.vocab_size]
-        token, ids, probs = draw_candidate(proposable, uniform, *sampling)
-        return (token, ids, probs, *flat(two_part.returned), *states.returned)
+            logits, _ = run_model(self.model, two_part, input_ids, position_ids, logits_row[:, None])
+        drawn = draw_next(logits[..., : self.vocab_size], uniform, sampling)
+        return (*drawn, *flat(two_part.returned), *states.returned)

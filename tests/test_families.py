@@ -122,11 +122,13 @@ class Graph:
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> dict[str, Array]:
+        read = {value.name for value in self.session.get_inputs()}
+        passes = {name: np.array(count) for name in (tensors.NUM_DRAFT_TOKENS,) if name in read}
         return self.run(
+            **passes,
             input_ids=tokens,
             past_length=np.array(past, np.int64),
             last_row=np.array(last_row, np.int64),
-            num_draft_tokens=np.array(count, np.int64),
             uniform=np.full((self.batch, count), NOISE, np.float32),
             temperature=np.full(self.batch, temperature, np.float32),
             top_k=np.full(self.batch, top_k, np.int64),
@@ -452,6 +454,39 @@ def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_g
     for ours, theirs in ((outputs, expected), (single.caches, loop.caches)):
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_gpus_pass_of_the_draft_equals_the_loops(
+    family: Family, propose_graph: Path, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attention is over the cache alone; with one slot it is fused, which for a CPU is here done in fp32."""
+    monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
+    fused, rows = propose_graph.with_name(f"propose.fused.{slots}.onnx"), 64
+    write_source(propose_graph, fused, "fp32", 1, {"S": rows, **({"B": 1} if slots == 1 else {})}, compiled=False)
+    loop, single = (Graph(path, family.checkpoint, slots, rows) for path in (propose_graph, fused))
+    sampling = {"temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.01}
+    texts = [random_text(rows, seed) for seed in range(slots)]
+    past = np.array([0, 3][:slots])
+    for tokens, padding in ((9, 0), (11, [4, 0]), (2, 0), (2, 1), (2, [0, 1]), (5, 0), (1, 0), (16, 2)):
+        new = np.array([text[at : at + tokens] for text, at in zip(texts, past, strict=True)])
+        last = tokens - 1 - np.broadcast_to(padding, 2)[:slots]
+        expected = loop.propose(new, list(past), list(last), 1, **sampling)
+        outputs = single.propose(new, list(past), list(last), 1, **sampling)
+        for name in expected:
+            np.testing.assert_allclose(outputs[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        past = past + last + 1
+        for name, cache in loop.caches.items():
+            for slot, valid in enumerate(past):
+                ours, theirs = single.caches[name][slot, :, :valid], cache[slot, :, :valid]
+                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+    layers = len(family.checkpoint.cache)
+    nodes = [node for node in ir.load(fused).graph if node.op_type in ("Attention", "GroupQueryAttention")]
+    assert len(nodes) == (0 if family.name == "gemma2" else layers)  # its scores are bounded
+    if slots == 1:
+        full = [node for node in nodes if node.attributes.get_int("causal", 0)]
+        assert len(full) == {"mistral": 0, "gemma2": 0, "gemma3": 1}.get(family.name, layers)
+        assert [node for node in nodes if node.inputs[10:] and node.inputs[10]] == [n for n in nodes if n not in full]
 
 
 def test_propose_graph_is_plain_onnx(family: Family, propose_graph: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 
 from benchmarks.gpu.timing import LaunchTimer, on_device
@@ -25,6 +27,7 @@ from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.passes import onnxruntime_cuda
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
@@ -101,6 +104,25 @@ def test_texts_equal_the_cpus(
         for tree in on_gpu.methods[WAYS[name][0]].token_trees():
             way = {"method": WAYS[name][0], "num_speculative_tokens": len(tree) - 1}
             same(on_gpu.generate([7, 9, 11], SAMPLED, way), cpu.generate([7, 9, 11], SAMPLED, way))
+
+
+@pytest.mark.parametrize("name", ["dice-near", "dice-self", "dice-eagle3", "dice-mtp-cuda"])
+def test_texts_of_fused_attention_equal_the_cpus(
+    name: str,
+    load: Callable[..., Engine],
+    bundle: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It is for half precision, and here in fp32; the draft's pass and the target's have it."""
+    monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
+    with load(name, max_batch_size=1) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
+        graphs = [
+            onnx.load(file, load_external_data=False).graph for file in (tmp_path / name).rglob("*.cuda.fp32.onnx")
+        ]
+        assert sum(any(node.op_type == "GroupQueryAttention" for node in graph.node) for graph in graphs) == 2
+        for params, prompt in ((GREEDY, [7, 9, 11]), (SAMPLED, list(range(12)) * 2), (GREEDY, [5])):
+            same(on_gpu.generate(prompt, params, WAYS[name][0]), cpu.generate(prompt, params, WAYS[name][0]))
 
 
 @pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])

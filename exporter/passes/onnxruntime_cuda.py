@@ -13,18 +13,24 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
+from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.rotary_tables import Tables, look_angles_up
+from specexport.exporter.passes.two_part import Causal, join_parts
 
 _DOMAIN = "com.microsoft"
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """ONNX Runtime has no other kernels of its attention on GPUs."""
 _HEADS_BEHIND = [0, 2, 1, 3]
+_WIDTH_UNIT, _ROTATED_UNIT = 8, 16
+"""GroupQueryAttention refuses heads whose width is no multiple of the first, and to rotate those that are none of the
+second."""
 
 
 def use_fused_operators(model: ir.Model) -> None:
     """Fuses residual additions with the norms that read them, ``x * sigmoid(x)``, and attention with its caches."""
     graph = model.graph
-    attention = _AttentionFusion(graph)
+    causal = join_parts(model)
+    attention = _AttentionFusion(graph, causal)
     for node in list(graph):
         if node.op_type == "RMSNormalization":
             _fuse_residual(graph, node)
@@ -32,6 +38,7 @@ def use_fused_operators(model: ir.Model) -> None:
             _fuse_silu(graph, node)
         elif node.op_type == "Attention":
             attention.fuse(node)
+    look_angles_up(graph)
     model.opset_imports[_DOMAIN] = 1
     passes.RemoveUnusedNodesPass()(model)
     passes.TopologicalSortPass()(model)
@@ -92,35 +99,38 @@ class _Rows:
 
 
 @dataclass
-class _Packed:
-    """The product ``[B,T,(heads + 2 * Hkv) * D]`` that makes queries, keys and values, and how the first are rotated.
+class _Rotation:
+    """How queries and keys are rotated.
 
     Attributes:
+        query: before it, ``[B,heads,T,D]``.
+        key: before it, ``[B,Hkv,T,D]``.
         tables: cosines and sines of all positions, ``[S,D/2]``.
-        positions: those of the tokens, ``[B,T]``.
         interleaved: whether pairs are neighbours.
     """
 
-    product: ir.Value
+    query: ir.Value
+    key: ir.Value
     tables: list[ir.Value | None]
-    positions: ir.Value
     interleaved: int
 
 
 class _AttentionFusion:
     """Writing to the caches and attention over them become one GroupQueryAttention, without transpositions.
 
-    It reads queries, keys and values as ``[B,T,heads * D]`` and writes the same; the mask is added as a bias. If they
-    are the parts of one product it rotates them too, by tables that onnxruntime computes when it opens the graph.
+    It reads queries, keys and values as ``[B,T,heads * D]``, or as one value if they are the parts of a product, and
+    rotates them by tables that onnxruntime computes when it opens the graph. A mask that is not causal is added as a
+    bias.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, causal: Causal) -> None:
         self._graph = graph
+        self._causal = causal
         self._flat: dict[ir.Value, ir.Value] = {}
         self._biases: dict[ir.Value, ir.Value] = {}
-        self._copies: dict[ir.Value, ir.Value] = {}
-        self._tables: dict[ir.Value, ir.Value] = {}
+        self._tables: Tables | None = None
         self._lengths: ir.Value | None = None
+        self._position_ids = next((value for value in graph.inputs if value.name == tensors.POSITION_IDS), None)
 
     def fuse(self, attention: ir.Node) -> None:
         """Replaces an Attention over two caches that it alone reads, if it has the form that all graphs give it."""
@@ -134,6 +144,8 @@ class _AttentionFusion:
         if len(shape) != 4 or shape[0] != 1:
             return  # it reads the new tokens of one slot, or one token of each
         _, kv_heads, rows, width = shape
+        if width % _WIDTH_UNIT:
+            return
         tiled = producer(mask, "Concat")
         group = 1 if tiled is None else len(tiled.inputs)
         if tiled is not None:
@@ -147,26 +159,29 @@ class _AttentionFusion:
         if query is None or mask is None or joined is None:
             return
         heads = group * kv_heads
-        packed = self._packed(query, key.rows, value.rows, rows)
-        if packed is None:
-            parts = ((query, heads), (key.rows, kv_heads), (value.rows, kv_heads))
-            inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in parts]
-            rotary: list[ir.Value | None] = [None] * 3
+        rotation = None if width % _ROTATED_UNIT else self._rotation(query, key.rows, rows)
+        parts = (query, key.rows) if rotation is None else (rotation.query, rotation.key)
+        product = _whole(*parts, value.rows)
+        if product is None:
+            each = zip((*parts, value.rows), (heads, kv_heads, kv_heads), strict=True)
+            inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in each]
         else:
-            inputs, rotary = [packed.product, None, None], [*packed.tables, packed.positions]
-        total = constant(self._graph, f"rows.{rows}", np.array([rows], np.int32))
-        bias = self._bias(mask, key.cache.dtype)
+            inputs = [product, None, None]
+        rotary = [None] * 3 if rotation is None else [*rotation.tables, self._position_ids]
+        total = constant(self._graph, "rows.all", np.array([rows], np.int32))
+        causal = attention.inputs[3] in self._causal.masks
+        bias = None if causal else self._bias(mask, key.cache.dtype)
         name = attention.outputs[0].name
         outputs = [ir.val(f"{name}.fused"), ir.val(f"{name}.keys"), ir.val(f"{name}.values")]
         attributes = [
             ir.AttrInt64("num_heads", heads),
             ir.AttrInt64("kv_num_heads", kv_heads),
             ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
-            ir.AttrInt64("causal", 0),  # the mask says all
-            ir.AttrInt64("do_rotary", int(packed is not None)),
-            ir.AttrInt64("rotary_interleaved", packed.interleaved if packed is not None else 0),
+            ir.AttrInt64("causal", int(causal)),
+            ir.AttrInt64("do_rotary", int(rotation is not None)),
+            ir.AttrInt64("rotary_interleaved", rotation.interleaved if rotation is not None else 0),
         ]
-        arguments = [*inputs, key.cache, value.cache, self._valid_rows(), total, *rotary, bias]
+        arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
         self._graph.insert_after(attention, fused)
         outputs[0].type = ir.TensorType(key.cache.dtype)
@@ -174,47 +189,21 @@ class _AttentionFusion:
         for written, now in ((key, outputs[1]), (value, outputs[2])):
             replace_value(written.node.outputs[0], now)
 
-    def _packed(self, query: ir.Value, key: ir.Value, value: ir.Value, rows: int) -> _Packed | None:
-        """The product whose parts are queries, keys and values, if nothing but rotation is between; else None."""
-        rotations = [producer(part, "RotaryEmbedding") for part in (query, key)]
-        turned, turned_key = rotations
+    def _rotation(self, query: ir.Value, key: ir.Value, rows: int) -> _Rotation | None:
+        """The rotation of whole heads by nothing but positions that these come from; None if there is no such."""
+        turned, turned_key = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
         if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
             return None
         if turned.attributes.get_int("rotary_embedding_dim", 0) or len(turned.inputs) != 3:
             return None
-        views = [producer(_by_rows(part), "Reshape") for part in (turned.inputs[0], turned_key.inputs[0], value)]
-        parts = [view.inputs[0] if view is not None else None for view in views]
-        (split, *others) = [producer(part, "Split") for part in parts]
-        if split is None or any(other is not split for other in others) or list(split.outputs) != parts:
+        before, key_before = turned.inputs[0], turned_key.inputs[0]
+        if self._tables is None:
+            known = [] if self._position_ids is None else [self._position_ids]
+            self._tables = Tables(self._graph, {*self._causal.positions, *known}, rows, "table")
+        tables = [self._tables.of(angles) for angles in turned.inputs[1:]]
+        if before is None or key_before is None or None in tables:
             return None
-        positions = next(value for value in self._graph.inputs if value.name == tensors.POSITION_IDS)
-        tables = [self._table(angles, positions, rows) for angles in turned.inputs[1:]]
-        product = split.inputs[0]
-        if product is None or any(table is None for table in tables):
-            return None
-        return _Packed(product, tables, positions, turned.attributes.get_int("interleaved", 0))
-
-    def _table(self, angles: ir.Value | None, positions: ir.Value, rows: int) -> ir.Value | None:
-        """Cosines or sines ``[B,T,D/2]`` of positions as a table of all ``[S,D/2]``; None if they depend on more."""
-        assert angles is not None
-        if angles not in self._tables:
-            needed = ancestors([angles])
-            if any(value.is_graph_input() and value is not positions for value in needed):
-                return None
-            every = constant(self._graph, "rows.positions", np.arange(rows)[None])
-            self._copies.setdefault(positions, every)
-            for node in list(self._graph):
-                (result, *_) = node.outputs
-                if result in needed and result not in self._copies and positions in ancestors([result]):
-                    inputs = [value if value is None else self._copies.get(value, value) for value in node.inputs]
-                    copy = op(node.op_type, inputs, f"{result.name}.table", **node.attributes)
-                    self._graph.insert_after(node, copy)
-                    self._copies[result] = copy.outputs[0]
-            flat = constant(self._graph, "rows.table", np.array([rows, -1]))
-            table = op("Reshape", [self._copies[angles], flat], f"{angles.name}.rows")
-            self._graph.append(table)
-            self._tables[angles] = table.outputs[0]
-        return self._tables[angles]
+        return _Rotation(before, key_before, tables, turned.attributes.get_int("interleaved", 0))
 
     def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
         """The Reshape that joins a token's heads, or None if something else reads them."""
@@ -259,19 +248,21 @@ class _AttentionFusion:
         self._graph.insert_after(behind, flat)
         return flat.outputs[0]
 
-    def _valid_rows(self) -> ir.Value:
+    def _valid_rows(self, rows: int) -> ir.Value:
         """The last valid row of each slot's cache, int32 ``[B]``: that of its last new token."""
         if self._lengths is None:
             inputs = {value.name: value for value in self._graph.inputs}
-            one = constant(self._graph, "rows.one", np.array(1))
-            tokens = op("Shape", [inputs[tensors.POSITION_IDS]], "rows.shape", start=1, end=2)
+            one, all_rows = (constant(self._graph, f"rows.{n}", np.array(n, np.int32)) for n in (1, rows))
+            tokens = op("Shape", [inputs[tensors.INPUT_IDS]], "rows.shape", start=1, end=2)
             count = op("Squeeze", [tokens.outputs[0]], "rows.count")
-            last = op("Sub", [count.outputs[0], one], "rows.before")
-            spread = op("Range", [last.outputs[0], count.outputs[0], one], "rows.last")
-            ends = op("Add", [inputs[tensors.PAST_LENGTH], spread.outputs[0]], "rows.ends")
-            cast = op("Cast", [ends.outputs[0]], "rows.valid", to=ir.DataType.INT32.value)
-            self._graph.insert_before(self._graph[0], [tokens, count, last, spread, ends, cast])
-            self._lengths = cast.outputs[0]
+            cast = op("Cast", [count.outputs[0]], "rows.tokens", to=ir.DataType.INT32.value)
+            first = op("Sub", [cast.outputs[0], one], "rows.first")
+            # The last row by the number of those that are valid before: only Range takes sizes from the host.
+            last = op("Add", [first.outputs[0], all_rows], "rows.last")
+            table = op("Range", [first.outputs[0], last.outputs[0], one], "rows.ends")
+            valid = op("Gather", [table.outputs[0], inputs[tensors.PAST_LENGTH]], "rows.valid")
+            self._graph.insert_before(self._graph[0], [tokens, count, cast, first, last, table, valid])
+            self._lengths = valid.outputs[0]
         return self._lengths
 
     def _bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -286,6 +277,14 @@ class _AttentionFusion:
             self._graph.insert_after(source, node)
             self._biases[mask] = node.outputs[0]
         return self._biases[mask]
+
+
+def _whole(*heads: ir.Value) -> ir.Value | None:
+    """The value ``[B,T,N]`` whose parts these are, ``[B,heads,T,D]`` each; None if they are no such parts."""
+    views = [producer(_by_rows(part), "Reshape") for part in heads]
+    parts = [view.inputs[0] if view is not None else None for view in views]
+    split = producer(parts[0], "Split")
+    return split.inputs[0] if split is not None and list(split.outputs) == parts else None
 
 
 def _by_rows(heads: ir.Value | None) -> ir.Value | None:

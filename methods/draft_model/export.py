@@ -112,7 +112,8 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
     states = dict(zip(draft.states, layers, strict=True))
-    draft_pass = DraftPass(draft.model, vocab, draft.input_vocab, draft.max_positions, states)
+    input_vocab = draft.input_vocab if draft.input_vocab < build.vocab_size else None
+    draft_pass = DraftPass(draft.model, vocab, input_vocab, draft.max_positions, states)
     with build.during("tracing the draft"), tracing(draft):
         graph = compose.propose_graph(trace.trace_draft_pass(draft_pass, draft.cache, lowering), draft.cache, lowering)
     return msgspec.structs.replace(write_draft(draft, build, graph, points, method.role), states=layers)

@@ -12,7 +12,7 @@ import torch
 
 from specexport.contract.model import CacheLayer
 from specexport.graphs.attention import Probe, TwoPartLowering, lowering
-from specexport.graphs.propose import draw_candidate
+from specexport.graphs.propose import draw_next
 from specexport.graphs.step import flat, pairs
 
 
@@ -121,8 +121,8 @@ class OwnStatePass(torch.nn.Module):
         with lowering(two_part):
             state, output = self.model(input_ids, hidden, positions[:, -tokens:])
         row = last_row[:, None, None].expand(-1, 1, state.shape[-1])
-        logits = self.model.lm_head(output.gather(1, row)[:, 0]).float()
-        token, ids, probs = draw_candidate(logits, uniform, *sampling)
+        logits = self.model.lm_head(output.gather(1, row)).float()
+        token, ids, probs = draw_next(logits, uniform, sampling)
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
         return (token, ids, probs, state.gather(1, row), real, *flat(two_part.returned))

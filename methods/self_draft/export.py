@@ -40,7 +40,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         try:
             with first_layers(target.model, method.layers):
                 parameters = sum(parameter.numel() for parameter in target.model.parameters())
-                draft_pass = DraftPass(target.model, target.vocab_size, target.input_vocab, target.max_positions)
+                draft_pass = DraftPass(target.model, target.vocab_size, None, target.max_positions)
                 with tracing(target):
                     master = trace.trace_draft_pass(draft_pass, cache, build.lowering)
         except ValueError as error:

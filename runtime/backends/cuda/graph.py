@@ -122,6 +122,8 @@ class DeviceGraph(Graph):
             for key, (inputs, outputs) in layouts.items()
         }
         pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
+        for run, _ in pieces:  # again: other points added to the memory that onnxruntime divides among a run's nodes
+            device.warm_up(run)
         self.execution: Execution = "plain"
         self.fallback = ""
         self._capture(pieces)

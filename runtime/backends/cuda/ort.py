@@ -137,6 +137,8 @@ class OnnxRuntimeLibrary(Library):
             "arena_extend_strategy": "kSameAsRequested",
             # onnxruntime captures once a thread, and its captures cannot be part of a larger graph.
             "enable_cuda_graph": "0",
+            # Flash and memory-efficient attention. By default cuDNN's comes first, which compiles a kernel a shape.
+            "sdpa_kernel": "3",
             "use_tf32": "0",  # accepted tokens are compared with those on the CPU
         }
         try:

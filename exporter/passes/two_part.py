@@ -1,0 +1,277 @@
+"""Turns attention in two parts, which a loop's body needs, into the native lowering's where there is no loop.
+
+The parts are the cache and the rows that are not in it yet (``TwoPartLowering`` in ``graphs/attention.py``). A graph
+that drafts one token writes its rows to the cache anyway; attention over that alone takes a third of the operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.numpy_helper
+import onnx.reference
+import onnx_ir as ir
+
+from specexport.contract import tensors
+from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
+
+Array = npt.NDArray[Any]
+_KEYS_BEHIND = [0, 1, 3, 2]
+_HIDDEN = np.finfo(np.float32).min / 2
+"""The bias of a hidden row's score."""
+_TOKENS = (1, 2, 5)
+"""Numbers of new tokens with which masks and positions are computed."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """What is known of the attention that :func:`join_parts` writes.
+
+    Attributes:
+        masks: show each token all rows up to its own, bool ``[B,1,G*T,S]``.
+        positions: values ``[B,T]`` that hold each token's row in the cache, which is its position.
+    """
+
+    masks: Collection[ir.Value]
+    positions: Collection[ir.Value]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Attention of queries ``[B,Hkv,G*T,D]`` in two parts.
+
+    Attributes:
+        keys: the TensorScatter that writes the new rows' to the cache.
+        values: likewise.
+        bias: of the scores, ``[B,1,G*T,S+T]``: 0 where a token sees a row.
+        total: the sum of both parts, ``[B,Hkv,G*T,D]``.
+    """
+
+    query: ir.Value
+    keys: ir.Node
+    values: ir.Node
+    bias: ir.Value
+    scale: float
+    total: ir.Value
+
+
+def join_parts(model: ir.Model) -> Causal:
+    """Replaces attention in two parts by Attention over the cache, where each token sees only those before it.
+
+    Which rows tokens see is computed, from the graph's bias of the scores, for texts that fill the cache to various
+    lengths. Layers with other masks are left as they are, like those whose rows do not all get into the cache.
+    """
+    graph = model.graph
+    found = [parts for node in graph if node.op_type == "Softmax" and (parts := _match(node)) is not None]
+    if not found:
+        return Causal((), ())
+    group_and_window = {bias: _group_and_window(model, bias) for bias in {parts.bias for parts in found}}
+    masks: dict[tuple[int, int], ir.Value] = {}
+    for parts in found:
+        known = group_and_window[parts.bias]
+        if known is None:
+            continue
+        if known not in masks:
+            masks[known] = _mask(graph, _rows(parts.keys.inputs[0]), *known)
+        written = [node.outputs[0] for node in (parts.keys, parts.values)]
+        attention = op(
+            "Attention", [parts.query, *written, masks[known]], f"{parts.total.name}.joined", scale=parts.scale
+        )
+        source = parts.total.producer()
+        assert source is not None
+        graph.insert_after(source, attention)
+        attention.outputs[0].type, attention.outputs[0].shape = parts.total.type, parts.total.shape
+        replace_value(parts.total, attention.outputs[0])
+    full = [mask for (_, window), mask in masks.items() if not window]
+    return Causal(full, _positions(model))
+
+
+def _match(softmax: ir.Node) -> _Parts | None:
+    added = producer(softmax.inputs[0], "Add")
+    if added is None:
+        return None
+    scores, bias = added.inputs
+    joined = producer(_uncast(scores), "Concat")
+    if joined is None or bias is None or len(joined.inputs) != 2:
+        return None
+    of_cache, of_new = [_scaled_product(part) for part in joined.inputs]
+    split = _only_reader(softmax.outputs[0], "Split")
+    if of_cache is None or of_new is None or split is None or len(split.outputs) != 2:
+        return None
+    (query, cached_keys, scale), (same_query, keys, same_scale) = of_cache, of_new
+    cache_part, new_part = (_only_reader(_cast(part), "MatMul") for part in split.outputs)
+    if cache_part is None or new_part is None or (query, scale) != (same_query, same_scale):
+        return None
+    total = _only_reader(cache_part.outputs[0], "Add")
+    if total is None or total is not _only_reader(new_part.outputs[0], "Add"):
+        return None
+    cached_values, values = cache_part.inputs[1], new_part.inputs[1]
+    writing = _writing(cached_keys, keys), _writing(cached_values, values)
+    if writing[0] is None or writing[1] is None or cached_values is None or cached_keys.shape != cached_values.shape:
+        return None
+    return _Parts(query, writing[0], writing[1], bias, scale, total.outputs[0])
+
+
+def _scaled_product(scores: ir.Value | None) -> tuple[ir.Value, ir.Value, float] | None:
+    """The query, the keys and the factor of ``query @ keys.T * factor``."""
+    scale, scaled = 1.0, producer(scores, "Mul")
+    if scaled is not None:
+        scores, factor = scaled.inputs
+        tensor = ir.convenience.get_const_tensor(factor) if factor is not None else None
+        if tensor is None or tensor.size != 1:
+            return None
+        scale = float(tensor.numpy().item())
+    product = producer(scores, "MatMul")
+    turned = producer(product.inputs[1], "Transpose") if product is not None else None
+    if product is None or turned is None or list(turned.attributes.get_ints("perm", [])) != _KEYS_BEHIND:
+        return None
+    query, keys = product.inputs[0], turned.inputs[0]
+    return None if query is None or keys is None else (query, keys, scale)
+
+
+def _writing(cache: ir.Value | None, rows: ir.Value | None) -> ir.Node | None:
+    """The node that writes rows to a cache of known size, behind its valid ones."""
+    if cache is None or rows is None or not cache.is_graph_input() or not _rows(cache):
+        return None
+    for node in rows.consumers():
+        if node.op_type == "TensorScatter" and node.inputs[0] is cache and node.inputs[1] is rows:
+            length = node.inputs[2]
+            return node if length is not None and length.name == tensors.PAST_LENGTH else None
+    return None
+
+
+def _rows(cache: ir.Value | None) -> int:
+    """S of a cache ``[B,Hkv,S,D]``, or 0 if it is not fixed."""
+    rows = cache.shape[2] if cache is not None and cache.shape is not None else None
+    return rows if isinstance(rows, int) else 0
+
+
+def _uncast(value: ir.Value | None) -> ir.Value | None:
+    cast = producer(value, "Cast")
+    return value if cast is None else cast.inputs[0]
+
+
+def _cast(value: ir.Value) -> ir.Value:
+    cast = _only_reader(value, "Cast")
+    return value if cast is None else cast.outputs[0]
+
+
+def _only_reader(value: ir.Value, kind: str) -> ir.Node | None:
+    readers = value.consumers()
+    return readers[0] if len(readers) == 1 and readers[0].op_type == kind else None
+
+
+# --- what tokens see --------------------------------------------------------------------------------------------------
+
+
+def _mask(graph: ir.Graph, rows: int, group: int, window: int) -> ir.Value:
+    """Which rows tokens see, bool ``[B,1,G*T,S]``: those up to their own, or the last ``window`` of them if not 0."""
+    inputs = {value.name: value for value in graph.inputs}
+    name = f"causal.{window}.{group}"
+    zero, one, size = (constant(graph, f"causal.{n}", np.array(n)) for n in (0, 1, rows))
+    after = constant(graph, "causal.axis", np.array([1]))
+    nodes = [
+        tokens := op("Shape", [inputs[tensors.INPUT_IDS]], f"{name}.shape", start=1, end=2),
+        count := op("Squeeze", [tokens.outputs[0]], f"{name}.count"),
+        new := op("Range", [zero, count.outputs[0], one], f"{name}.new"),
+        past := op("Unsqueeze", [inputs[tensors.PAST_LENGTH], after], f"{name}.past"),
+        ends := op("Add", [past.outputs[0], new.outputs[0]], f"{name}.ends"),
+        own := op("Unsqueeze", [ends.outputs[0], constant(graph, "causal.axes", np.array([1, 3]))], f"{name}.own"),
+        every := op("Range", [zero, size, one], f"{name}.rows"),
+        seen := op("LessOrEqual", [every.outputs[0], own.outputs[0]], f"{name}.seen"),
+    ]
+    if window:
+        width = constant(graph, f"causal.window.{window}", np.array(window))
+        first = op("Sub", [own.outputs[0], width], f"{name}.before")
+        near = op("Greater", [every.outputs[0], first.outputs[0]], f"{name}.near")
+        seen = op("And", [seen.outputs[0], near.outputs[0]], f"{name}.both")
+        nodes += [first, near, seen]
+    if group > 1:
+        nodes.append(seen := op("Concat", [seen.outputs[0]] * group, f"{name}.tiled", axis=2))
+    graph.insert_before(graph[0], nodes)
+    return seen.outputs[0]
+
+
+def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None:
+    """G, and how many rows each token sees up to its own, 0 for all; None if tokens see others.
+
+    What padding sees, which comes behind the last row that is read, does not matter.
+    """
+    group, window = 0, None
+    for (past, tokens, last), (values,) in _computed(model, [bias]):
+        hidden, rows = values < 0, values.shape[-1] - tokens
+        group = group or values.shape[2] // tokens
+        shape = (1, 1, group, tokens, rows + tokens)
+        if values.size != np.prod(shape) or not np.isin(values, (0.0, np.float32(_HIDDEN))).all():
+            return None
+        if window is None:  # the first text all but fills the cache
+            seen = int((~hidden[0, 0, 0]).sum())
+            window = seen if seen <= past else 0
+        own = past + np.arange(tokens)
+        at = np.concatenate([np.arange(rows), own])
+        away = own[:, None] - at
+        expected = (away < 0) | ((away >= window) & (window > 0))
+        expected[:, past:rows] = True
+        if (hidden.reshape(shape) != expected)[..., : last + 1, :].any():
+            return None
+    return None if window is None else (group, window)
+
+
+def _positions(model: ir.Model) -> list[ir.Value]:
+    """The values ``[B,T]`` that rotary angles depend on and that hold each token's row; of padding, anything."""
+    angles = [value for node in model.graph if node.op_type == "RotaryEmbedding" for value in node.inputs[1:]]
+    candidates = [
+        value
+        for value in ancestors(angles)
+        if value.dtype == ir.DataType.INT64 and value.producer() is not None and value.name
+    ]
+    wrong: set[ir.Value] = set()
+    for (past, tokens, last), arrays in _computed(model, candidates):
+        expected = past + np.arange(tokens)[None, : last + 1]
+        for value, array in zip(candidates, arrays, strict=True):
+            if array.shape != (1, tokens) or (array[:, : last + 1] != expected).any():
+                wrong.add(value)
+    return [value for value in candidates if value not in wrong]
+
+
+def _computed(model: ir.Model, values: list[ir.Value]) -> Iterator[tuple[tuple[int, int, int], list[Array]]]:
+    """Computes values that depend on nothing but sizes, ``past_length`` and ``last_row``.
+
+    Yields:
+        The number of valid rows, of new tokens and the last token that is no padding, and the values.
+    """
+    needed = ancestors(values)
+    graph = model.graph
+    inputs = [value for value in graph.inputs if value in needed]
+    cache = next(value for value in graph.inputs if str(value.name).startswith(tensors.CACHES))
+    constants = [
+        (value, value.const_value.numpy())
+        for value in graph.initializers.values()
+        if value in needed and value.const_value is not None
+    ]
+    computed = onnx.helper.make_graph(
+        [ir.to_proto(node) for node in graph if not needed.isdisjoint(node.outputs)],
+        "computed",
+        [onnx.ValueInfoProto(name=str(value.name)) for value in inputs],
+        [onnx.ValueInfoProto(name=str(value.name)) for value in values],
+        [onnx.numpy_helper.from_array(array, value.name) for value, array in constants],
+    )
+    opsets = [onnx.helper.make_opsetid("", model.opset_imports[""])]
+    evaluator = onnx.reference.ReferenceEvaluator(onnx.helper.make_model(computed, opset_imports=opsets))
+    rows = _rows(cache)
+    for tokens, past in itertools.product(_TOKENS, (rows - max(_TOKENS), rows // 2, 1, 0)):
+        for last in {0, tokens - 1}:
+            given: dict[str, int] = {tensors.PAST_LENGTH: past, tensors.LAST_ROW: last}
+            feeds: dict[str, Any] = {}
+            for value in inputs:
+                assert value.shape is not None and value.dtype is not None
+                sizes = [dim if isinstance(dim, int) else tokens if dim.value == "T" else 1 for dim in value.shape]
+                feeds[str(value.name)] = np.full(sizes, given.get(str(value.name), 0), value.dtype.numpy())
+            arrays: Any = evaluator.run(None, feeds)
+            yield (past, tokens, last), arrays
