@@ -91,10 +91,12 @@ def gpu_engines() -> str:
     rows = []
     for bundle, found in _gpu_checks("transformers").items():
         speeds = {name.removesuffix(", tokens a second"): value for name, value in found.items()}
-        names = ("ours, plain", "ours, draft_model", "ours, ngram")
+        if not speeds:  # not measured
+            continue
+        names = ("ours, plain", "ours, draft_model", "ours, ngram", "ours, default")
         others = ("transformers, plain", "transformers, plain, compiled", "transformers, with the draft model")
         rows.append((bundle, *(speeds.get(name, "") for name in (*names, *others))))
-    header = ("plain", "draft model", "look-ups", "transformers", "compiled", "with the draft model")
+    header = ("plain", "draft model", "look-ups", "default", "transformers", "compiled", "with the draft model")
     return markdown(("bundle", *header), rows)
 
 
