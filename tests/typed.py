@@ -60,7 +60,8 @@ class Typed:
 
     def interrupt(self, expected: str) -> None:
         """Types Ctrl-C until it has written a text: readline overlooks a signal just before it waits for a key."""
-        while expected not in self.text[self._seen :]:
+        last = time.monotonic() + _DEADLINE
+        while expected not in self.text[self._seen :] and time.monotonic() < last:
             self.type(CTRL_C)
             end = time.monotonic() + 5.0
             while expected not in self.text[self._seen :] and time.monotonic() < end and self._more():
@@ -88,6 +89,13 @@ class Typed:
         return bool(part)
 
 
+def _take_terminal() -> None:
+    """Makes standard input the process's terminal, whose Ctrl-C interrupts it even if the tests ignore that."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def typed(words: list[str], *, columns: int = 80, cwd: Path | None = None, **environment: str) -> Iterator[Typed]:
     """Runs ``specexport`` at a terminal."""
@@ -101,7 +109,7 @@ def typed(words: list[str], *, columns: int = 80, cwd: Path | None = None, **env
         stderr=slave,
         cwd=cwd,
         env=known | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"} | environment,
-        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0))[0],
+        preexec_fn=_take_terminal,
     )
     os.close(slave)
     try:
