@@ -78,9 +78,11 @@ def gpu_checks() -> str:
 def gpu_steps() -> str:
     """The time of a step's parts on a GPU, in milliseconds."""
     rows = []
-    for bundle, found in _gpu_checks("events").items():
-        times = [found.get(part, "").removesuffix(" us") for part in ("draft", "target", "accept", "step, one graph")]
-        times.append(found.get("gaps between launches a step", "").removesuffix(" us"))
+    for bundle, findings in _gpu_checks("events").items():
+        times = [
+            findings.get(part, "").removesuffix(" us") for part in ("draft", "target", "accept", "step, one graph")
+        ]
+        times.append(findings.get("gaps between launches a step", "").removesuffix(" us"))
         if all(times):  # else the check failed
             rows.append((bundle, *(f"{float(time) / 1e3:.2f}" for time in times)))
     return markdown(("bundle", "draft", "target", "accept", "the step, one graph", "the host, between steps"), rows)
@@ -89,8 +91,8 @@ def gpu_steps() -> str:
 def gpu_engines() -> str:
     """Tokens a second on a GPU beside transformers'."""
     rows = []
-    for bundle, found in _gpu_checks("transformers").items():
-        speeds = {name.removesuffix(", tokens a second"): value for name, value in found.items()}
+    for bundle, findings in _gpu_checks("transformers").items():
+        speeds = {name.removesuffix(", tokens a second"): value for name, value in findings.items()}
         if not speeds:  # not measured
             continue
         names = ("ours, plain", "ours, draft_model", "ours, ngram", "ours, default")

@@ -338,8 +338,8 @@ def test_short_steps_are_evaluated_less_often(
     evaluated: list[bool] = []
     choose = policy._choose
     monkeypatch.setattr(policy, "_choose", lambda *inputs: (evaluated.append(True), choose(*inputs)))
-    found = [1] * 7 if repeats else []
-    request.lookup, policy.look_up = "ngram", lambda *_: found
+    looked_up = [1] * 7 if repeats else []
+    request.lookup, policy.look_up = "ngram", lambda *_: looked_up
     for _ in range(400):
         batch.step(lambda _: 0)
     if repeats and longest == MAX_PLAIN_STEPS:
@@ -349,7 +349,7 @@ def test_short_steps_are_evaluated_less_often(
     assert 400 / (longest + MAX_PLAIN_STEPS + 1) <= len(evaluated) <= 400 / (longest + 1) + 16
     if not repeats:
         # As soon as the text repeats itself, it is looked up, if that has become worth it.
-        found = [1] * 7
+        looked_up = [1] * 7
         policy._costs = Costs(curve(manifest, lambda *_: plain))
         steps = [batch.step(lambda k: k) for _ in range(MAX_PLAIN_STEPS + 1)]
         assert steps[-1][0] > 1

@@ -51,8 +51,8 @@ def test_rows_are_gathered_whole(sizes: dict[str, int], operators: list[str]) ->
         helper.make_node("GatherElements", ["x", "places"], ["y"], axis=1),
     ]
     inputs = {"x": ROWS, "at": np.array([[[3], [1]]]), "c_shape": np.array([1, 1, 4])}
-    found, before, after = both(nodes, inputs, ["B", 2, 4], sizes)
-    assert found == operators
+    operators_after, before, after = both(nodes, inputs, ["B", 2, 4], sizes)
+    assert operators_after == operators
     np.testing.assert_array_equal(after, before)
 
 
@@ -70,8 +70,8 @@ def test_a_token_is_gathered_in_its_outputs_shape() -> None:
         "c_one": np.array([1]),
         "c_axes": np.array([0]),
     }
-    found, before, after = both(nodes, inputs, [1, "B"], {"B": 1})
-    assert found == ["Reshape", "Reshape", "Gather"]
+    operators_after, before, after = both(nodes, inputs, [1, "B"], {"B": 1})
+    assert operators_after == ["Reshape", "Reshape", "Gather"]
     np.testing.assert_array_equal(after, before)
 
 
@@ -81,8 +81,8 @@ def test_an_output_is_no_view_of_what_has_its_shape() -> None:
         helper.make_node("Squeeze", ["x", "c_axes"], ["z"]),
         helper.make_node("Unsqueeze", ["z", "c_axes"], ["y"]),
     ]
-    found, before, after = both(nodes, {"ids": IDS, "c_axes": np.array([1])}, ["B", 1, 6], {"B": 1})
-    assert found == ["Neg"]
+    operators_after, before, after = both(nodes, {"ids": IDS, "c_axes": np.array([1])}, ["B", 1, 6], {"B": 1})
+    assert operators_after == ["Neg"]
     np.testing.assert_array_equal(after, before)
 
 
@@ -91,6 +91,6 @@ def test_the_sum_before_a_number_is_one_operator() -> None:
         helper.make_node("CumSum", ["x", "c_axis"], ["through"]),
         helper.make_node("Sub", ["through", "x"], ["y"]),
     ]
-    found, before, after = both(nodes, {"x": ROWS, "c_axis": np.array(-1)}, ["B", 5, 4], {})
-    assert found == ["CumSum"]
+    operators_after, before, after = both(nodes, {"x": ROWS, "c_axis": np.array(-1)}, ["B", 5, 4], {})
+    assert operators_after == ["CumSum"]
     np.testing.assert_allclose(after, before, atol=1e-6)

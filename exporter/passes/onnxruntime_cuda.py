@@ -198,8 +198,8 @@ class _AttentionFusion:
             return None
         before, key_before = turned.inputs[0], turned_key.inputs[0]
         if self._tables is None:
-            known = [] if self._position_ids is None else [self._position_ids]
-            self._tables = Tables(self._graph, {*self._causal.positions, *known}, rows, "table")
+            given = [] if self._position_ids is None else [self._position_ids]
+            self._tables = Tables(self._graph, {*self._causal.positions, *given}, rows, "table")
         tables = [self._tables.of(angles) for angles in turned.inputs[1:]]
         if before is None or key_before is None or None in tables:
             return None

@@ -68,20 +68,20 @@ def join_parts(model: ir.Model) -> Causal:
     lengths. Layers with other masks are left as they are, like those whose rows do not all get into the cache.
     """
     graph = model.graph
-    found = [parts for node in graph if node.op_type == "Softmax" and (parts := _match(node)) is not None]
-    if not found:
+    attentions = [parts for node in graph if node.op_type == "Softmax" and (parts := _match(node)) is not None]
+    if not attentions:
         return Causal((), ())
-    group_and_window = {bias: _group_and_window(model, bias) for bias in {parts.bias for parts in found}}
+    group_and_window = {bias: _group_and_window(model, bias) for bias in {parts.bias for parts in attentions}}
     masks: dict[tuple[int, int], ir.Value] = {}
-    for parts in found:
-        known = group_and_window[parts.bias]
-        if known is None:
+    for parts in attentions:
+        visible = group_and_window[parts.bias]
+        if visible is None:
             continue
-        if known not in masks:
-            masks[known] = _mask(graph, _rows(parts.keys.inputs[0]), *known)
+        if visible not in masks:
+            masks[visible] = _mask(graph, _rows(parts.keys.inputs[0]), *visible)
         written = [node.outputs[0] for node in (parts.keys, parts.values)]
         attention = op(
-            "Attention", [parts.query, *written, masks[known]], f"{parts.total.name}.joined", scale=parts.scale
+            "Attention", [parts.query, *written, masks[visible]], f"{parts.total.name}.joined", scale=parts.scale
         )
         source = parts.total.producer()
         assert source is not None
@@ -213,9 +213,9 @@ def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None
         if window is None:  # the first text all but fills the cache
             seen = int((~hidden[0, 0, 0]).sum())
             window = seen if seen <= past else 0
-        own = past + np.arange(tokens)
-        at = np.concatenate([np.arange(rows), own])
-        away = own[:, None] - at
+        new_rows = past + np.arange(tokens)
+        at = np.concatenate([np.arange(rows), new_rows])
+        away = new_rows[:, None] - at
         expected = (away < 0) | ((away >= window) & (window > 0))
         expected[:, past:rows] = True
         if (hidden.reshape(shape) != expected)[..., : last + 1, :].any():
