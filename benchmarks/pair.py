@@ -110,7 +110,7 @@ def bundle(
     block_size: int = 128,
     draft_precision: str | None = None,
 ) -> Path:
-    """A bundle of the pair, with chains of draft tokens, built if it does not exist."""
+    """A bundle of the pair, with chains of draft tokens, built if it does not exist; floats have no blocks."""
     name = f"{target.name}-{_digest(target, draft)}"
     weights = f"{precision}-{draft_precision}" if draft_precision else precision
     out = work / f"{name}.{weights}.b{block_size}.k{'-'.join(map(str, choices))}.s{max_seq_len}.x8"
@@ -121,7 +121,7 @@ def bundle(
         precision=precision,
         draft_precision=draft_precision,
         max_seq_len=max_seq_len,
-        block_size=block_size,
+        block_size=block_size if precision in ("int8", "int4") else None,
     )
 
 

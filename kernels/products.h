@@ -52,9 +52,9 @@ inline Ints pair_at(const int16_t* p) {
   return all(pair);
 }
 
-// Bytes ahead at which to ask for weights: processors do not look beyond a page by themselves. Ints take more
-// instructions a byte; they are fetched further ahead, and once more into the nearest cache.
-constexpr size_t kVecAhead = 4096, kFar = 8192, kNear = 1024;
+// Bytes ahead at which to ask for weights: processors do not look beyond a page by themselves. Integers take more
+// instructions a byte; they are fetched into the second cache far ahead, and from there into the nearest one.
+constexpr size_t kVecAhead = 4096, kFar = 32768, kNear = 4096;
 
 template <bool kNearest>
 inline void fetch(const uint8_t* p) {

@@ -31,6 +31,8 @@ REPO = Path(__file__).resolve().parents[2]
 OURS = "specexport"
 # OpenVINO decodes plainly with either attention implementation; the faster one counts. Drafts require the other.
 MORE_WAYS = {OURS: [Way("default")], "openvino": [Way("sdpa")]}
+MOST_LOOKED_UP = 8
+"""Draft tokens that a step of ours takes from the text by default."""
 SETTLE_SECONDS = 0.2
 """Until the previous engine's threads have stopped spinning."""
 
@@ -168,7 +170,8 @@ def check(args: argparse.Namespace) -> None:
 
 def fewest_tokens(args: argparse.Namespace) -> int:
     """The minimum length of a generation with measured steps, as the first ones do not count."""
-    return (UNCOUNTED + 1) * (max([0, *args.k, *args.ngram_k]) + 1) + 1
+    by_default = MOST_LOOKED_UP if OURS in args.engines else 0
+    return (UNCOUNTED + 1) * (max([by_default, *args.k, *args.ngram_k]) + 1) + 1
 
 
 def context_of(args: argparse.Namespace) -> int:
