@@ -127,7 +127,7 @@ def read_dflash(source: str) -> DFlashOutline:
     causal = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
     # z-lab numbers the layer that outputs the state, speculators counts the layers before it.
     ids, offset = (config.aux_hidden_state_layer_ids, 0) if of_speculators else (drafting["target_layer_ids"], 1)
-    if ids is None:  # they are chosen in training, so no default is right for all drafts
+    if not ids:  # they are chosen in training, so no default is right for all drafts
         raise BuildError(
             f"{path}: no {'aux_hidden_state_layer_ids' if of_speculators else 'target_layer_ids'}; expected "
             "the layers that the draft was trained to see"
