@@ -263,7 +263,8 @@ def _copies(meta: Any, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         ]
         if None not in places:
             copy, original = (stored[str(place)] for place in places)
-            if copy.shape == original.shape and torch.equal(*(tensor.read().float() for tensor in (copy, original))):
+            described = [(tensor.shape, tensor.dtype) for tensor in (copy, original)]
+            if described[0] == described[1] and torch.equal(copy.read(), original.read()):
                 yield copy.name
 
 
