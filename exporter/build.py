@@ -29,7 +29,7 @@ from specexport.contract.signature import target_signature
 from specexport.exporter.build_state import Build, Progress, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
-from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template, other_tokens
 from specexport.exporter.engines.bundle import CompileReport, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.graph_checks import require_finite
@@ -166,7 +166,8 @@ def describe_bundle(
     end = tokenizer.eos_token_id
     if end is not None and end >= build.vocab_size:
         end = None
-    template = other_template(build.source, tokenizer.chat_templates)
+    notes = setting_notes(build.source, end, target.eos_token_ids)
+    others = other_template(build.source, tokenizer.chat_templates), other_tokens(build.source, tokenizer.tokenizer)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
@@ -194,7 +195,7 @@ def describe_bundle(
         ),
         files=_file_entries(build, recorded),
         program=program,
-        notes=(*setting_notes(build.source, end, target.eos_token_ids), *(() if template is None else (template,))),
+        notes=(*notes, *(note for note in others if note is not None)),
     )
     write_manifest(build.folder, manifest)
     return read_manifest(build.folder)

@@ -76,7 +76,8 @@ class ChatTemplate:
         """The prompt's text, special tokens included.
 
         A message's content is passed in a form that the template reads: text, or parts ``{"type": "text", "text":
-        ...}``, which are joined by line breaks if it reads text only.
+        ...}``, which are joined by line breaks if it reads text only. If it does not read the arguments of calls as
+        objects, they are passed as JSON.
 
         Args:
             messages: the conversation.

@@ -60,6 +60,8 @@ _FIRST, _SECOND, _KIND = "qzvfirst", "qzvsecond", "qzvkind"
 """Words of probes: of two parts, and of a key that shows that a part was printed whole instead of read."""
 _UNKNOWN = Forms(True, 0)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
+_USER = {"role": "user", "content": "qzv"}
+_CALLING = {"role": "assistant", "content": ""}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the model's reasoning; templates read the first, gpt-oss's the second."""
 
@@ -71,6 +73,7 @@ class Templates:
         self._sources = sources
         self._compiled: dict[str, jinja2.Template] = {}
         self._forms: dict[tuple[str, str], Forms] = {}
+        self._text_arguments: dict[str, bool] = {}
 
     def answer(self, name: str, reserved: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         """A rendered conversation, or the reason of a failure.
@@ -93,6 +96,8 @@ class Templates:
         reasoning = next((message[key] for key in _REASONING if key in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if message.get("tool_calls") and self._wants_text(name, variables):
+            message = {**message, "tool_calls": list(map(_with_text_arguments, message["tool_calls"]))}
         content = message.get("content")
         if isinstance(content, str):
             if not self._read(name, message, variables).text:
@@ -109,10 +114,10 @@ class Templates:
         role = str(message.get("role"))
         if (name, role) in self._forms:
             return self._forms[name, role]
-        user: dict[str, Any] = {"role": "user", "content": "qzv"}
+        user: dict[str, Any] = dict(_USER)
         if role != "user" and not self._read(name, user, variables).text:
             user["content"] = [_part("qzv")]
-        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        call = {**_CALLING, "tool_calls": [_CALL]}
         # Templates may refuse a role if it comes alone, first or last.
         for before, after in (([], []), ([], [user]), ([user], [user]), ([user], []), ([user, call], [])):
             text, parts = (
@@ -123,13 +128,37 @@ class Templates:
                 return self._forms.setdefault((name, role), Forms(text > 0, parts))
         return _UNKNOWN
 
+    def _wants_text(self, name: str, variables: Mapping[str, Any]) -> bool:
+        """Whether a template writes arguments of calls well only if they are JSON, as DeepSeek's does; cached."""
+        if name not in self._text_arguments:
+            call = {**_CALL, "function": {"name": "qzv", "arguments": {_FIRST: _SECOND}}}
+            well = [
+                f'"{_FIRST}":'
+                in self._probe(name, {**variables, "messages": [_USER, {**_CALLING, "tool_calls": [form]}]})
+                for form in (call, _with_text_arguments(call))
+            ]
+            self._text_arguments[name] = well == [False, True]
+        return self._text_arguments[name]
+
     def _count_parts(self, name: str, variables: Mapping[str, Any]) -> int:
         """Number of a probe's parts that a template writes; 0 if it fails."""
-        try:
-            text = self._compiled[name].render(variables).casefold()
-        except Exception:  # rendering the conversation itself reports errors
-            return 0
+        text = self._probe(name, variables)
         return 0 if _KIND in text else (_FIRST in text) * (1 + (_SECOND in text))
+
+    def _probe(self, name: str, variables: Mapping[str, Any]) -> str:
+        """A rendered probe in lower case; empty if the template fails."""
+        try:
+            return self._compiled[name].render(variables).casefold()
+        except Exception:  # rendering the conversation itself reports errors
+            return ""
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or isinstance(function.get("arguments", ""), str):
+        return call
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
 
 
 def _part(text: str, **fields: str) -> dict[str, str]:

@@ -185,6 +185,17 @@ def test_a_call_without_content_suits_templates_that_want_some() -> None:
     assert ChatTemplate(template, {}).render(chat) == "user: aassistant: "
 
 
+@pytest.mark.parametrize(
+    "form", ["+ c.function.arguments", "~ c.function.arguments", "+ c.function.arguments | tojson"]
+)
+def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> None:
+    """DeepSeek's templates take texts; others would write an object as Python does."""
+    calls = "{% for c in m.tool_calls %}{{ c.function.name " + form + " }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}" + calls + "{% endif %}{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert ChatTemplate(template, {}).render(chat) == 'af{"a": 1}'
+
+
 NAMED = {
     "default": "plain {{ messages[0].content }}",
     "tool_use": "tools {{ tools | tojson }}",

@@ -137,6 +137,14 @@ def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> No
             load_checkpoint(str(model))
 
 
+def test_scales_of_matrices_without_a_quantization_are_refused(model: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights = load_file(model / "model.safetensors")
+    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(3.0)}
+    save_file(weights, model / "model.safetensors")
+    refused(model, f"the weights have '{name}_scale', which")
+
+
 # --- weights in several files -----------------------------------------------------------------------------------------
 
 

@@ -199,7 +199,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, d
         draft, eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [1]}
     )
     assert read_eagle3(nested).seen(LAYERS) == (2,)  # outputs of layers, there
-    usual = changed(draft, eagle_config=None)
+    usual = changed(draft, eagle_config={"eagle_aux_hidden_state_layer_ids": []})
     assert read_eagle3(usual).seen(32) == (2, 16, 29)
     with pytest.raises(
         BuildError, match=r"states after \[2, 1, -1\] layers \(as none are named\), but the target has 2"

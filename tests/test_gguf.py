@@ -209,11 +209,13 @@ def test_template_ends_and_sampling_are_those_of_the_file(small: Path, tmp_path:
     )  # fmt: skip
     folder = locate(str(file))
     checkpoint, tokenizer = load_checkpoint(str(file)), load_tokenizer(folder)
-    assert checkpoint.eos_token_ids == (1, 9, last)  # stated; stated for turns; by its name, as a control token
+    assert checkpoint.eos_token_ids == (1, 9, last - 1, last)  # stated; stated for turns; by their names
     assert (checkpoint.generation.temperature, checkpoint.generation.top_k) == (0.5, 40)
     assert tokenizer.chat_templates["default"].startswith("{% for m in messages %}")
     assert tokenizer.special_tokens["bos_token"] == "<s>" and tokenizer.eos_token_id == 1
     assert tokenizer.tokenizer.encode("<|im_end|>").ids == [last]
+    assert tokenizer.tokenizer.encode("<end_of_turn>").ids == [last - 1]  # a normal token, by the file
+    assert tokenizer.tokenizer.get_vocab_size() == len(tokens)  # without transformers' own <|endoftext|>
 
 
 def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> None:
@@ -241,6 +243,29 @@ def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> Non
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
     split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
     assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
+
+
+def test_templates_with_names_are_read(small: Path, tmp_path: Path) -> None:
+    metadata = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
+    assert load_tokenizer(locate(str(file))).chat_templates["tool_use"] == "{{ tools }}"
+
+
+@pytest.mark.parametrize(("prefix", "tokens"), [(None, [4, 261]), (True, [4, 261]), (False, [260, 261])])
+def test_a_space_is_put_before_texts_as_the_file_states(
+    small: Path, tmp_path: Path, prefix: bool | None, tokens: list[int]
+) -> None:
+    """Sentencepiece's tokenizers; transformers puts one always."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", *(f"<0x{byte:02X}>" for byte in range(255)), "a", "b"]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, *[6] * 255, 1, 1], "tokenizer.ggml.scores": [0.0] * len(pieces),
+        "tokenizer.ggml.add_space_prefix": prefix, "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": None,
+    }  # fmt: skip
+    tokenizer = load_tokenizer(locate(str(make_gguf(tmp_path / "m.gguf", small, metadata=metadata)))).tokenizer
+    assert tokenizer.encode("ab").ids == tokens and tokenizer.decode(tokens) == "ab"
+    assert prefix is not False or tokenizer.decode(tokenizer.encode(" a").ids) == " a"
 
 
 _THETA = {"rope_type": "default", "rope_theta": 300000.0}

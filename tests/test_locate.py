@@ -172,3 +172,10 @@ def test_missing_tokenizer_packages_are_named(
     with pytest.raises(BuildError, match=rf"tokenizer\.model: read by {library}, .* pip install {library}") as caught:
         load_tokenizer(folder)
     assert ("tiktoken" in str(caught.value)) == (library == "tiktoken")
+
+
+def test_a_file_of_another_name_is_not_called_missing(tmp_path: Path) -> None:
+    """As in Ollama's folder of blobs."""
+    (tmp_path / "sha256-1f").write_bytes(b"GGUF")
+    with pytest.raises(BuildError, match=r"sha256-1f: its name does not end in \.gguf; expected a Hugging Face model"):
+        locate(str(tmp_path / "sha256-1f"))

@@ -22,7 +22,7 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.exporter.checkpoints.config import stored_table
+from specexport.exporter.checkpoints.config import checkpoint_tensors, stored_table
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
@@ -188,6 +188,16 @@ def test_the_head_of_a_quantized_checkpoint_is_found(small: Small) -> None:
     table = stored_table(quantized, head=True)
     assert table.name == "lm_head.weight"
     assert torch.equal(table.finite(quantized), load_file(plain / "model.safetensors")["lm_head.weight"])
+
+
+def test_symmetric_zero_points_tell_their_version(small: Small, tmp_path: Path) -> None:
+    """As of GPTQ-Int4 checkpoints that are in the second version and say that they are in the first."""
+    other = shutil.copytree(small("gptq")[0], tmp_path / "second")
+    tensors = load_file(other / "model.safetensors")
+    tensors |= {name: tensor + 0x11111111 for name, tensor in tensors.items() if name.endswith("qzeros")}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    first, second = (list(checkpoint_tensors(folder)) for folder in (small("gptq")[0], other))
+    assert all(torch.equal(a.read(), b.read()) for a, b in zip(first, second, strict=True))
 
 
 Q = "model.layers.0.self_attn.q_proj"

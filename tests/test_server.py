@@ -16,6 +16,9 @@ import openai
 import pytest
 
 from specexport.runtime import Engine, SamplingParams, Stats
+from specexport.runtime.chat import ChatTemplate
+from specexport.server.chat import template_message
+from specexport.server.request_parts import ChatMessage
 from specexport.server.requests import ChatRequest
 from specexport.server.service import usage_of
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
@@ -224,6 +227,13 @@ def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI
     first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4)
     message: Any = first.choices[0].message
     client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_the_models_reasoning_reaches_its_template(name: str) -> None:
+    message = ChatMessage.model_validate({"role": "assistant", "content": "4", name: "2 and 2"})
+    template = ChatTemplate("{{ messages[0].reasoning_content }}: {{ messages[0].content }}", {})
+    assert template.render([template_message(message)]) == "2 and 2: 4"
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

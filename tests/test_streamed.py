@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints import stored
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.graph_checks import reference
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_heads
@@ -73,3 +74,18 @@ def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.Mon
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             head(torch.zeros(1, 7))
         assert bool(head.weight.isnan().all())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_stored_beside_its_embedding_is_tied_as_in_transformers(
+    halved: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(stored, "LARGE", 1)
+    state = load_file(halved / "model.safetensors")
+    table = state["model.embed_tokens.weight"]
+    state["lm_head.weight"] = table.clone() if same else 2 * table
+    save_file(state, halved / "model.safetensors", {"format": "pt"})
+    model = load_checkpoint(str(halved)).model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
+    for head, name in ((False, "model.embed_tokens.weight"), (True, "lm_head.weight")):
+        assert torch.equal(stored_table(halved, head=head).read(), state[name])

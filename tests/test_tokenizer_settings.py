@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -23,7 +23,7 @@ from transformers import (
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.settings import GENERATION, SETTINGS, TOKENIZER, TOKENIZER_CONFIG, setting_notes
-from specexport.exporter.checkpoints.tokenizer import load_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_tokens
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
@@ -191,6 +191,17 @@ def test_spaces_that_transformers_takes_out_are_named(tmp_path: Path) -> None:
         assert [note.key for note in setting_notes(tmp_path, None, ())] == [key] * named
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: False}), encoding="utf-8")
     assert setting_notes(tmp_path, None, ()) == ()
+
+
+def test_texts_that_transformers_reads_otherwise_than_the_file_are_named(tmp_path: Path) -> None:
+    """As of LlamaTokenizer, whose class prepends spaces whatever tokenizer.json says."""
+    stated = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    stated.enable_padding(length=96)
+    stated.save(str(tmp_path / "tokenizer.json"))
+    used = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    assert other_tokens(tmp_path, used) is None
+    used.normalizer = normalizers.Lowercase()
+    assert "transformers" in str(other_tokens(tmp_path, used))
 
 
 def test_older_configurations_are_looked_at_too(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies, take_one_position_row
 
 Array = npt.NDArray[Any]
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "scales")
+"""Names of the scales of quantized matrices."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,13 @@ def load_checkpoint(source: str) -> Checkpoint:
             "expected the configuration that they were saved with"
         )
     modules = dict(model.named_modules())
-    for name in loaded["unexpected_keys"]:  # quantizers store biases of zeros, too
-        if name.endswith(".bias") and name.removesuffix(".bias") in modules and bool(tensors[name].read().any()):
+    for name in loaded["unexpected_keys"]:
+        module, _, part = name.rpartition(".")
+        # Quantizers store biases of zeros, too.
+        if module in modules and ((part == "bias" and bool(tensors[name].read().any())) or part in _SCALES):
             raise BuildError(
                 f"{path}: the weights have {name!r}, which {path / 'config.json'} leaves out; expected the "
-                "configuration that they were saved with, such as attention_bias"
+                "configuration that they were saved with, such as attention_bias or quantization_config"
             )
     max_positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_positions, int):

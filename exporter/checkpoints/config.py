@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -194,8 +194,11 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
     model = meta_model(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
+    if head:  # the last of those that are tied, as its own may differ from the embedding
+        names.reverse()
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
-    matching = next((tensor for tensor in checkpoint_tensors(folder) if tensor.name in names), None)
+    stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}
+    matching = next((stored[name] for name in names if name in stored), None)
     if matching is None:
         raise BuildError(f"{folder}: the weights lack {names[0]!r}; expected the files that save_pretrained writes")
     return matching
@@ -242,11 +245,27 @@ def load_causal_lm(
         for tensor in checkpoint_tensors(folder):
             stored[tensor.name] = tensor
             state[tensor.name] = stand_ins.tensor_to_load(tensor) if streamed else tensor.read()
+        for name in _copies(meta, stored) if streamed else ():
+            del state[name]
         model, loaded = type(meta).from_pretrained(
             None, state_dict=state, config=config, output_loading_info=True, **options
         )
         stand_ins.mark(model, stored)
         return model, loaded, stored
+
+
+def _copies(meta: Any, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Stored tensors that repeat one that they are tied to. transformers ties these, but cannot compare stand-ins."""
+    for names in meta.all_tied_weights_keys.items():
+        places = [
+            next((place for place in (name, name.removeprefix(f"{meta.base_model_prefix}.")) if place in stored), None)
+            for name in names
+        ]
+        if None not in places:
+            copy, original = (stored[str(place)] for place in places)
+            described = [(tensor.shape, tensor.dtype) for tensor in (copy, original)]
+            if described[0] == described[1] and torch.equal(copy.read(), original.read()):
+                yield copy.name
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[StoredTensor]:

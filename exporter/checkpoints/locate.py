@@ -100,10 +100,9 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
     of_hub = not source.startswith((".", "/", "~")) and not path.exists()
     if of_hub and (source.count("/") == 1 or (source.count("/") > 1 and path.suffix == GGUF)):
         return _fetched(source, revision, weights)
-    raise BuildError(
-        f"{source}: no such {'file' if path.suffix == GGUF else 'folder'}; expected a Hugging Face model folder, a "
-        "GGUF file or a hub id (owner/name)"
-    )
+    missing = "no such file" if path.suffix == GGUF else "no such folder"
+    wrong = f"its name does not end in {GGUF}" if path.is_file() else missing
+    raise BuildError(f"{source}: {wrong}; expected a Hugging Face model folder, a GGUF file or a hub id (owner/name)")
 
 
 def only_model(source: str, names: list[str]) -> list[str]:

@@ -48,6 +48,7 @@ class _Config(msgspec.Struct):
     bits: int | None = None
     version: str | None = None
     checkpoint_format: str | None = None
+    sym: bool | None = None
     format: str | None = None
     config_groups: dict[str, _Group] = {}
     transform_config: dict[str, Any] | None = None
@@ -264,7 +265,10 @@ def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     stored_offset, half = int(config.checkpoint_format != "gptq_v2"), 1 << (bits - 1)
 
     def read() -> _Read:
-        unsigned = _unpack(zeros, bits, 1)[:, :columns].astype(np.int16) + half + stored_offset
+        signed = _unpack(zeros, bits, 1)[:, :columns]
+        # A symmetric matrix has zero points of half the range, so it tells the version itself; some files do not.
+        offset = 0 if config.sym and not signed.any() else stored_offset
+        unsigned = signed.astype(np.int16) + half + offset
         zero = ((unsigned & (2 * half - 1)) - half).astype(np.int8)
         return Blocks(_unpack(words, bits, 0), _finite(parts, scales), zero), _groups(parts, index, groups)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", 
 """Names of sentencepiece files; tiktoken uses some of them too."""
 _PROCESSOR = ("processor_config.json", "chat_template.json")
 """Files with the templates of processors, in order of precedence."""
+_PROBES = ("in 12345 words: I'm a_b;<br>\tÉ 日本.", " two  spaces\n\n")
+"""Texts that tokenizers of different kinds split differently."""
 _NAME = re.compile(r"\w[\w.+-]{0,63}")
 
 
@@ -190,6 +194,31 @@ def other_template(folder: Path, used: Mapping[str, str]) -> SettingNote | None:
         return None
     note = "transformers' processors take this template; specexport takes the tokenizer's, as its tokenizers do"
     return SettingNote(file=place.name, key="chat_template", value=short(templates.get(DEFAULT_TEMPLATE)), note=note)
+
+
+def other_tokens(folder: Path, used: Tokenizer) -> SettingNote | None:
+    """A warning if transformers reads texts otherwise than a checkpoint's ``tokenizer.json`` says.
+
+    The classes of some families put parts of their own in the place of the file's.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    stated = stored_tokenizer(folder)
+    stated.no_truncation()
+    stated.no_padding()
+    with contextlib.suppress(Exception):  # a tokenizer may fail on any text
+        if any(
+            len({tuple(part.encode(text, add_special_tokens=False).ids) for part in (stated, used)}) > 1
+            for text in _PROBES
+        ):
+            parts = {name: part for name, part in _pipeline(stated).items() if name in ("normalizer", "pre_tokenizer")}
+            note = (
+                f"transformers {version('transformers')} reads texts otherwise, and so does specexport; if the model "
+                "was trained with this file, set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+            )
+            return SettingNote(file=path.name, key=", ".join(parts), value=short(parts), note=note)
+    return None
 
 
 def _of_processor(folder: Path) -> tuple[Path, dict[str, Any]] | None:

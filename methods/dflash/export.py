@@ -127,11 +127,16 @@ def read_dflash(source: str) -> DFlashOutline:
     causal = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
     # z-lab numbers the layer that outputs the state, speculators counts the layers before it.
     ids, offset = (config.aux_hidden_state_layer_ids, 0) if of_speculators else (drafting["target_layer_ids"], 1)
+    if not ids:  # they are chosen in training, so no default is right for all drafts
+        raise BuildError(
+            f"{path}: no {'aux_hidden_state_layer_ids' if of_speculators else 'target_layer_ids'}; expected "
+            "the layers that the draft was trained to see"
+        )
     return DFlashOutline(
         **fields,
         # The layers of speculators' drafts are Qwen3's, whatever model_type says.
         layer=layer_config(path, layer, {"llama", "qwen3"} if of_speculators else {"qwen3"}, "qwen3"),
-        states=None if ids is None else tuple(index + offset for index in ids),
+        states=tuple(index + offset for index in ids),
         tied=False,
         block_size=block,
         mask_token=mask,

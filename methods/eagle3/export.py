@@ -106,14 +106,14 @@ def read_eagle3(source: str) -> Eagle3Outline:
     }
     if switches["norm_before_fc"] and switches["fc_norm"]:
         raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
-    states = config.eagle_aux_hidden_state_layer_ids
-    if states is None and nested.eagle_aux_hidden_state_layer_ids is not None:
-        # In eagle_config, ids number the layers that output the states (SpecForge, SGLang).
-        states = [layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids]
+    # In eagle_config, ids number the layers that output the states (SpecForge, SGLang). NVIDIA's empty lists mean none.
+    states = config.eagle_aux_hidden_state_layer_ids or [
+        layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids or ()
+    ]
     return Eagle3Outline(
         **fields,
         layer=layer_config(path, layer),
-        states=None if states is None else tuple(states),
+        states=tuple(states) or None,
         switches=switches | {"norm_before_residual": config.norm_before_residual},
         tied=config.tie_word_embeddings,
     )

@@ -41,7 +41,7 @@ _MAX_LAYERS = 16
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Suffixes of names to ignore: leftovers of training, and tensors that follow from the configuration."""
 
-States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(min_length=1, max_length=MAX_STATES)]
+States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(max_length=MAX_STATES)]
 
 
 class Layer(msgspec.Struct, kw_only=True):

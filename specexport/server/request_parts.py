@@ -235,6 +235,7 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] = []
     reasoning_content: Text | None = Field(None, description="A variable of the model's chat template.")
+    reasoning: Text | None = Field(None, description="The same by vLLM's present name.")
     refusal: Unsupported = None
     annotations: Unsupported = None
     audio: Unsupported = None

@@ -9,14 +9,15 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import gguf
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from tokenizers import Tokenizer, decoders
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from specexport.contract.errors import BuildError
@@ -26,14 +27,13 @@ from specexport.exporter.checkpoints.quiet import quiet
 
 _ORIGINAL = "build from the model that the file was converted from"
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
-_CONTROL = 3
-"""The token type of control tokens."""
 _ENDS = ("eos", "eot", "eom")
 _TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
-    "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]",
+    "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "[EOT]", "[EOS]", "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
 })  # fmt: skip
-"""Control tokens that always end a turn, as in llama.cpp, whatever the file says."""
+"""Tokens that always end a turn, as in llama.cpp, whatever the file says."""
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
@@ -98,15 +98,26 @@ def describe(folder: Path) -> None:
         except Exception as error:  # as above
             raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
     _set_split(header, tokenizer.backend_tokenizer)
+    _set_prefix(header, tokenizer.backend_tokenizer)
+    tokenizer.backend_tokenizer.add_special_tokens(sorted(_TURN_ENDS.intersection(tokenizer.get_vocab())))
     tokenizer.save_pretrained(folder)
-    settings = folder / "tokenizer_config.json"
-    settings_document = json.loads(settings.read_text(encoding="utf-8"))
+    _write_templates(header, folder)
     # The families' own classes would ignore the file's tokenizer.
-    settings.write_text(
-        json.dumps(settings_document | {"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    _change(folder / "tokenizer_config.json", lambda settings: {"tokenizer_class": "PreTrainedTokenizerFast"})
+    # transformers adds GPT-2's <|endoftext|> where the file has none, as a token that the model lacks.
+    count = len(header.get("tokenizer.ggml.tokens", list, []))
+    _change(
+        folder / "tokenizer.json",
+        lambda stated: {"added_tokens": [token for token in stated["added_tokens"] if token["id"] < count]},
     )
     (folder / "generation_config.json").write_text(json.dumps(_generation(header)), encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(document), encoding="utf-8")  # last: it marks the folder as complete
+
+
+def _change(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Sets keys of a JSON file's object."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(document | change(document)), encoding="utf-8")
 
 
 def _add_attention(header: Header, config: dict[str, Any]) -> None:
@@ -154,6 +165,25 @@ def _set_split(header: Header, tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
 
+def _set_prefix(header: Header, tokenizer: Tokenizer) -> None:
+    """Puts no space before texts if the file says so; transformers ignores that."""
+    if header.get("tokenizer.ggml.add_space_prefix", bool, True) or not isinstance(tokenizer.pre_tokenizer, Metaspace):
+        return
+    tokenizer.pre_tokenizer.prepend_scheme = "never"
+    # Without the removal of a first space.
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def _write_templates(header: Header, folder: Path) -> None:
+    """Writes the templates that have names; transformers reads the default one."""
+    for name in header.get("tokenizer.chat_templates", list, []):
+        template = header.get(f"tokenizer.chat_template.{name}", str)
+        if template is not None and re.fullmatch(r"\w{1,64}", str(name)):
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template, encoding="utf-8")
+
+
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
     return "".join(letter if letter.isprintable() else "?" for letter in text) or type(error).__name__
@@ -162,11 +192,8 @@ def _reason(error: Exception) -> str:
 def _generation(header: Header) -> dict[str, Any]:
     """The content of ``generation_config.json``: tokens that end a text, and the file's sampling settings."""
     declared = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in _ENDS]
-    tokens, kinds = (header.get(f"tokenizer.ggml.{name}", list, []) for name in ("tokens", "token_type"))
-    turn_ends = [
-        number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _TURN_ENDS
-    ]  # fmt: skip
+    tokens = header.get("tokenizer.ggml.tokens", list, [])
+    turn_ends = [number for number, token in enumerate(tokens) if token in _TURN_ENDS]
     ends = list(dict.fromkeys([*(end for end in declared if end is not None), *turn_ends]))
     settings: dict[str, Any] = {"eos_token_id": ends} if ends else {}
     for name, key in _SAMPLING.items():
