@@ -76,7 +76,7 @@ def _drafts(
         path = locate(name, weights=False)
         ratio = size / model_sizes(path).active
         try:
-            _require_same_tokenizer(target, bundle, path)
+            _require_same_tokenizer(target, bundle, path, name)
         except BuildError as error:
             refused[name] = str(error)
             continue
@@ -97,11 +97,11 @@ def _built(manifest: Manifest) -> list[tuple[str, float]]:
     ]
 
 
-def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path) -> None:
+def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path, name: str) -> None:
     """Raises a BuildError if tokenizers differ both as stored and as transformers loads them."""
 
     def compare(load: Callable[[Path], Tokenizer]) -> None:
-        require_same_tokenizer(load(target) if bundle is None else bundle.tokenizer(), load(draft), target, draft)
+        require_same_tokenizer(load(target) if bundle is None else bundle.tokenizer(), load(draft), name)
 
     try:
         compare(stored_tokenizer)

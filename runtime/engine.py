@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import BuildError, ContextLengthError, RequestError
+from specexport.contract.errors import BuildError, ClosedError, ContextLengthError, RequestError
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
@@ -258,11 +258,11 @@ class Engine:
 
         Raises:
             RequestError: the prompt does not fit the context, the method or the tree was not built, the method's
-                model cannot read the prompt's embeddings, a hypothesis does not go with the method or is missing, or
-                the engine is closed.
+                model cannot read the prompt's embeddings, or a hypothesis does not go with the method or is missing.
+            ClosedError: the engine is closed.
         """
         if self._closed:
-            raise RequestError("the engine is closed; load the bundle again")
+            raise ClosedError("the engine is closed; load the bundle again")
         require_params(params)
         params = params or self.defaults()
         if params.n != 1:

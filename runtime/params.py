@@ -145,7 +145,7 @@ class SamplingParams(Options, frozen=True):
             except msgspec.ValidationError as error:
                 raise RequestError(f"rules: {error}", param="rules") from error
         if self.grammar is not None and self.json_schema is not None:
-            self._refuse("grammar", "None with a json_schema")
+            raise RequestError("grammar was given with json_schema; give one of them", param="grammar")
         ended = "with a json_schema, a grammar or tools, which end the text"
         if self.constrained and self.ignore_eos:
             self._refuse("ignore_eos", f"False {ended}")

@@ -322,7 +322,7 @@ class Stream:
         """Submits the request now instead of when it is first read.
 
         Raises:
-            RequestError: the engine is closed.
+            ClosedError: the engine is closed.
         """
         if not self._started and not self._request.abandoned:
             self._scheduler.submit(self._request)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from specexport.contract.errors import BackendError, RequestError
+from specexport.contract.errors import BackendError, ClosedError
 from specexport.contract.shapes import window
 from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.reader import common_prefix
@@ -60,12 +60,12 @@ class Scheduler:
         """Puts a request into the queue.
 
         Raises:
-            RequestError: the engine is closed.
+            ClosedError: the engine is closed.
         """
         with self._lock:
             if self._closed:
                 request.abandoned = True
-                raise RequestError("the engine is closed; load the bundle again")
+                raise ClosedError("the engine is closed; load the bundle again")
             request.owner = threading.get_ident()
             request.began = self._clock()
             if request.bypass:
@@ -104,7 +104,7 @@ class Scheduler:
         with self._lock:
             self._closed = True
             while self._queue:
-                self._queue.popleft().error = RequestError("the engine is closed; load the bundle again")
+                self._queue.popleft().error = ClosedError("the engine is closed; load the bundle again")
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
             self._wake_finished()

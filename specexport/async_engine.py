@@ -112,6 +112,10 @@ class AsyncStream:
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
+    async def aclose(self) -> None:
+        """Cancels it, as a generator's ``aclose`` does, for ``contextlib.aclosing``."""
+        self.cancel()
+
     def __del__(self) -> None:
         self.cancel()
 
@@ -215,8 +219,8 @@ class AsyncEngine:
         if max(len(self._live), arriving) + outputs > limit:
             wait = self._wait()
             raise QueueFullError(
-                f"the queue is full: {counted(self.waiting, 'request')} for {counted(self.slots, 'slot')}; "
-                f"try again in {counted(wait, 'second')}",
+                f"the queue is full: at most {counted(self.max_queue, 'request')} may wait for "
+                f"{counted(self.slots, 'slot')}; try again in {counted(wait, 'second')}",
                 wait,
             )
 

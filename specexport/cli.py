@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -130,6 +131,7 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
     _prepare_streams()
+    arguments = argparse.Namespace()
     try:
         words = [_with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
         if not words:
@@ -142,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.main(arguments)
         sys.stdout.flush()
     except SpecExportError as error:
-        print(f"specexport: error: {error}", file=sys.stderr)
+        print(f"specexport: error: {_with_flag(str(error), arguments)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -158,6 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specexport: error: {ascii(str(error))[1:-1]}; name files in UTF-8", file=sys.stderr)
         return 1
     return code
+
+
+def _with_flag(message: str, arguments: argparse.Namespace) -> str:
+    """A message that begins with a parameter's name, with the flag that sets it instead."""
+    name = re.match(r"([a-z_]+)(?: is | was |(?<=_config): )", message)
+    flag = f"--{name[1].replace('_', '-')}" if name else ""
+    known = hasattr(arguments, "parser") and flag in arguments.parser._option_string_actions
+    return flag + message[len(name[1]) :] if name and known else message
 
 
 def _prepare_streams() -> None:

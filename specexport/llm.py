@@ -210,7 +210,7 @@ class LLM:
         try:
             return self._frontend.streams(prompt, params, speculative)
         except RequestError as error:
-            raise RequestError(f"prompt {index}: {error}", param=error.param) from error
+            raise type(error)(f"prompt {index}: {error}", param=error.param) from error
 
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> list[Completion]:
         """Runs streams, as many at once as the engine has slots."""

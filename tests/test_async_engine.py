@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -117,7 +118,7 @@ def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> N
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=2)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 2)]
-        with pytest.raises(QueueFullError, match="2 requests for 1 slot") as caught:
+        with pytest.raises(QueueFullError, match="at most 2 requests may wait for 1 slot") as caught:
             engine.generate(PROMPT, GREEDY)
         assert caught.value.retry_after >= 1
         await until(lambda: engine.running == engine.slots)
@@ -130,6 +131,17 @@ def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> N
         for stream in streams[:-1]:
             stream.cancel()
         assert len(await tokens_of(streams[-1])) == 16
+
+    run(work)
+
+
+def test_a_stream_that_is_closed_ends_as_generators_do(frontend: Frontend) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(frontend)
+        async with contextlib.aclosing(engine.generate(PROMPT, LONG)) as stream:
+            await anext(stream)
+        await until(lambda: engine.running == 0)
+        assert stream.stats.output_tokens < 480
 
     run(work)
 
@@ -231,7 +243,7 @@ def test_closing_frees_the_engine(bundle: Callable[[str], Path]) -> None:
         async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as engine:
             stream = engine.generate(PROMPT, LONG)
             await anext(stream)
-        with pytest.raises(RequestError, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             engine.frontend.engine.stream(PROMPT, GREEDY)
         with pytest.raises(ClosedError):
             engine.generate(PROMPT, GREEDY)

@@ -270,7 +270,7 @@ def test_errors_are_one_line(
         (["--method", "ngram", "--no-speculation"], "--method was given with --no-speculation"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--threads", "0"], "--threads is 0"),
-        (["--max-model-len", "4096"], "max_model_len is 4096"),
+        (["--max-model-len", "4096"], "--max-model-len is 4096"),
     ],
 )
 def test_wrong_flags_are_named(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
 import json
 import re
+import shlex
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -11,7 +15,11 @@ import pytest
 
 from scripts.docs import PAGES, ROOT, TABLES, current
 from scripts.families import HELP, RESULTS, TITLES, families
+from specexport.cli import parser
 from specexport.contract.manifest import FORMAT_VERSION
+from specexport.contract.options import options
+from specexport.options import ServiceOptions
+from specexport.runtime import Engine
 from tests.test_families import REFUSED
 
 pytestmark = pytest.mark.exporter
@@ -42,6 +50,34 @@ def test_documents_name_the_version_of_the_bundle_format() -> None:
     page, changes = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/bundle-format.md", "CHANGELOG.md"))
     assert page.startswith(f"# Bundle format, version {FORMAT_VERSION}\n")
     assert f"Bundles have format {FORMAT_VERSION}:" in changes
+
+
+def _command(words: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command that words begin with."""
+    command = parser([])
+    for word in words:
+        actions = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        if not actions or word not in actions[0].choices:
+            break
+        command = actions[0].choices[word]
+    return command
+
+
+def test_flags_and_keywords_in_documents_exist() -> None:
+    unknown: list[str] = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"(?m)^(?:\$ )?specexport ((?:\w+ )+.*-.*)$|`specexport ([^`]+)`", text):
+            words = shlex.split("".join(line), comments=True)
+            command = _command(words)
+            flags = [re.sub("=.*", "", word) for word in words if word.startswith("-")]
+            unknown += [f"{page.name}: {word}" for word in flags if word not in command._option_string_actions]
+        for name, call in re.findall(r"`(Engine\.load|LLM|AsyncEngine\.open)(\([^`]*?\))", text):
+            tree = ast.parse("f" + call.replace("=)", "=0)").replace("…", "..."), mode="eval").body
+            assert isinstance(tree, ast.Call)
+            known = inspect.signature(Engine.load).parameters if name == "Engine.load" else options(ServiceOptions)
+            unknown += [f"{page.name}: {name}({key.arg}=)" for key in tree.keywords if key.arg not in known]
+    assert unknown == []
 
 
 def test_supported_families_pass_and_refused_ones_are_explained() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specexport.contract.errors import ClosedError
 from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import put
@@ -365,7 +366,7 @@ def test_a_closed_engine_refuses_requests(bundle: Callable[[str], Path]) -> None
         assert len(loaded.generate(PROMPT, GREEDY).token_ids) == 24
     asks = (lambda: loaded.generate(PROMPT, GREEDY), lambda: loaded.stream(PROMPT, GREEDY), lambda: next(prepared))
     for refused in asks:
-        with pytest.raises(RequestError, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             refused()
     loaded.close()
 
@@ -383,7 +384,7 @@ def test_closing_ends_this_threads_own_stream(bundle: Callable[[str], Path]) -> 
 def refuses_requests(engine: Engine) -> bool:
     try:
         engine.stream(PROMPT, GREEDY)
-    except RequestError:
+    except ClosedError:
         return True
     return False
 

@@ -334,6 +334,18 @@ def test_mismatches_are_refused_by_name(small: Path, tmp_path: Path, metadata: d
     assert str(file) in str(raised.value)
 
 
+def test_a_draft_is_named_by_its_file(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by the folder of links that it is read from."""
+    target, draft = make_checkpoint(tmp_path / "target", "llama"), make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
+    tokenizer = target / "tokenizer.json"
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokenizer.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["build", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")]) == 1
+    assert f"the method universal_draft:{draft}" in capsys.readouterr().err
+
+
 def test_a_draft_and_other_precisions(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]

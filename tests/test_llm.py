@@ -58,6 +58,7 @@ def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch
 
 def test_the_package_has_what_callers_name() -> None:
     assert [name for name in specexport.__all__ if not hasattr(specexport, name)] == []
+    assert set(specexport.__all__) <= set(dir(specexport))
     errors = [value for name in specexport.__all__ if isinstance(value := getattr(specexport, name), type)]
     assert {error for error in errors if issubclass(error, Exception)} >= {BackendError, BuildError, RequestError}
 
@@ -150,7 +151,8 @@ def test_max_model_len_bounds_prompt_and_output(bundle: Callable[[str], Path]) -
         for params in (GREEDY, GREEDY.replace(max_tokens=None), GREEDY.replace(max_tokens=100, min_tokens=50)):
             (output,) = llm.generate([5] * 15, params, use_tqdm=False)
             assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
-        with pytest.raises(RequestError, match=r"prompt 1: the prompt has 20 tokens, but the context holds 20"):
+        too_long = r"prompt 1: the prompt has 20 tokens, but the context holds 20"
+        with pytest.raises(specexport.ContextLengthError, match=too_long):
             llm.generate([[5], [5] * 20], GREEDY, use_tqdm=False)
     for wrong, expected in ((1, "a whole number >= 2"), (513, "at most 512, for which this bundle was built")):
         with pytest.raises(BuildError, match=f"max_model_len is {wrong}; expected {expected}"):

@@ -194,7 +194,7 @@ def test_ray_takes_the_servers_options() -> None:
 
 def test_contradictions_name_the_parameter() -> None:
     for given, message in (
-        ({"json_schema": "{}", "grammar": "start: /a/"}, "grammar is "),
+        ({"json_schema": "{}", "grammar": "start: /a/"}, "grammar was given with json_schema"),
         ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos is True; expected False with a json_schema"),
         ({"json_schema": {"type": "object"}, "ignore_eos": True}, "ignore_eos is True; expected False"),
         ({"grammar": "start: /a/", "min_tokens": 1}, "min_tokens is "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,7 +365,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
     [
         ("completions", {"prompt": 1}, "prompt", "prompt"),
         ("completions", None, "prompt", "prompt is missing"),
-        ("completions", {"prompt": []}, "prompt", "at least 1 item"),
+        ("completions", {"prompt": []}, "prompt", "prompt is []; expected at least 1 item"),
         ("completions", {"prompt": [-1]}, "prompt.0", "prompt.0 is -1; expected at least 0"),
         ("completions", {"prompt": [5.5]}, "prompt.0", "prompt.0 is 5.5; expected a text or a whole number or a list"),
         ("completions", {"prompt": ["a", [5]]}, "prompt.1", "a text"),
@@ -382,7 +383,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("completions", {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "with stream"),
         ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 1}, "prompt_logprobs", "echo"),
         ("responses", {"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
-        ("completions", {"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias.x", "logit_bias.x is 'x'; expected text of the pattern"),
         ("completions", {"logit_bias": {"999999": 1}}, "logit_bias", "the model has tokens"),
         ("completions", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
         ("completions", {"structured_outputs": {"json": {"type": "magic"}}}, "structured_outputs", "type: magic"),
@@ -391,7 +392,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("chat/completions", {"store": True}, "store", "not supported; leave it out or send false"),
         ("responses", {"previous_response_id": "x"}, "previous_response_id", "not supported"),
         ("responses", {"n": 2}, "n", "one output"),
-        ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),
+        ("completions", {"stop": [""]}, "stop.0", "stop.0 is ''; expected at least 1 character"),
         ("completions", {"prompt": [5, 999_999]}, "prompt", "the prompt holds token 999999"),
         ("completions", {"prompt": [5] * 512}, "prompt", "the context holds 512"),
         ("completions", {"stream_options": {}}, "stream_options", "without stream"),
@@ -478,6 +479,11 @@ def test_invalid_requests_are_named(http: httpx.Client, content: bytes, status: 
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_broken_json_is_answered_with_its_place(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=b'{"prompt": "a', headers={"Content-Type": "application/json"})
+    assert answer.json()["error"]["message"].endswith("not JSON: Unterminated string starting, after 11 characters")
 
 
 def test_a_body_of_another_content_type_is_named(http: httpx.Client) -> None:
@@ -707,7 +713,9 @@ def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patien
         assert last["error"]["code"] == "shutting_down"
 
 
-def test_requests_during_shutdown_are_refused(folder: Path) -> None:
+def test_requests_during_shutdown_are_refused(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On new connections: a port that is closed would say nothing."""
     events: list[str] = []
     begun = threading.Event()
@@ -716,6 +724,8 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
         thread = threading.Thread(target=_stream, args=(running.url, 480, events, begun))
         thread.start()
         assert begun.wait(120)
+        caplog.set_level(logging.INFO, "uvicorn.error")
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
         running.server.should_exit = True
         wait_until(lambda: running.service.engine.closed, "it takes requests")
         assert thread.is_alive(), "the stream ended before it was asked"
@@ -725,6 +735,7 @@ def test_requests_during_shutdown_are_refused(folder: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert int(answer.headers["retry-after"]) > 0
         assert client.get(f"{running.url}/health").status_code == 200
+        assert "Waiting at most 60 seconds for 1 request to finish" in caplog.text
     thread.join(120)
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 

@@ -136,7 +136,7 @@ def test_a_draft_comes_nearer_to_its_target(
     loaded = load_checkpoint(str(options.output))
     assert loaded.family == "qwen3"
     require_same_tokenizer(
-        load_tokenizer(target).tokenizer, load_tokenizer(options.output).tokenizer, target, options.output
+        load_tokenizer(target).tokenizer, load_tokenizer(options.output).tokenizer, str(options.output)
     )
 
 

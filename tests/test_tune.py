@@ -138,6 +138,8 @@ def test_tuning_writes_the_tree_into_the_bundle(
     folder = copytree(bundle(name), tmp_path / "bundle")
     before = read_manifest(folder)
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "9", "-n", "24", "--threads", "1"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "; nothing was changed" in capsys.readouterr().out
     assert main([*words, "--json", "--dry-run"]) == 0
     assert read_manifest(folder) == before
     document = json.loads(capsys.readouterr().out)

@@ -124,8 +124,8 @@ def stored_tokenizer(folder: Path) -> Tokenizer:
         raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
 
 
-def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Path, draft_path: Path) -> None:
-    """Checks that two tokenizers give every token the same id, except padding of the vocabularies.
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """Checks that a draft, called ``name``, gives every token the target's id, except padding of the vocabularies.
 
     Raises:
         BuildError: they differ; names the first differing token.
@@ -136,14 +136,14 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, target_path: Pat
     differing = [(index, token) for token, index in ours.items() if theirs.get(token) != index]
     if differing:
         index, token = min(differing)
-        detail = f"token {token!r} is {index} in {target_path} and {theirs.get(token, 'absent')} in {draft_path}"
+        detail = f"token {token!r} is {index} in the target and {theirs.get(token, 'absent')} in {name}"
     elif len(ours) != len(theirs):
-        detail = f"{draft_path} has {len(theirs)} tokens against {len(ours)} in {target_path}"
+        detail = f"{name} has {len(theirs)} tokens against {len(ours)} in the target"
     else:
-        detail = f"{draft_path} has the same tokens, split differently, as {target_path}"
+        detail = f"{name} has the tokens of the target, split differently"
     raise BuildError(
         f"target and draft use different tokenizers: {detail}. A draft must use the target's tokenizer: choose one "
-        f"from the same family, or draft through text with the method universal_draft:{draft_path}"
+        f"from the same family, or draft through text with the method universal_draft:{name}"
     )
 
 

@@ -34,7 +34,7 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
     """Exports a smaller model with the target's tokenizer."""
 
     def check(self, options: DraftModelOptions, target: Path, tokenizer: Tokenizer) -> None:
-        require_tokenizer(options.model, target, tokenizer)
+        require_tokenizer(options.model, tokenizer)
 
     def resolve(self, options: DraftModelOptions, target: TargetInfo) -> DraftModel:
         require_length(options.model, target.max_seq_len)
@@ -56,7 +56,7 @@ _OTHERS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "ml
 """What the architecture of another method's checkpoint contains, and the flag for it."""
 
 
-def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
+def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     """Refuses what another method drafts with, and a draft whose tokenizer differs from the target's."""
     path = locate(source)
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
@@ -68,7 +68,7 @@ def require_tokenizer(source: str, target: Path, tokenizer: Tokenizer) -> None:
                 f"{path / CONFIG}: describes no model of its own, but what another method drafts with; pass the folder "
                 f"with {flag}"
             )
-    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, target, path)
+    require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, source)
 
 
 def require_length(source: str, max_seq_len: int) -> None:

@@ -84,7 +84,7 @@ class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):
         if not target.drafts:
             low, high = target.parameters / most / 1e6, target.parameters / least / 1e6
             why = (
-                f"look for a model of the same family and tokenizer with {low:,.4g} to {high:,.4g} million parameters, "
+                f"look for a model of the same family and tokenizer with {low:,.2g} to {high:,.2g} million parameters, "
                 "and pass it with --draft; 'specexport train draft' makes it agree with this target more often"
             )
             return Suggestion("draft_model", f"K = {K}", why, 0)

@@ -108,7 +108,7 @@ def _draft(options: DraftTraining, target: TrainingModel, place: Place) -> Train
     if options.draft is not None:
         draft = load_model(options.draft, place, frozen=False)
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
-        require_same_tokenizer(ours, theirs, target.path, draft.path)
+        require_same_tokenizer(ours, theirs, options.draft)
         return draft
     assert options.layers is not None and options.hidden is not None  # DraftTraining.check requires them
     heads = -(-options.hidden // 64)

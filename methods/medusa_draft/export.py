@@ -35,7 +35,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     heads_key: ClassVar[str] = "medusa"
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
-        require_tokenizer(options.model, target, tokenizer)
+        require_tokenizer(options.model, tokenizer)
 
     def resolve(self, options: MedusaDraftOptions, target: TargetInfo) -> MedusaDraft:
         require_length(options.model, target.max_seq_len)

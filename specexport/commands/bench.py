@@ -263,7 +263,7 @@ class BenchOptions(MeasuringOptions, frozen=True, kw_only=True):
     Attributes:
         methods: methods the bundle was built for and those that need no graph, each with its default tree; 'default' is
             a request that names none, whose steps draft as many tokens as pay.
-        data: lines such as {"workload": "chat", "text": "...", "hypothesis": "..."}, the last two optional (default:
+        data: lines such as {"text": "...", "workload": "chat", "hypothesis": "..."}, the last two optional (default:
             code completion, copying edits and prose, made of Python's own sources and help texts).
         prompts: prompts of each workload.
         prompt_tokens: most tokens of a prompt.

@@ -138,7 +138,7 @@ def _precision(model: Model) -> str:
         text += f"; {precision.quality}"
     before = precision.quantized_before
     if before is not None:
-        text += f"; of its {before.format} matrices {before.kept} kept as they are"
+        text += f"; {before.kept} of its {before.format} matrices kept as they are"
         if before.converted and before.converted_rms_error is not None:
             text += f", {before.converted} rounded again (error {before.converted_rms_error:.2%})"
         text += f", the rest {before.rest}" if before.rest is not None else ""

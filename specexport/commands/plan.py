@@ -180,7 +180,7 @@ def suggest_command(command: SuggestOptions) -> int:
     folder = expanded(target)
     manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
     table = Table(
-        f"{target}: {advice.parameters:,} parameters, on a {command.device}",
+        f"{target}: {advice.parameters:,} parameters, on a {command.device.upper()}",
         ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
     )
     for suggestion in advice.suggestions:

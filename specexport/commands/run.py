@@ -170,9 +170,12 @@ def describe(stats: Stats, engine: Engine) -> str:
         lines.insert(1, f"draft       {stats.accepted} of {stats.drafted} accepted; by position {positions}")
     if costs is not None and stats.steps_by_draft:
         chosen = "; ".join(
-            f"{method} "
-            + ", ".join(f"{count} of {size} ({costs.step(1, 1 + size, 1) * 1e3:.2f} ms)" for size, count in by.items())
-            for method, by in stats.steps_by_draft.items()
+            f"{method} " + ", ".join(_steps(count, size, costs.step(1, 1 + size, 1)) for size, count in by.items())
+            for method, by in sorted(stats.steps_by_draft.items())
         )
-        lines.insert(1, f"chosen      steps by number of draft tokens, with their cost here: {chosen}")
+        lines.insert(1, f"chosen      steps by method and draft tokens, with the cost of verifying here: {chosen}")
     return "\n".join(lines)
+
+
+def _steps(count: int, drafted: int, seconds: float) -> str:
+    return f"{count}{f' of {drafted}' if drafted else ''} ({seconds * 1e3:.2f} ms)"

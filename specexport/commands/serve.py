@@ -51,7 +51,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
         specexport serve Qwen/Qwen3-4B --speculative-config '{"model": "Qwen/Qwen3-0.6B"}' --max-model-len 2048
     """
     if hasattr(arguments, "model") == (arguments.named_model is not None):
-        raise BuildError(f"give a bundle or a model, either by itself or with {_SOURCE}")
+        names = "; --served-model-name takes all words up to the next flag"
+        several = names if hasattr(arguments, "served_model_name") else ""
+        raise BuildError(f"give a bundle or a model, either by itself or with {_SOURCE}{several}")
     arguments.model = getattr(arguments, "model", arguments.named_model)
     settings, of_engine = from_flags(ListenOptions, arguments), flag_values(ServiceOptions, arguments)
     keys = _keys(settings.api_key)

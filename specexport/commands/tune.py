@@ -119,14 +119,14 @@ def _tree_command(command: _TreeOptions) -> int:
     if command.plot is not None:
         parts = (device, table, *_figures(name, ranked, costs), *about(command.bundle, manifest))
         report.write(command.plot, f"tune tree: {command.bundle}", parts)
-    if command.dry_run:
-        return 0
-    from specexport.exporter.set_tree import set_default_tree
+    done = f"{name}'s best tree here has {len(best.tree)} nodes; nothing was changed"
+    if not command.dry_run:
+        from specexport.exporter.set_tree import set_default_tree
 
-    set_default_tree(command.bundle, name, best.tree)
+        set_default_tree(command.bundle, name, best.tree)
+        done = f"{command.bundle}: {name} verifies {len(best.tree)} nodes a step by default now"
     if not command.json:
-        warning = "" if best.speed_up > 1 else "; plain decoding is faster on this device"
-        print(f"{command.bundle}: {name} verifies {len(best.tree)} nodes a step by default now{warning}")
+        print(done + ("" if best.speed_up > 1 else "; plain decoding is faster on this device"))
     return 0
 
 

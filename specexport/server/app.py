@@ -29,6 +29,7 @@ from specexport import __version__
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import ClosedError, RequestError
 from specexport.contract.options import options
+from specexport.contract.values import counted
 from specexport.options import ServerOptions
 from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens
@@ -272,6 +273,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keeps the port open until the last request has finished: new requests and ``/ready`` get a 503."""
         until = time.monotonic() + self._shutdown_timeout
+        if present := self._engine.running + self._engine.waiting:
+            waiting = "Waiting at most %g seconds for %s to finish (press CTRL+C again to end at once)"
+            logging.getLogger("uvicorn.error").info(waiting, self._shutdown_timeout, counted(present, "request"))
         draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
         while not draining.done() and not self.force_exit:
             await asyncio.wait({draining}, timeout=_TICK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from specexport.contract.errors import ClosedError, ContextLengthError, DeadlineError, QueueFullError, RequestError
-from specexport.contract.values import shown
+from specexport.contract.values import counted, shown
 from specexport.server.answers import ErrorDetail, ErrorResponse
 
 _LOG = logging.getLogger("uvicorn.error")
@@ -25,6 +26,7 @@ _PARAMS = {
 _EXPECTED = "Input should be "
 """Pydantic's message for a wrong type begins with this."""
 _IN_WORDS = {
+    "match pattern": "text of the pattern",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "more than",
@@ -36,6 +38,8 @@ _IN_WORDS = {
     "a valid boolean": "true or false",
 }
 """Wordings of pydantic, and ours."""
+_SHOULD = re.compile(r"(?:List|Tuple|Dictionary|String) should (?:have )?(.*?)(?:, not \d+)?")
+"""Pydantic's message for a wrong length or pattern."""
 _SHOWN = 300
 """Most characters of a validation message: a request's own text is not sent back whole."""
 
@@ -93,7 +97,9 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     """
     first = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        reason, place = str(first["ctx"]["error"]).removesuffix(" at"), counted(first["loc"][1], "character")
+        why = f"the body is not JSON: {reason}, after {place}"
+        return ApiError(400, why, code="invalid_json")
     field = _field(first)
     if not field:
         why = "the body is missing, not a JSON object, or has another Content-Type than application/json"
@@ -108,6 +114,8 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in peers))
     elif first["type"] == "missing":
         message = "is missing"
+    elif wrong := _SHOULD.fullmatch(message):
+        message = f"{_EXPECTED}{wrong[1]}"
     if message.startswith(_EXPECTED):
         for words, better in _IN_WORDS.items():
             message = message.replace(words, better)
