@@ -1,4 +1,4 @@
-"""Reuse of earlier builds: a fingerprint of the exporter, and records of finished stages. Imports little."""
+"""Reuse of earlier builds: a fingerprint of the exporter, and records of finished stages. Imports nothing heavy."""
 
 from __future__ import annotations
 

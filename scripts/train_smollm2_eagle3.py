@@ -27,6 +27,7 @@ from demo_corpus import card
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM, SamplingParams
+from specexport.cli import HelpFormatter
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.spec import Eagle3Training
@@ -348,22 +349,22 @@ def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Generates the texts, trains and measures the draft, and writes it with its card."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
-    parser.add_argument("--summaries", type=int, default=512)
+    parser.add_argument("--conversations", type=int, default=2944, help="conversations about topics, code and edits")
+    parser.add_argument("--summaries", type=int, default=512, help="conversations that summarize an answer")
     parser.add_argument(
-        "--self-asked-files", type=int, default=128, help="each of up to 64 questions that the model writes"
+        "--self-asked-files", type=int, default=128, help="files of up to 64 questions that the model writes"
     )
-    parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
-    parser.add_argument("--draft", help="draft to go on from, with the same vocabulary (default: a new one)")
+    parser.add_argument("--steps", type=int, default=600, help="training steps, of 8 windows of 256 tokens")
+    parser.add_argument("--draft", help="draft to start from, with the same vocabulary (default: a new one)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's)")
-    parser.add_argument("--ttt-steps", type=int, default=4)
+    parser.add_argument("--ttt-steps", type=int, default=4, help="drafted tokens in training")
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that the draft may propose")
-    parser.add_argument("--intermediate-size", type=int, default=1536)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"))
-    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to resume from")
+    parser.add_argument("--intermediate-size", type=int, default=1536, help="width of the draft's MLP")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"), help="folder")
+    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="folder to resume from")
     parser.add_argument("--texts-only", action="store_true", help="stop before training")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from specexport.building import needs_extra
 from specexport.commands import Command, bench, build, chat, draw, inspect, plan, run, serve, tune
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
 from specexport.contract.values import require_text
@@ -52,7 +53,7 @@ _COMMANDS = (
 )
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a flag's default, unless there is none or the help text already has it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -69,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
     """Shows defaults and takes no abbreviated flags; argparse uses the same class for sub-commands."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
         self.set_defaults(parser=self)  # the innermost command's parser wins
 
     def error(self, message: str) -> NoReturn:
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SpecExportError as error:
         print(f"specexport: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -122,5 +122,5 @@ def test_a_short_calibration_text_is_refused_before_the_model_is_loaded(
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     monkeypatch.setattr("specexport.exporter.target.load_checkpoint", lambda _: pytest.fail("loaded"))
     (tmp_path / "short.txt").write_text("one word", encoding="utf-8")
-    with pytest.raises(BuildError, match=r"short\.txt: \d+ tokens of calibration data; expected some thousand"):
+    with pytest.raises(BuildError, match=r"short\.txt: \d+ tokens of calibration data; expected at least \d+"):
         build(BuildOptions(str(target), tmp_path / "bundle", precision="int4", calibration_data=tmp_path / "short.txt"))

@@ -369,7 +369,7 @@ def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
 def test_a_method_is_built_once() -> None:
     from specexport.exporter.options import BuildOptions
 
-    with pytest.raises(BuildError, match="method 'ngram' was asked for twice"):
+    with pytest.raises(BuildError, match="method 'ngram' was given twice"):
         BuildOptions("x", Path("y"), ["ngram", {"method": "ngram", "prompt_lookup_max": 3}])
 
 

@@ -1,6 +1,6 @@
-"""Merges peft adapters into their model's weights, one tensor at a time as these are read.
+"""Merges peft adapters into their model's weights, tensor by tensor as these are read.
 
-peft itself does the merging, in a model on the meta device that has only the adapter's weights.
+peft itself merges them, in a model on the meta device that has only the adapter's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 
-_HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
+_HINT = "merge it into the model with peft (merge_and_unload), save that with save_pretrained, and build from it"
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the model's own weights."""
 _MERGEABLE = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
@@ -29,7 +29,7 @@ _ADAPTER_NAME = "default"
 
 
 def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint, in fp32 and merged if the adapter in ``folder`` changes them.
+    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
 
     ``make`` creates a folder's model on torch's meta device.
 
@@ -54,7 +54,7 @@ def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[S
 def _changes(
     folder: Path, _state: Any, make: Callable[[Path], Any]
 ) -> tuple[str, Mapping[str, Callable[[StoredTensor], torch.Tensor]]]:
-    """The prefix of the model's names, and a function for each tensor that the adapter changes, by its name."""
+    """The prefix of the model's tensor names, and functions that merge tensors, by the name of the tensor."""
     path = _adapter_file(folder)
     try:
         from peft import PeftConfig, PeftModel
@@ -98,7 +98,7 @@ def _changes(
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The adapter's file for error messages: its original path rather than that of the link beside its model."""
+    """The adapter's file for error messages: its original path instead of a link to it."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 

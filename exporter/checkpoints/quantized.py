@@ -24,9 +24,9 @@ QUANTIZATION = "quantization_config"
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
-"""Scales for quantized activations and caches, which transformers computes in floating point."""
+"""Scales of quantized activations and caches, which transformers computes in floating point."""
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of each four bits of an AWQ word, from the lowest bits."""
+"""The columns of the eight 4-bit numbers in an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the three lower bits of an MXFP4 number."""
 
@@ -200,10 +200,10 @@ class _Parts:
         """The matrix of numbers, scales and zero points.
 
         Args:
-            shape: in the model.
+            shape: the matrix's shape in the model.
             kind: the smallest type that holds its numbers.
-            read: see :data:`_Read`.
-            transposed: whether the model holds it as ``[...,N,K]``.
+            read: reads the parts; see :data:`_Read`.
+            transposed: whether the model holds the matrix as ``[...,N,K]``.
         """
 
         def read_matrix() -> torch.Tensor:

@@ -132,10 +132,10 @@ class _Splitter:
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a transformers causal LM, which is left unchanged and shares the parts that are not split.
+    """One rank's share of a transformers causal LM; the model itself is unchanged, and shares the unsplit parts.
 
-    Attention heads and the products of MLPs and experts are split, and so are the rows of the embedding and of the head
-    if their number is divisible.
+    Attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the embedding and
+    of the head are split.
 
     Raises:
         BuildError: transformers does not say how to split the family, or a size is not divisible.

@@ -70,10 +70,11 @@ def build_command(arguments: argparse.Namespace) -> int:
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
-            stored = "int8" if model.precision.weights == "stored" else model.precision.weights
+            name, weights = manifest.model_names[role], model.precision.weights
             print(
-                f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{stored}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                f"warning: {before.converted} of the {name}'s {before.format} matrices were rounded again, to "
+                f"{'int8' if weights == 'stored' else weights}, as their scales do not fit: error "
+                f"{before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
     return 0

@@ -1,14 +1,15 @@
-"""Structs of options as flags of the command line and back; ``--method`` and the flags that stand for it."""
+"""Declares structs of options as flags, and reads them back; ``--method`` and its short forms."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods import (
     Flag,
     MethodOptions,
@@ -25,6 +26,19 @@ _Values = list[tuple[str, Any]]
 """``--method`` and its short forms on a command line, with their values, in order: the first method is the default."""
 
 
+class UsageError(SpecExportError):
+    """A flag has a wrong value, which ends the command with status 2, as argparse's own errors do."""
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """Turns errors about options into usage errors."""
+    try:
+        yield
+    except SpecExportError as error:
+        raise UsageError(str(error)) from error
+
+
 def add_flags(
     parser: argparse.ArgumentParser,
     kind: type[Options],
@@ -37,12 +51,12 @@ def add_flags(
     """Declares a flag for each option, under its heading. A flag that is left out is not in the namespace.
 
     Args:
-        parser: the command's.
+        parser: the command's parser.
         kind: the options.
-        names: those that get a flag; None for all.
-        group: a heading for all of them, instead of those of the options.
-        unset: what some of them are without their flag, where that is not the options' default.
-        help: another help for some of them, perhaps with another default.
+        names: the options that get a flag; None for all.
+        group: one heading for all flags, instead of the options' own.
+        unset: default values in words, by option, where they differ from the struct's.
+        help: help texts, by option, where they differ from the struct's; they may state a default.
     """
     for name, option in options(kind).items():
         if (names is None or name in names) and not option.about.get("hidden"):
@@ -53,20 +67,26 @@ def add_flags(
 def flag_values(
     kind: type[Options], arguments: argparse.Namespace, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The options that the command line sets, those of ``names`` or all.
+    """The options that the command line sets, of all or of ``names``.
 
     Raises:
-        SpecExportError: a value is out of range; names the flag.
+        UsageError: a value is out of range; names the flag.
     """
     declared = options(kind)
     chosen = declared.keys() if names is None else declared.keys() & names
     values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
-    checked(kind, values, lambda name: flag(declared[name]))
+    with _usage():
+        checked(kind, values, lambda name: flag(declared[name]))
     return values
 
 
 def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
-    """The options that a command line asks for; ``others`` are fields without a flag. Errors: :func:`flag_values`."""
+    """The options that a command line asks for; ``others`` are fields without a flag.
+
+    Raises:
+        UsageError: see :func:`flag_values`.
+        SpecExportError: options contradict each other.
+    """
     return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
 
 
@@ -78,7 +98,7 @@ def flag(option: Option) -> str:
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:
-    """A parser's group of a heading; a description may follow after a colon."""
+    """A parser's group with a heading, created if needed; a description may follow the heading after a colon."""
     if heading is None:
         return parser
     title, _, text = heading.partition(": ")
@@ -93,7 +113,8 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
         how |= {"action": "store_false" if option.default else "store_true"}
         help = about.get("off", help) if option.default else help
     else:
-        how |= {"type": about.get("parse", str if option.kind is object else option.kind), "metavar": about["metavar"]}
+        parse = about.get("parse", str if option.kind is object else option.kind)
+        how |= {"type": _usage()(parse) if "parse" in about else parse, "metavar": about["metavar"]}
         if option.choices and about["metavar"] is None:
             how["choices"] = option.choices
         elif option.choices:
@@ -115,7 +136,7 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
 
 
 class _Once(argparse.Action):
-    """Keeps a value and refuses a second; argparse would silently drop the first."""
+    """Stores a value and refuses a second one; argparse would silently drop the first."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if hasattr(namespace, self.dest):
@@ -123,8 +144,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _Remember(argparse.Action):
-    """Keeps a flag and its value in the order of the command line."""
+class _AppendInOrder(argparse.Action):
+    """Appends a flag with its value, so that several flags keep the order of the command line."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         earlier: _Values = list(getattr(namespace, self.dest) or ())
@@ -140,7 +161,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
     group.add_argument(
         "--method",
-        action=_Remember,
+        action=_AppendInOrder,
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
         help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
@@ -148,11 +169,11 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     )
     for _, flag in _flags():
         if flag.key is None:
-            group.add_argument(flag.name, action=_Remember, dest="methods", nargs=0, const=True, help=flag.help)
+            group.add_argument(flag.name, action=_AppendInOrder, dest="methods", nargs=0, const=True, help=flag.help)
         else:
             optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
             group.add_argument(
-                flag.name, action=_Remember, dest="methods", metavar=flag.metavar, help=flag.help, **optional
+                flag.name, action=_AppendInOrder, dest="methods", metavar=flag.metavar, help=flag.help, **optional
             )
     group.add_argument(
         "--num-speculative-tokens",
@@ -172,11 +193,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     return group
 
 
+@_usage()
 def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
-    """The methods a command line asks for.
+    """The methods that a command line asks for.
 
     Raises:
-        BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
+        UsageError: a flag lacks the one that it belongs to, or a method's options are wrong.
     """
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())
@@ -196,11 +218,11 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
 
 
 def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) -> MethodOptions:
-    """The method that a flag stands for, with its value and those of other flags, ``values``, that it claims."""
+    """The method of a short form with its value, and those of ``values`` whose flags belong to it."""
     mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
     for other, key in (flag.claims or {}).items():
         if other not in values:
-            raise BuildError(f"{flag.name} was given without {other}, which it is for")
+            raise BuildError(f"{flag.name} was given without {other}; give both")
         mapping[key] = values[other]
     return read_method(mapping, flag.name, strict=False)
 
@@ -214,13 +236,13 @@ def _with_common_options(
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
     if sizes and all(method_type(method.name).own_widths for method in methods):
         raise BuildError(
-            f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
-            "other options"
+            "--num-speculative-tokens was given, but the methods set it by options of their own "
+            f"({', '.join(m.name for m in methods)})"
         )
     complete: list[MethodOptions] = []
     widest = max((method_type(method.name).branching for method in methods), default=0)
     if trees and not widest:
-        raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
+        raise BuildError(f"--tree was given, but no method proposes trees ({', '.join(m.name for m in methods)})")
     for method in methods:
         mapping: dict[str, Any] = {}
         if sizes and not method.sizes and not method_type(method.name).own_widths:

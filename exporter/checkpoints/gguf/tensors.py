@@ -27,7 +27,7 @@ from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTenso
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that llama.cpp derives from the configuration and stores; they are not needed."""
+"""Tensors that llama.cpp computes from the configuration; not needed here."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class BlockType:
     """A type whose integers and scales a bundle stores unchanged.
 
     Attributes:
-        kind: the smallest type of ours that holds its integers.
+        kind: our smallest type that holds its integers.
         group: number of neighbours in a row that share a scale.
-        parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
+        scales: the representation of scales and offsets.
+        parts: extracts the scales, and the offsets if any, from blocks ``[N,blocks,bytes]``.
     """
 
     kind: Kind
@@ -181,7 +182,7 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
 
 @contextlib.contextmanager
 def _one_name_map() -> Iterator[None]:
-    """Caches gguf's map of names, which transformers requests anew for each module: 16 ms each with 62 layers."""
+    """Caches gguf's map of names, which transformers requests for each module: 16 ms each time with 62 layers."""
     original = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(original)
     try:
