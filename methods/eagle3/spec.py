@@ -33,6 +33,7 @@ class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "an EAGLE-3 draft"
     role: ClassVar[str] = "eagle3"
+    draft_name: ClassVar[str] = "EAGLE-3 draft"
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
