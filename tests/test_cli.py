@@ -215,7 +215,7 @@ def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(
     target = make_checkpoint(tmp_path / "target", "llama")
     assert main(["run", str(target), "-p", "one", "--method", method]) == 1
     shown = capsys.readouterr().err
-    assert f"--method is {method!r}, which {target} would be built without" in shown
+    assert f"--method is {method!r}, but {target} would be built without it" in shown
     assert f"--speculative-config {method}" in shown
 
 
@@ -263,7 +263,7 @@ def test_an_unknown_flag_names_its_command(words: list[str], command: str, capsy
 
 def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "Show what is in a bundle." in capsys.readouterr().err
+    assert "Show the content of a bundle." in capsys.readouterr().err
 
 
 def test_closed_streams_are_empty(folder: str) -> None:

@@ -464,7 +464,7 @@ def test_it_is_measured_when_it_is_first_opened(
 def test_inspect_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert ("looked up in the text, where that pays" in shown) == (not read_manifest(folder).methods)
+    assert ("text is looked up where that pays" in shown) == (not read_manifest(folder).methods)
 
 
 def test_the_server_lists_every_method(folder: Path, bundle: Callable[[str], Path]) -> None:

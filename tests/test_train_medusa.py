@@ -70,7 +70,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
 ) -> None:
     work = tmp_path / "kept"
     train_medusa(options(work=work), silent)
-    with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, and this one has 0\.002.*--work"):
+    with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, not 0\.002.*--work"):
         train_medusa(options(output=tmp_path / "second", work=work, lr=2e-3), silent)
     checkpoint = work / "heads.pt"
     whole = torch.load(checkpoint, weights_only=True)
@@ -79,7 +79,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
         (pickle.dumps(print, protocol=2), r"heads\.pt: no checkpoint of a training .*delete it"),
         (checkpoint.read_bytes()[:1000], r"heads\.pt: no checkpoint of a training"),
         (whole, r"heads\.pt: '0\.0\.linear\.bias' is \[3\], expected \[64\]"),
-        ({**whole, "step": 999}, r"heads\.pt: 6 parameters after 999 steps; expected 6 and at most 6"),
+        ({**whole, "step": 999}, r"heads\.pt: 6 parameters after 999 steps; expected 6, and at most 6"),
         ({**whole, "optimizers": "x"}, r"heads\.pt: optimizers is str, expected list"),
     ):
         if isinstance(content, bytes):

@@ -1,4 +1,4 @@
-"""Commands that create: ``build``, ``compile`` and ``train``."""
+"""Commands that build and train: ``build``, ``compile`` and ``train``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_command(arguments: argparse.Namespace) -> int:
-    """Build a bundle from a target and methods to speculate: a draft, Medusa heads, an MLP speculator, look-ups.
+    """Build a bundle from a target and methods of speculation: a draft, Medusa heads, an MLP speculator, look-ups.
 
     Examples:
         specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
@@ -81,7 +81,7 @@ def build_command(arguments: argparse.Namespace) -> int:
 
 
 def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
-    """Options for compiling engines now; None if there are none to compile."""
+    """The options for compiling engines now; None if there are none to compile."""
     chosen = {name: getattr(arguments, name) for name in _ENGINES if hasattr(arguments, name)}
     flag = next((f"--{name.replace('_', '-')}" for name in chosen), None)
     backend, later = getattr(arguments, "backend", None), arguments.no_compile
@@ -102,7 +102,7 @@ def compile_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
-    """Add engines to a bundle: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
+    """Add engines to a bundle: its graphs compiled by TensorRT, or rewritten for onnxruntime on a GPU.
 
     Example:
         specexport compile qwen3/ --backend tensorrt --compute fp16 --engine-batch-sizes 1,4
@@ -127,7 +127,7 @@ def render(report: CompileReport) -> Table:
         "lrrlr",
     )
     for engine in report.engines:
-        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelt out in the graph"
+        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelled out in the graph"
         if engine.decomposed is not None:
             attention = f"{engine.attentions} decomposed: {engine.decomposed}"
         row = (engine.file, str(engine.profiles), str(engine.layers), attention)

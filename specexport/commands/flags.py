@@ -1,4 +1,4 @@
-"""Declares structs of options as flags, and reads them back; ``--method`` and its short forms."""
+"""Declares the options of a struct as flags and reads them; ``--method`` and its short forms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from specexport.contract.options import REQUIRED, Option, Options, checked, opti
 
 O = TypeVar("O", bound=Options)
 _Values = list[tuple[str, Any]]
-"""``--method`` and its short forms on a command line, with their values, in order: the first method is the default."""
+"""``--method`` and its short forms with their values, in the order of the command line; the first is the default."""
 
 
 class UsageError(SpecExportError):
-    """A flag has a wrong value, which ends the command with status 2, as argparse's own errors do."""
+    """A flag has a wrong value; ends the command with status 2, like argparse's errors."""
 
 
 @contextlib.contextmanager
@@ -48,15 +48,15 @@ def add_flags(
     unset: Mapping[str, str] | None = None,
     **help: str,
 ) -> None:
-    """Declares a flag for each option, under its heading. A flag that is left out is not in the namespace.
+    """Declares a flag for each option, under its heading. Flags that are not given are not in the namespace.
 
     Args:
         parser: the command's parser.
-        kind: the options.
+        kind: the struct of options.
         names: the options that get a flag; None for all.
-        group: one heading for all flags, instead of the options' own.
-        unset: default values in words, by option, where they differ from the struct's.
-        help: help texts, by option, where they differ from the struct's; they may state a default.
+        group: heading of all flags, instead of the options' own headings.
+        unset: default values in words, by option, if they differ from the struct's.
+        help: help texts by option, if they differ from the struct's; they may state a default.
     """
     for name, option in options(kind).items():
         if (names is None or name in names) and not option.about.get("hidden"):
@@ -84,7 +84,7 @@ def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O
     """The options that a command line asks for; ``others`` are fields without a flag.
 
     Raises:
-        UsageError: see :func:`flag_values`.
+        UsageError: a value is out of range; names the flag.
         SpecExportError: options contradict each other.
     """
     return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
@@ -98,7 +98,7 @@ def flag(option: Option) -> str:
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:
-    """A parser's group with a heading, created if needed; a description may follow the heading after a colon."""
+    """The parser's group with a heading, created if needed; a description may follow the heading after a colon."""
     if heading is None:
         return parser
     title, _, text = heading.partition(": ")
@@ -145,7 +145,7 @@ class _Once(argparse.Action):
 
 
 class _AppendInOrder(argparse.Action):
-    """Appends a flag with its value, so that several flags keep the order of the command line."""
+    """Appends the flag with its value, so that different flags keep their order."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         earlier: _Values = list(getattr(namespace, self.dest) or ())
@@ -158,14 +158,14 @@ def _flags() -> list[tuple[str, Flag]]:
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declares ``--method``, its short forms and their common flags; returns their group."""
-    group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
+    group = parser.add_argument_group("methods", "the first is the default; requests may choose others by name")
     group.add_argument(
         "--method",
         action=_AppendInOrder,
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
-        help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
-        "are short forms (default: none; draft tokens are then looked up in the text)",
+        help=f"{', '.join(known())}; VALUE sets the main key; a key given twice has two values. The flags below are "
+        "short forms (default: none; draft tokens are then looked up in the text)",
     )
     for _, flag in _flags():
         if flag.key is None:
@@ -179,16 +179,16 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step of every method without a number of its own: a chain, or its best tree of that size; "
-        "of several the first is the default (default: the method's own)",
+        help="draft tokens per step of methods without their own number, as a chain or the best tree of that size; the "
+        "first of several is the default (default: the method's own)",
     )
     group.add_argument(
         "--tree",
         action="append",
         default=[],
         metavar="FILE_OR_PRESET",
-        help="token tree to verify, for the methods that fill any tree: JSON or a preset's name; repeatable, the first "
-        "is the default (default: the method's own)",
+        help="token tree for methods that fill any tree: a JSON file or the name of a preset; repeatable, the first is "
+        "the default (default: the method's own)",
     )
     return group
 
@@ -198,7 +198,7 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
     """The methods that a command line asks for.
 
     Raises:
-        UsageError: a flag lacks the one that it belongs to, or a method's options are wrong.
+        UsageError: a flag was given without the flag that it belongs to, or a method's options are wrong.
     """
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())
@@ -218,7 +218,7 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
 
 
 def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) -> MethodOptions:
-    """The method of a short form with its value, and those of ``values`` whose flags belong to it."""
+    """The method of a short form, given its value and the ``values`` of flags that belong to it."""
     mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
     for other, key in (flag.claims or {}).items():
         if other not in values:
@@ -254,7 +254,7 @@ def _with_common_options(
 
 
 def with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
-    """A method with other values of some keys."""
+    """The method with other values of some keys."""
     if not keys:
         return method
     return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys})
@@ -264,4 +264,4 @@ def _draft_tokens(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several separated by commas") from None
