@@ -31,6 +31,8 @@ from specexport.exporter.checkpoints.stored import (
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
+    MAX_INT4,
+    MIN_INT4,
     RoundedTensor,
     RoundingError,
     block_for,
@@ -50,7 +52,6 @@ _DAMPING = 0.01
 """Share of the mean diagonal that is added to the diagonal of ``x.T @ x``, which is mostly near zero for few tokens."""
 _COLUMNS = 128
 """Number of inputs that compensate for each other's errors one by one, before one product corrects all later inputs."""
-_MIN_INT4, _MAX_INT4 = -8, 7
 _MIN_SIZE = 1 << 13
 """Matrices of at most this many numbers are rounded without a text, as cached traces may contain them
 (:mod:`specexport.exporter.trace_cache`)."""
@@ -291,9 +292,7 @@ def gptq(name: str, weight: torch.Tensor, inputs: InputFactor, block: int) -> Ro
     energy, order, factor = inputs.energy, inputs.order, inputs.factor
     outputs, depth = weight.shape
     blocks = weight.reshape(outputs, depth // block, block)
-    scale, zero = fit_scales(
-        blocks, 2, _MIN_INT4, _MAX_INT4, zero_points=True, weight=energy.reshape(1, depth // block, block)
-    )
+    scale, zero = fit_scales(blocks, 2, zero_points=True, weight=energy.reshape(1, depth // block, block))
     scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
     scale[scale == 0] = 1.0  # compensation may change a block of zeros
     remaining = weight.T[order].contiguous()  # [K,N]
@@ -303,7 +302,7 @@ def gptq(name: str, weight: torch.Tensor, inputs: InputFactor, block: int) -> Ro
         errors = torch.empty(end - start, outputs)
         for at in range(start, end):
             group = int(order[at]) // block
-            number = to_integers(remaining[at], scale[group], zero[group], _MIN_INT4, _MAX_INT4)
+            number = to_integers(remaining[at], scale[group], zero[group], MIN_INT4, MAX_INT4)
             integers[order[at]] = number.to(torch.int8)
             error = (remaining[at] - (number - zero[group]) * scale[group]) / factor[at, at]
             errors[at - start] = error

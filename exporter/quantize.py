@@ -18,6 +18,7 @@ from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
+MIN_INT4, MAX_INT4 = -8, 7
 _MAX_INT8 = np.float32(127)
 _MAX_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -126,19 +127,8 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[n
     return scales
 
 
-def fit_blocks(
-    matrix: npt.NDArray[np.float32],
-    axis: int,
-    block: int,
-    least: int,
-    largest: int,
-    *,
-    zero_points: bool,
-) -> Blocks:
-    """Rounds a matrix to integers from ``least`` to ``largest``, with the scale of least squared error for each block.
-
-    With ``zero_points``, each block along ``axis`` also has a zero point. Scales are those of :func:`in_half`.
-    """
+def fit_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, *, zero_points: bool) -> Blocks:
+    """Rounds a matrix to int4, with the scale of least squared error for each block; see :func:`fit_scales`."""
     leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
     x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
     integers = torch.empty(x.shape, dtype=torch.int8)
@@ -148,8 +138,9 @@ def fit_blocks(
     for at in itertools.product(range(0, len(x), rows), range(0, trailing, columns)):
         part = tuple(slice(start, start + length) for start, length in zip(at, (rows, columns), strict=True))
         piece = x[part[0], :, part[1]].contiguous()
-        scales, zeros = fit_scales(piece, 1, least, largest, zero_points=zero_points)
-        integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, largest).to(torch.int8)
+        scales, zeros = fit_scales(piece, 1, zero_points=zero_points)
+        least = MIN_INT4 if zero_points else -MAX_INT4
+        integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, MAX_INT4).to(torch.int8)
         scale[part], zero[part] = scales[:, 0], zeros[:, 0].to(torch.int8)
     shape = (*matrix.shape[:axis], len(x) // leading, *matrix.shape[axis + 1 :])
     return Blocks(
@@ -160,13 +151,15 @@ def fit_blocks(
 
 
 def fit_scales(
-    x: torch.Tensor, dim: int, least: int, largest: int, *, zero_points: bool, weight: torch.Tensor | None = None
+    x: torch.Tensor, dim: int, *, zero_points: bool, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point of least squared error for each block, a fiber of ``x`` along ``dim``.
+    """The int4 scale and zero point of least squared error for each block, a fiber of ``x`` along ``dim``.
 
-    ``x`` is rounded over each of a few ranges, and a scale is fitted to the integers by least squares. ``weight``
-    weights the errors.
+    ``x`` is rounded over each of a few ranges, and a scale is fitted to the integers by least squares. Without
+    ``zero_points``, these are 0 and integers are -7 to 7. ``weight`` weights the errors. Scales are those of
+    :func:`in_half`.
     """
+    least, largest = MIN_INT4 if zero_points else -MAX_INT4, MAX_INT4
     high, low = x.amax(dim, keepdim=True).clamp_min_(0), x.amin(dim, keepdim=True).clamp_max_(0)
     if not zero_points:
         high = torch.maximum(high, -low)

@@ -326,8 +326,7 @@ class WeightsFile(DataFile):
             if copy.kind == "int8":
                 blocks = quantize.quantize_blocks(chunk, copy.axis, block, 127)
             else:
-                least = -8 if zero_points else -7
-                blocks = quantize.fit_blocks(chunk, copy.axis, block, least, 7, zero_points=zero_points)
+                blocks = quantize.fit_blocks(chunk, copy.axis, block, zero_points=zero_points)
             scales.append(blocks.scale)
             if blocks.zero is not None:
                 zeros.append(blocks.zero)

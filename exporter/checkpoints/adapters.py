@@ -117,7 +117,9 @@ def _require_mergeable(path: Path, config: Any) -> None:
         "target_parameters changes tensors of experts": getattr(config, "target_parameters", None),
     }
     if getattr(config, "alora_invocation_tokens", None):
-        raise BuildError(f"{path}: alora_invocation_tokens start it within a text; expected an adapter of whole texts")
+        raise BuildError(
+            f"{path}: alora_invocation_tokens switch it on within a text; expected an adapter of whole texts"
+        )
     for reason, holds in reasons.items():
         if holds:
             raise BuildError(f"{path}: {reason}; {_HINT}")

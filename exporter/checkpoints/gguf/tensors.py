@@ -64,13 +64,14 @@ def _flat(fine: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
     return fine.reshape(len(fine), -1).astype(np.int8)
 
 
-def _halves(scale: int, offset: int | None = None) -> Callable[[_Bytes], _Parts]:
-    """For types with an fp16 scale per block, and optionally an fp16 offset."""
+def _scale(blocks: _Bytes) -> _Parts:
+    """Blocks that begin with an fp16 scale."""
+    return Factors(_half(blocks, 0)), None
 
-    def parts(blocks: _Bytes) -> _Parts:
-        return Factors(_half(blocks, scale)), None if offset is None else Factors(_half(blocks, offset))
 
-    return parts
+def _scale_and_offset(blocks: _Bytes) -> _Parts:
+    """Blocks that begin with an fp16 scale and an fp16 offset."""
+    return Factors(_half(blocks, 0)), Factors(_half(blocks, 2))
 
 
 def _six_bits(blocks: _Bytes) -> _Parts:
@@ -106,17 +107,17 @@ def _iq4_xs(blocks: _Bytes) -> _Parts:
 
 _Type = GGMLQuantizationType
 KEPT: dict[GGMLQuantizationType, BlockType] = {
-    _Type.Q4_0: BlockType("int4", 32, "half", _halves(0)),
-    _Type.Q4_1: BlockType("int4", 32, "half, offset", _halves(0, 2)),
-    _Type.Q5_0: BlockType("int8", 32, "half", _halves(0)),
-    _Type.Q5_1: BlockType("int8", 32, "half, offset", _halves(0, 2)),
-    _Type.Q8_0: BlockType("int8", 32, "half", _halves(0)),
+    _Type.Q4_0: BlockType("int4", 32, "half", _scale),
+    _Type.Q4_1: BlockType("int4", 32, "half, offset", _scale_and_offset),
+    _Type.Q5_0: BlockType("int8", 32, "half", _scale),
+    _Type.Q5_1: BlockType("int8", 32, "half, offset", _scale_and_offset),
+    _Type.Q8_0: BlockType("int8", 32, "half", _scale),
     _Type.Q2_K: BlockType("int4", 16, "two levels, offset", _q2_k),
     _Type.Q3_K: BlockType("int4", 16, "two levels", _q3_k),
     _Type.Q4_K: BlockType("int4", 32, "two levels, offset", _six_bits),
     _Type.Q5_K: BlockType("int8", 32, "two levels, offset", _six_bits),
     _Type.Q6_K: BlockType("int8", 16, "two levels", _q6_k),
-    _Type.IQ4_NL: BlockType("int8", 32, "half", _halves(0)),  # its sixteen values are integers from -127 to 113
+    _Type.IQ4_NL: BlockType("int8", 32, "half", _scale),  # its sixteen values are integers from -127 to 113
     _Type.IQ4_XS: BlockType("int8", 32, "two levels", _iq4_xs),
 }
 """The types whose integers and scales are stored unchanged."""
