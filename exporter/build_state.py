@@ -127,7 +127,7 @@ class WrittenTarget(Strict, frozen=True):
 
 @dataclass
 class Build:
-    """A build, as its steps and methods see it.
+    """The state of a build, which its steps and methods share.
 
     Attributes:
         folder: the bundle's folder while it is written.

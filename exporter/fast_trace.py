@@ -1,8 +1,8 @@
 """Skips steps of ``torch.onnx.export`` that change nothing for our modules.
 
-It reads its translations again for every export, decomposes the program, and runs it again to promote types.
-Decomposing traces the whole program a second time, which takes a third of the time of an export, although nearly all
-operators of a transformer have translations of their own.
+For every export, torch reads its translations, decomposes the program, and runs it to promote types. Decomposing traces
+the whole program a second time and takes a third of an export's time, although nearly all operators of a transformer
+have translations of their own.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ class Verification(Protocol):
         """The folder of a method's checkpoint, or of the target if None; ends the check if it is missing."""
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-        """Texts, each with the chain proposed after it, where all, one or none of the drafts before were accepted."""
+        """Texts with the chains proposed after them, after all, one or none of the last draft tokens were accepted."""
 
     def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
-        """Texts during decoding, each with its best candidate at every depth, int64 ``[depths]``."""
+        """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
 
     def agreement(self, *stored: str) -> Agreement:
         """A counter; its tolerance depends on how weights are stored."""
@@ -104,7 +104,7 @@ class MethodExporter(Generic[O, M]):
         """Refuses checkpoints that do not fit each other, before anything large is read."""
 
     def resolve(self, options: O, target: TargetInfo) -> M:
-        """The method as its checkpoints' configurations describe it; reads no weights, and trees may be missing.
+        """The method, from the configurations of its checkpoints without their weights; it may lack trees.
 
         Raises:
             BuildError: the checkpoints belong to another target, or support only shorter texts.
@@ -120,10 +120,10 @@ class MethodExporter(Generic[O, M]):
         return tuple(self.tree_of_size(method, size) for size in method.default_sizes)
 
     def plan(self, options: O, target: TargetInfo) -> M:
-        """The method with the trees it is built for.
+        """The method with the trees to build for.
 
         Raises:
-            BuildError: it cannot fill one of the trees; says why.
+            BuildError: it cannot fill one of the trees.
         """
         method = self.resolve(options, target)
         requested = (
@@ -144,7 +144,7 @@ class MethodExporter(Generic[O, M]):
     ) -> Addition | TracedGraph | None:
         """The method's addition to the target, if any.
 
-        It is outputs of the target's graph, or a graph over the same weights, which becomes the method's model.
+        An addition adds outputs to the target's graph; a graph over the same weights becomes the method's model.
 
         Raises:
             BuildError: the method does not fit the target.

@@ -221,7 +221,7 @@ def test_options_fixed_by_a_bundle_are_refused(
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
         assert main([*words, *more]) == 1
-        assert f"{more[0]} was given with a bundle, which sets it itself" in capsys.readouterr().err
+        assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
 
 
 def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:

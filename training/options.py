@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from specexport.contract.errors import TrainError
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 
 if TYPE_CHECKING:
     from specexport.tables import Table
@@ -241,11 +241,6 @@ def within(name: str, value: float, low: float, high: float, why: str) -> None:
     """
     if not low <= value <= high:
         raise TrainError(f"{dashed(name)} is {value}; expected {low} to {high}, {why}")
-
-
-def dashed(name: str) -> str:
-    """The flag of an option."""
-    return f"--{name.replace('_', '-')}"
 
 
 def accuracy_table(label: str, accuracy: list[list[float]]) -> Table:

@@ -194,7 +194,7 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
     Args:
         path: the checkpoint.
         described: the manifest's entry of the model, which the checkpoint must match.
-        layers: how many of the first layers to keep; None for all.
+        layers: number of first layers to keep; None for all.
 
     Raises:
         BundleError: it does not match.

@@ -81,7 +81,7 @@ class _Family(NamedTuple):
     Attributes:
         norms: number of norm vectors of the hidden size in a layer.
         head_norms: size of the norm vectors of queries and keys: ``head``, ``all`` heads, or empty for no norms.
-        qkv_bias: whether there is a bias, or the configuration key that says so; so are the other biases.
+        qkv_bias: whether there is a bias, or the configuration key that tells; likewise for other biases.
         true: configuration keys that are true by default.
         head_dim: default head size; None for the hidden size divided by the number of heads.
         experts: the configuration keys of the number and width of experts, for mixtures.
@@ -208,7 +208,7 @@ def has_mtp(folder: Path, layers: int) -> bool:
                 names = list(file.keys())
         else:
             names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
-    except Exception:  # a build reports what is wrong with the file
+    except Exception:  # a build reports the fault of the file
         return False
     return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
 

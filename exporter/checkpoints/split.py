@@ -117,7 +117,7 @@ class _Splitter:
         return _SumOfRanks(module)
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
-        """Keeps a share of each expert's columns, as of any other product's."""
+        """Keeps a share of each expert's columns, like :meth:`columns`."""
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
@@ -132,7 +132,7 @@ class _Splitter:
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a transformers causal LM; the model itself is unchanged, and shares the unsplit parts.
+    """A rank's share of a transformers causal LM, which shares the unsplit parts; the model itself is unchanged.
 
     Attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the embedding and
     of the head are split.
@@ -175,7 +175,7 @@ def split(model: Any, rank: int, ranks: int) -> Any:
 
 
 def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
-    """One rank's share of a loaded target; see :func:`split`.
+    """A rank's share of a loaded target; see :func:`split`.
 
     Raises:
         BuildError: it cannot be split; names the family.

@@ -30,7 +30,7 @@ Kind = Literal["int4", "int8", "fp8"]
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
 _MIN_SIDE = 16
-"""Minimum number of its rows and of its columns."""
+"""Minimum number of rows, and of columns, of such a tensor."""
 _STORED, _FORM = "stored_tensor", "stored_form"
 
 
@@ -54,7 +54,7 @@ class StoredTensor:
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
-        """Reads it in fp32.
+        """Reads the tensor in fp32.
 
         Raises:
             BuildError: it has numbers that are not finite; names the tensor and ``path``.

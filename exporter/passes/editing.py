@@ -47,8 +47,10 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
 
 
 def replace_value(value: ir.Value, by: ir.Value) -> None:
-    """Replaces a value everywhere; the new value takes over the name of a graph output."""
+    """Replaces a value everywhere; the new value takes over its type and shape if unknown, and a graph output's name."""
     returned, name = value.is_graph_output(), value.name
     value.replace_all_uses_with(by, replace_graph_outputs=True)
+    if returned or by.type is None:
+        by.type, by.shape = value.type, value.shape
     if returned:
-        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape
+        value.name, by.name = f"{name}.stored", name

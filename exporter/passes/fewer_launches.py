@@ -46,7 +46,7 @@ def _sum_before(graph: ir.Graph, difference: ir.Node) -> None:
         return
     before = op("CumSum", through.inputs, f"{difference.outputs[0].name}.before", exclusive=1)
     graph.insert_after(difference, before)
-    _replace(difference.outputs[0], before.outputs[0])
+    replace_value(difference.outputs[0], before.outputs[0])
 
 
 class _Views:
@@ -81,7 +81,7 @@ class _Views:
         axes = constant(self._graph, f"view.axis.{axis}", np.array([axis]))
         view = op("Squeeze", [data, axes], f"{gather.outputs[0].name}.view")
         self._graph.insert_after(gather, view)
-        _replace(gather.outputs[0], view.outputs[0])
+        replace_value(gather.outputs[0], view.outputs[0])
 
     def gather(self, gather: ir.Node) -> None:
         """Replaces a GatherElements whose indices are the same along all other axes with a Gather."""
@@ -97,7 +97,7 @@ class _Views:
             return
         rows = op("Gather", [data, self._view(index, -1)], f"{gather.outputs[0].name}.rows", axis=axis)
         self._graph.insert_after(gather, rows)
-        _replace(gather.outputs[0], rows.outputs[0])
+        replace_value(gather.outputs[0], rows.outputs[0])
 
     def drop_last_view(self, output: ir.Value) -> None:
         """Replaces an output that is a view with its source, or computes the source in the output's shape."""
@@ -120,8 +120,3 @@ class _Views:
         node = op("Gather", inputs, f"{gather.outputs[0].name}.shaped")
         self._graph.insert_after(gather, node)
         replace_value(output, node.outputs[0])
-
-
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    new.type, new.shape = old.type, old.shape
-    replace_value(old, new)

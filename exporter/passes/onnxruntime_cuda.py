@@ -60,9 +60,8 @@ def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
     epsilon = ir.AttrFloat32("epsilon", norm.attributes.get_float("epsilon", 1e-5))
     fused = ir.Node(_DOMAIN, "SkipSimplifiedLayerNormalization", [x, y, weight], [epsilon], outputs=outputs)
     graph.insert_after(add, fused)
-    for new, old in ((normed, norm.outputs[0]), (added, total)):
-        new.type, new.shape = old.type, old.shape
-        replace_value(old, new)
+    replace_value(norm.outputs[0], normed)
+    replace_value(total, added)
 
 
 def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
@@ -73,7 +72,6 @@ def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
         if x is not None and sigmoid is not None and sigmoid.inputs[0] is x:
             alpha, output = ir.AttrFloat32("alpha", 1.0), ir.val(f"{silu.name}.fused")
             fused = ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output])
-            fused.outputs[0].type, fused.outputs[0].shape = silu.type, silu.shape
             graph.insert_after(product, fused)
             replace_value(silu, fused.outputs[0])
             return

@@ -86,7 +86,6 @@ def join_parts(model: ir.Model) -> Causal:
         source = parts.total.producer()
         assert source is not None
         graph.insert_after(source, attention)
-        attention.outputs[0].type, attention.outputs[0].shape = parts.total.type, parts.total.shape
         replace_value(parts.total, attention.outputs[0])
     full = [mask for (_, window), mask in masks.items() if not window]
     return Causal(full, _positions(model))

@@ -14,7 +14,7 @@ from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
 from specexport.contract.methods import known, method_type, read_methods
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
@@ -154,8 +154,7 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     if not arguments.no_speculation:
         return keys
     if keys:
-        flag = next(iter(keys)).replace("_", "-")
-        raise RequestError(f"--{flag} was given with --no-speculation; give one of them")
+        raise RequestError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
     return {"num_speculative_tokens": 0}
 
 

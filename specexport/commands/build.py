@@ -24,7 +24,7 @@ from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.methods import known, method_type, part
-from specexport.contract.options import options
+from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
@@ -83,7 +83,7 @@ def build_command(arguments: argparse.Namespace) -> int:
 def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
     """The options for compiling engines now; None if there are none to compile."""
     chosen = {name: getattr(arguments, name) for name in _ENGINES if hasattr(arguments, name)}
-    flag = next((f"--{name.replace('_', '-')}" for name in chosen), None)
+    flag = next(map(dashed, chosen), None)
     backend, later = getattr(arguments, "backend", None), arguments.no_compile
     if backend not in ENGINE_RUNTIMES:
         if flag is not None or later:

@@ -19,7 +19,7 @@ from specexport.contract.methods import (
     parse_method,
     read_method,
 )
-from specexport.contract.options import REQUIRED, Option, Options, checked, options
+from specexport.contract.options import REQUIRED, Option, Options, checked, dashed, options
 
 O = TypeVar("O", bound=Options)
 _Values = list[tuple[str, Any]]
@@ -94,7 +94,7 @@ def flag(option: Option) -> str:
     """The name of an option on the command line."""
     if option.about.get("positional"):
         return str(option.about["metavar"])
-    return f"--{'no-' if option.default is True else ''}{option.name.replace('_', '-')}"
+    return dashed(f"no_{option.name}" if option.default is True else option.name)
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:

@@ -14,7 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name, parse_method, read_method, text_methods
-from specexport.contract.options import Options, option
+from specexport.contract.options import Options, dashed, option
 from specexport.contract.reading import read_manifest
 from specexport.tables import Table, bytes_text, show
 
@@ -93,8 +93,7 @@ def plan_command(command: PlanOptions) -> int:
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(command, name) is not None:
                 raise BuildError(
-                    f"--{name.replace('_', '-')} was given with a bundle, which sets it itself; leave it out, or give "
-                    "the model"
+                    f"{dashed(name)} was given with a bundle, which is built already; leave it out, or give the model"
                 )
         manifest = read_manifest(expanded(target))
         estimate = plan_bundle(manifest, target, device, acceptance=acceptance)

@@ -17,7 +17,7 @@ from specexport.commands import add_engine, add_sampling, add_speculation, engin
 from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.commands.terminal import from_standard_input
 from specexport.contract.errors import RequestError
-from specexport.contract.options import Options, option
+from specexport.contract.options import Options, dashed, option
 from specexport.contract.values import counted
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams, Stats, Stream
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
@@ -86,9 +86,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     overrides = flag_values(SamplingParams, arguments)
     for name, acceptance in _OF_ACCEPTANCE.items():
         if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
-            raise RequestError(
-                f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it needs"
-            )
+            raise RequestError(f"{dashed(name)} was given without --acceptance {acceptance}, which it needs")
     if command.chat and command.prompt_embeds is not None:
         raise RequestError("--prompt-embeds was given with --chat, whose messages are text; give one of them")
     hypothesis = None if command.hypothesis is None else read_text(command.hypothesis, "what the output may be")

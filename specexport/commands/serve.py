@@ -18,7 +18,7 @@ from specexport.commands import BUILD, BUILD_GROUP
 from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
@@ -59,7 +59,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return _on_ray(arguments, settings, keys)
     for name in ("replicas", "max_replicas"):
         if hasattr(arguments, name):
-            raise BuildError(f"--{name.replace('_', '-')} was given without --ray; a server by itself is one engine")
+            raise BuildError(f"{dashed(name)} was given without --ray, which it needs")
     with needs_extra("serving", "serve"):
         from specexport.server.app import Server, create_app
         from specexport.server.service import Service
@@ -106,7 +106,7 @@ def _require_free(host: str, port: int) -> None:
 def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequence[str]) -> int:
     fixed = next((name for name in (*BUILD, "tensor_parallel_size") if hasattr(arguments, name)), None)
     if fixed is not None:
-        raise BuildError(f"--ray serves a bundle as it is; leave out --{fixed.replace('_', '-')}")
+        raise BuildError(f"--ray serves a bundle as it is; leave out {dashed(fixed)}")
     replicas = settings.max_replicas or settings.replicas
     with needs_extra("serving on Ray", "ray"):
         from specexport.server.ray import Settings, run
