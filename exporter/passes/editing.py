@@ -47,7 +47,7 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
 
 
 def replace_value(value: ir.Value, by: ir.Value) -> None:
-    """Replaces a value everywhere; the new value takes over its type and shape if unknown, and a graph output's name."""
+    """Replaces a value everywhere; the new value takes over its type if it has none, and a graph output's name."""
     returned, name = value.is_graph_output(), value.name
     value.replace_all_uses_with(by, replace_graph_outputs=True)
     if returned or by.type is None:
