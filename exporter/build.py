@@ -51,8 +51,8 @@ def build(
     no partial bundle.
 
     Args:
-        options: what to build.
-        progress: see :data:`~specexport.exporter.build_state.Progress`.
+        options: the options of the build.
+        progress: reports progress, if given.
         compiled: called with the report on the engines, if any are compiled.
 
     Returns:

@@ -183,7 +183,7 @@ def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block
 
 
 def _q4_k_m(depth: int, *, six_bit: bool) -> float:
-    """Bits per weight in llama.cpp's Q4_K_M: of Q6_K or Q4_K, or of Q8_0 or Q5_0 if blocks of 256 do not fit a row."""
+    """Bits per weight in llama.cpp's Q4_K_M: Q6_K or Q4_K, or Q8_0 or Q5_0 if blocks of 256 do not fit a row."""
     if depth % 256:
         return 8.5 if six_bit else 5.5
     return 6.5625 if six_bit else 4.5

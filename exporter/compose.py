@@ -16,7 +16,7 @@ from specexport.exporter.passes.editing import constant
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 _MAX_CONSTANT = 1024
-"""Maximum number of elements of a constant; larger ones are weights, and stay in the loop's body."""
+"""Maximum number of elements of a constant; larger constants are weights, which stay in the loop's body."""
 _FUSED = frozenset({"Transpose"})
 """Operators that ONNX Runtime fuses into the following product, which is cheaper than a copy before the loop."""
 
@@ -38,7 +38,7 @@ def propose_graph(
     Args:
         draft_pass: outputs the token, q, further inputs of the next pass, and its rows.
         shapes: the layers of its cache.
-        lowering: how attention is lowered.
+        lowering: the lowering of attention.
         start: computes the further inputs of the first pass, by name, from inputs of the propose graph; None if passes
             have only tokens and rows as inputs. The propose graph returns the first of these after the last pass.
     """

@@ -91,7 +91,7 @@ def _known_registry(opset_version: int) -> Any:
 
 
 def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:
-    """Whether decomposing a node would do what :func:`_lower` does; ``composites`` are not decomposed."""
+    """Whether decomposing a node would do the same as :func:`_lower`; ``composites`` are not decomposed."""
     target = _SAME.get(node.target, node.target)
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_unaliased(node):
         target = _functional(target)

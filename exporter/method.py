@@ -38,7 +38,7 @@ class TargetInfo:
     Attributes:
         vocab: V, the width of its logits.
         hidden: H, the width of its head's input.
-        path: its folder.
+        path: the folder of the checkpoint.
         draft_storage: the precision of drafts and heads.
         max_seq_len: the longest text of the bundle, in tokens.
     """
@@ -87,7 +87,7 @@ class MetaDraft:
     """A draft without its weights, for ``plan``.
 
     Attributes:
-        source: its folder or hub id, and its method.
+        source: folder or hub id, with the method.
         sizes: the sizes of its model.
         block: maximum number of tokens that a pass drafts; None if each token takes a pass.
     """

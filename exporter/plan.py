@@ -157,7 +157,7 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        method: how to speculate, with a draft that is a separate model; None for plain decoding.
+        method: a method with a draft that is a separate model; None for plain decoding.
         device: the device to plan for.
         precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: maximum number of tokens of a prompt and its output; None for the target's, at most

@@ -46,7 +46,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     Args:
         target: bundle, folder or hub id.
         drafts: smaller models to choose from.
-        device: where the bundle will run; the nodes of a step are nearly free on a GPU, but not on a CPU.
+        device: the device of the bundle; nodes of a step are nearly free on a GPU, but not on a CPU.
 
     Raises:
         BuildError: the target, or a draft, is not a checkpoint.

@@ -145,7 +145,7 @@ def trace_module(
 
     Args:
         module: the module.
-        inputs: its inputs; see :data:`Inputs`.
+        inputs: the module's inputs.
         outputs: names of its outputs.
         lowering: the lowering of its attention.
         opset: the opset; None for the lowering's.

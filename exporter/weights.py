@@ -146,7 +146,7 @@ class WeightsFile(DataFile):
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> StoredAs:
-        """The precision that stores a matrix as the checkpoint does: that of the part with the most bits."""
+        """The precision that stores a matrix as the checkpoint does, given by the part with the most bits."""
         kinds: list[StoredAs] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -305,7 +305,7 @@ class WeightsFile(DataFile):
         return StoredMatrix(copy.name, stored, factors("scale", scale), zero, offset, copy.block, copy.by_rows)
 
     def _numbers(self, copy: MatrixCopy, values: Sequence[npt.NDArray[Any] | None]) -> Chunks:
-        """The numbers of a matrix for given scales: those of its columns, ``[N]``, or the checkpoint's own."""
+        """The numbers of a matrix for given scales, which are the checkpoint's or belong to columns, ``[N]``."""
         start = 0
         for chunk in copy.chunks():
             end = start + len(chunk)

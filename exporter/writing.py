@@ -23,10 +23,10 @@ from specexport.exporter.weights import WeightsFile, WeightsReport
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph of a checkpoint's layers, all or the first ones.
+    """A graph of all or the first layers of a checkpoint.
 
     Attributes:
-        points: its shape points.
+        points: shape points of the graph.
     """
 
     name: str
@@ -51,10 +51,10 @@ def write_models(
         build: the build.
         role: the folder of the bundle to create.
         name: the model in messages.
-        graphs: over layers of the checkpoint.
-        checkpoint: the weights.
-        storage: how to store them.
-        heads: how to store Medusa heads; None for ``storage``.
+        graphs: graphs of layers of the checkpoint.
+        checkpoint: the checkpoint with the weights.
+        storage: the storage of the weights.
+        heads: the storage of Medusa heads; None for ``storage``.
 
     Returns:
         The manifest's entry of each graph.

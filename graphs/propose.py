@@ -170,7 +170,7 @@ class DraftPass(torch.nn.Module):
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], rows...)``, with ``rows`` extended to ``[B,Hkv,R+T,D]``, followed by
-            what ``StepStates`` returns.
+            the outputs of ``StepStates``.
         """
         done = rows[0].shape[2]
         tokens = input_ids.shape[1]

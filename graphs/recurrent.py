@@ -2,7 +2,7 @@
 
 transformers' model code passes the inputs of a layer's convolution to its cache, and queries, keys and values to a
 function of the layer's module. Both are redirected here, so we need no model code of our own.
-:mod:`specexport.runtime.states` describes what a step keeps of them.
+:mod:`specexport.runtime.states` describes the rows that a step keeps.
 
 The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), for a head with state ``S [Dk,Dv]``::
 

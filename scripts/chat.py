@@ -19,7 +19,7 @@ _SECONDS = 15
 
 
 def main() -> None:
-    """Downloads and builds what is missing, and starts the chat."""
+    """Downloads the model and builds the bundle unless they exist, and starts the chat."""
     parser = argparse.ArgumentParser(description=__doc__)
     where = "bundle to build (default: build/chat, or build/ and the file's name for another model)"
     parser.add_argument("-o", "--output", type=Path, metavar="BUNDLE", help=where)

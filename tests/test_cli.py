@@ -132,7 +132,7 @@ def test_a_terminal_shows_that_the_text_was_cut(
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words]) == 0
-    assert ("(ended after 128 tokens; --max-tokens sets how many)" in capsys.readouterr().err) == said
+    assert ("(ended after 128 tokens, set by --max-tokens)" in capsys.readouterr().err) == said
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_tuning_writes_the_tree_into_the_bundle(
     rates = [tree["tokens_per_second"] for tree in document["trees"]]
     assert rates == sorted(rates, reverse=True)
     assert main(words) == 0
-    assert "by default now" in capsys.readouterr().out
+    assert "now verifies" in capsys.readouterr().out
     after = read_manifest(folder)
     sizes = {len(tree) for tree in before.methods[0].token_trees()}
     assert {len(tree) for tree in after.methods[0].token_trees()} >= sizes

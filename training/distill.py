@@ -59,7 +59,7 @@ def distillation_loss(
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     if logits.shape[-1] != teacher_logits.shape[-1]:
-        # Models with the same tokenizer may pad their vocabularies differently; all tokens are in the smaller one.
+        # Models with the same tokenizer may pad their vocabularies differently; the smaller one has all tokens.
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
     return divergence(logits[learnt], teacher_logits[learnt], kind)

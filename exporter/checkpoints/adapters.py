@@ -98,7 +98,7 @@ def _changes(
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The adapter's file for error messages: its original path instead of a link to it."""
+    """The path of the adapter's file for error messages, with links resolved."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 

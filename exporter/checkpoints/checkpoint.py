@@ -237,6 +237,6 @@ def reference_embeds(model: Any, text: Array) -> Array:
 
 
 def clamp_tokens(tokens: list[int], model: Any) -> Array:
-    """Tokens as graphs read them: ids beyond the embedding become its last one."""
+    """Tokens as graphs read them: ids beyond the embedding become the last id."""
     clamped: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
     return clamped

@@ -38,7 +38,7 @@ from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor,
 
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
-"""Prefixes of the language model's tensors in multimodal checkpoints, and in text-only ones."""
+"""Prefixes of the language model's tensors in multimodal and text-only checkpoints."""
 
 
 def meta_model(folder: Path) -> Any:
@@ -99,7 +99,7 @@ def read_model_config(folder: Path) -> Any:
     For a multimodal model it is the language model's, like the tensors of :func:`checkpoint_tensors`.
 
     Raises:
-        BuildError: see :func:`read_configs`.
+        BuildError: the configuration is invalid; see :func:`read_configs`.
     """
     return read_configs(folder)[1]
 
@@ -235,11 +235,11 @@ def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
 def load_causal_lm(
     folder: Path, config: Any, *, streamed: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
-    """Loads a model with transformers, from safetensors; quantized matrices become floating-point ones.
+    """Loads a model with transformers, from safetensors; quantized matrices are dequantized.
 
     Args:
         folder: the checkpoint.
-        config: its configuration.
+        config: the configuration of the model.
         streamed: leave large matrices in their files; the model then runs within
             :func:`~specexport.exporter.checkpoints.stored.read_weights`.
         options: further arguments of ``from_pretrained``.

@@ -44,7 +44,7 @@ def locate(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint, with its configuration; see :func:`find`.
 
     Raises:
-        BuildError: see :func:`find`; a GGUF file is damaged, or transformers does not read its family.
+        BuildError: there is no such checkpoint, a GGUF file is damaged, or transformers does not read its family.
     """
     path = find(source, weights=weights)
     if not (path / CONFIG).is_file():

@@ -26,7 +26,7 @@ class Parameter(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-        shape: its shape; tied parameters count once.
+        shape: the parameter's shape.
         table: whether it is an embedding table.
         head: whether it projects to logits.
         share: for a stack of experts, the share that a token uses; None for other parameters.

@@ -214,7 +214,7 @@ def require_tensors(
 
     Args:
         path: the checkpoint.
-        stored: its tensors by name.
+        stored: the checkpoint's tensors by name.
         shapes: the expected shapes, by the same names.
         described: the checkpoint as its configuration describes it, for errors.
         optional: names that may be missing.
@@ -242,7 +242,7 @@ def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def save_head_tensors(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str = SINGLE
 ) -> None:
-    """Writes the checkpoint of heads or of a draft: its ``config.json`` and one safetensors file."""
+    """Writes the checkpoint of heads or of a draft: a ``config.json`` and a safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -256,7 +256,7 @@ def share_weights(folder: Path) -> None:
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it runs.
+    """The tensors of a file pickled by torch, memory-mapped so that unused tensors are not read. No code in it runs.
 
     Raises:
         BuildError: it holds anything other than named tensors.

@@ -48,8 +48,8 @@ class CompileReport:
 def compile_bundle(folder: Path, options: CompileOptions, progress: Progress | None = None) -> CompileReport:
     """Compiles every graph of a bundle and lists the engines in its manifest.
 
-    Existing engines for other devices and libraries stay; those for the same ones are replaced. The manifest is
-    replaced atomically at the end, so a compilation that fails or is killed leaves the bundle unchanged.
+    Existing engines for other devices and libraries stay; engines for the same device and library are replaced. The
+    manifest is replaced atomically at the end, so a compilation that fails or is killed leaves the bundle unchanged.
 
     Raises:
         BuildError: the library is not installed, does not support the device, or refuses a graph; the bundle accepts

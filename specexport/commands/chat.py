@@ -134,7 +134,7 @@ def chat_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _ChatOptions)
     add_sampling(
         parser,
-        length="what the context holds",
+        length="the rest of the context",
         seed="determines the seeds of answers, the same in each session; see 'specexport run --help' (default: new "
         "seeds)",
     )

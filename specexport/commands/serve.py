@@ -1,4 +1,4 @@
-"""``specexport serve``, and ``export`` for other servers."""
+"""Commands that serve: ``serve``, and ``export`` for other servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import ListenOptions, ServiceOptions
 
 _SOURCE = "--model"
-_MODEL = '''"""Triton's Python backend looks for the model here; specexport has to be installed in its Python."""
+_MODEL = '''"""Triton's Python backend imports the model from here; specexport must be installed in its Python."""
 
 from specexport.server.triton import TritonPythonModel as TritonPythonModel
 '''
@@ -79,16 +79,16 @@ def serve_command(arguments: argparse.Namespace) -> int:
         port=settings.port,
         log_level=settings.log_level,
     )
-    with contextlib.suppress(SystemExit):  # uvicorn's, after a line that says why
+    with contextlib.suppress(SystemExit):  # uvicorn has printed the reason
         server.run()
     return 0 if server.started else 1
 
 
 def _require_free(host: str, port: int) -> None:
-    """Refuses an address that cannot be listened on, before a model is loaded.
+    """Refuses an address that is not free, before a model is loaded.
 
     Raises:
-        BuildError: names it.
+        BuildError: the server cannot listen on the address.
     """
 
     async def listen() -> None:
@@ -126,7 +126,7 @@ def _keys(flags: Sequence[str]) -> list[str]:
     for key in keys:
         require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
-        raise BuildError("--api-key is empty; leave it out to let anyone in")
+        raise BuildError("--api-key is empty; leave it out to need no key")
     return keys
 
 
@@ -134,10 +134,10 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport export``.
 
     Attributes:
-        form: triton: a model repository for its Python backend.
-        bundle: a bundle of specexport build; it is copied.
+        form: triton, for a model repository with its Python backend.
+        bundle: bundle to copy.
         output: folder to write.
-        name: the model's name in Triton (default: the name of BUNDLE).
+        name: name of the model in Triton (default: the name of BUNDLE).
         overwrite: replace an existing repository.
     """
 
@@ -149,7 +149,7 @@ class ExportOptions(Options, frozen=True, kw_only=True):
 
 
 def export_command(command: ExportOptions) -> int:
-    """Write a bundle for another server: a model repository of Triton.
+    """Export a bundle for another server, as a model repository of Triton.
 
     Example:
         specexport export triton qwen3/ -o models/
