@@ -102,7 +102,7 @@ def check_methods(build: Build) -> None:
     for method in build.options.methods:
         role = method_type(method.name).role
         if role and (other := writers.setdefault(role, method.name)) != method.name:
-            raise BuildError(f"{other!r} and {method.name!r} both have a {role}; a bundle has one, so ask for one")
+            raise BuildError(f"{other!r} and {method.name!r} both have a {role}; choose one of these methods")
     for method in build.options.methods:
         exporter_of(method).check(method, build.source, build.tokenizer.tokenizer)
 

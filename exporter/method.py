@@ -197,8 +197,8 @@ def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
             raise BuildError(f"{name}: a token tree has no draft token; expected at least one")
         if by_size.setdefault(len(tree), tree) != tree:
             raise BuildError(
-                f"{name}: two trees have {len(tree) - 1} draft tokens; requests choose a tree by that number, so no "
-                "two may"
+                f"{name}: two trees have {len(tree) - 1} draft tokens, but requests choose a tree by that number; "
+                "give trees of different sizes"
             )
     return tuple(by_size.values())
 

@@ -265,8 +265,8 @@ def _model_plan(
     """The plan of a model; for a target, ``nodes`` is the total number of nodes of the trees that it verifies."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
-            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, and this "
-            "plans for devices"
+            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, not on "
+            "such devices"
         )
     by_onnxruntime = backend == "onnxruntime-cuda"
     weights = read = experts = 0

@@ -171,7 +171,7 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         if graphs and ranks > 1:
             raise BuildError(
                 f"tensor_parallel is {ranks}, and a method drafts with layers of the target, which are split; choose a "
-                "draft of its own"
+                "separate draft"
             )
         step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
         if ranks == 1:

@@ -44,10 +44,7 @@ def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[S
         name = next((name for name in names if name in pending), None)
         yield tensor if name is None else replace(tensor, dtype="F32", read=partial(pending.pop(name), tensor))
     if pending:
-        raise BuildError(
-            f"{_adapter_file(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; "
-            f"{_HINT}"
-        )
+        raise BuildError(f"{_adapter_file(folder)}: changes {min(pending)!r}, which the model's files lack; {_HINT}")
 
 
 @functools.lru_cache(maxsize=2)
@@ -62,7 +59,7 @@ def _changes(
         from peft.utils import ModulesToSaveWrapper
     except ImportError as error:
         raise BuildError(
-            f"{path}: an adapter, which needs peft to be merged; install it with: pip install 'specexport[export]'"
+            f"{path}: merging an adapter needs peft; install it with: pip install 'specexport[export]'"
         ) from error
     model = make(folder)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -107,7 +104,7 @@ def _require_mergeable(path: Path, config: Any) -> None:
     """Refuses adapters that do more than change the model's matrices, or that depend on its original weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in _MERGEABLE:
-        raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_MERGEABLE)}")
+        raise BuildError(f"{path}: peft_type is {kind!r}; expected one of {', '.join(_MERGEABLE)}")
     init = getattr(config, "init_lora_weights", True)
     reasons = {
         f"init_lora_weights is {init!r}, which changes the model's own weights too": init not in _PLAIN_INITS,

@@ -77,8 +77,8 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     method, bits = config.quant_method, config.bits or 4
     if config.transform_config:
         raise BuildError(
-            f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which nothing here "
-            "does; expected none. Build from the checkpoint that it was quantized from, with --precision"
+            f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which is not "
+            "supported. Build from the checkpoint that it was quantized from, with --precision"
         )
     if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
         return "AWQ", "int4"

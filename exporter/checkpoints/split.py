@@ -121,7 +121,7 @@ class _Splitter:
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
-                raise BuildError(f"its experts have {key}, which transformers does not say how to split")
+                raise BuildError(f"its experts have {key}, which transformers has no plan to split")
             axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
                 axis = 2 * parameter.dim() - 3 - axis
@@ -138,14 +138,14 @@ def split(model: Any, rank: int, ranks: int) -> Any:
     of the head are split.
 
     Raises:
-        BuildError: transformers does not say how to split the family, or a size is not divisible.
+        BuildError: transformers has no plan to split the family, or a size is not divisible.
     """
     splitter = _Splitter(model, rank, ranks)
     rank_model = splitter.model
     embedding, head = rank_model.get_input_embeddings(), rank_model.get_output_embeddings()
     layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
     if not layers:
-        raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
+        raise BuildError("transformers has no plan to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
     for name, module in list(rank_model.named_modules()):
         split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)

@@ -262,8 +262,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         devices = options.compute_capability
         if devices and set(devices) != {here}:
             raise BuildError(
-                f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles for the "
-                f"device it runs on only, which is {dotted(here)}; leave it out, or compile on that device"
+                f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles only for "
+                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device"
             )
         check_stored(stored, (here,))
         return (here,)

@@ -136,7 +136,7 @@ def write_source(
     model = ir.load(master)
     if any(node.op_type == "If" for node in ir.traversal.RecursiveGraphIterator(model.graph)):
         raise BuildError(
-            f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
+            f"{master}: its experts are branches, which only CPUs run; build it with the --backend that will run it"
         )
     converted = output.with_suffix(".bin")
     with DataFile(converted) as file:

@@ -158,8 +158,8 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
             sources.setdefault(names[place.name], []).append(place)
         elif place.name not in _IGNORED:
             raise BuildError(
-                f"{header.path}: tensor {place.name!r} has no place in transformers' {meta.config.model_type}; "
-                "expected the tensors of a language model of that family alone"
+                f"{header.path}: tensor {place.name!r} is not part of transformers' {meta.config.model_type}; "
+                "expected only the tensors of a language model of that family"
             )
     for name, places in sources.items():
         shape = shapes[name]
